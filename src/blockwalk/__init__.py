@@ -1,0 +1,25 @@
+"""Blockwalk: fine-tune and train language models that do not fit in memory, one block at a time."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockwalk.methods import method as method
+    from blockwalk.plan import Plan as Plan
+    from blockwalk.walker import StepResult as StepResult
+    from blockwalk.walker import Walker as Walker
+
+__version__ = "0.1.0"
+
+_HOME = {"method": "methods", "Plan": "plan", "Walker": "walker", "StepResult": "walker"}
+
+__all__ = ["Plan", "StepResult", "Walker", "__version__", "method"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that ``blockwalk --help`` never waits for torch."""
+    if name in _HOME:
+        return getattr(importlib.import_module(f"blockwalk.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'blockwalk' has no attribute {name!r}")

@@ -1,0 +1,201 @@
+"""Kinds of state, where each may live, and what a model is made of, as plain values.
+
+Nothing here imports torch at run time: planning and simulation read these values without it. Bytes are bytes, shapes
+are in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Tier(StrEnum):
+    """A memory that state can live in, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Codec(StrEnum):
+    """How a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in."""
+
+    RAW = "raw"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class Group(StrEnum):
+    """The ranks that a piece of state is spread over; a nested group's size stands beside it in the plan."""
+
+    NOBODY = "nobody"
+    NODE = "node"
+    NESTED = "nested"
+    WORLD = "world"
+
+
+class StateKind(StrEnum):
+    """What a training step reads and writes."""
+
+    FROZEN = "frozen"
+    TRAINABLE = "trainable"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one kind of state lives: a slice on a tier, in a codec, gathered over a group."""
+
+    tier: Tier = Tier.DEVICE
+    codec: Codec = Codec.RAW
+    group: Group = Group.NOBODY
+
+    def __str__(self) -> str:
+        return f"{self.tier} × {self.codec} × {self.group}"
+
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element, by torch's name of the dtype without its ``torch.`` prefix."""
+
+CODEC_DTYPE = {Codec.FP32: "float32", Codec.BF16: "bfloat16", Codec.FP16: "float16"}
+"""The codecs that are a plain dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter: its canonical name, shape (elements), dtype (torch's name) and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = False
+    quantizable: bool = False
+    """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused 3-D experts."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the dtype that the model came in."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:
+    """Bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters).
+
+    int4 keeps one float16 scale for each ``group_size`` elements of a row; int8 and fp8 keep one float32 scale a row. A row
+    that the group size does not divide is padded to whole groups.
+    """
+    numel = math.prod(shape)
+    row = shape[-1] if shape else 1
+    rows = numel // row if row else 0
+    match codec:
+        case Codec.RAW:
+            return numel * DTYPE_BYTES[dtype]
+        case Codec.FP32 | Codec.BF16 | Codec.FP16:
+            return numel * DTYPE_BYTES[CODEC_DTYPE[codec]]
+        case Codec.INT8 | Codec.FP8:
+            return numel + 4 * rows
+        case Codec.INT4:
+            groups = rows * -(-row // group_size)
+            return groups * (group_size // 2) + 2 * groups
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """One stop of the walk: the prologue, a block or the epilogue, with the parameters that it owns.
+
+    Units of equal ``kind`` run the same code on the same shapes: what is measured of one holds for all.
+    """
+
+    name: str
+    kind: str
+    params: tuple[ParamSpec, ...]
+
+    def numel(self, *, trainable: bool | None = None) -> int:
+        return sum(p.numel for p in self.params if trainable is None or p.trainable == trainable)
+
+    def nbytes(self, codec: Codec = Codec.RAW, group_size: int = 32, *, trainable: bool | None = None) -> int:
+        """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
+        return sum(
+            encoded_nbytes(p.shape, p.dtype, codec if p.quantizable or codec in CODEC_DTYPE else Codec.RAW, group_size)
+            for p in self.params
+            if trainable is None or p.trainable == trainable
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as the walk sees it: units in execution order, and the few dimensions that costs depend on."""
+
+    name: str
+    prologue: UnitSpec
+    blocks: tuple[UnitSpec, ...]
+    epilogue: UnitSpec
+    hidden_size: int
+    vocab_size: int
+    dtype: str = "float32"
+    tied: tuple[tuple[str, str], ...] = field(default=())
+    """Pairs (alias, canonical name) of parameters that are one tensor with two turns."""
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        return (self.prologue, *self.blocks, self.epilogue)
+
+    def params(self) -> Iterator[ParamSpec]:
+        for unit in self.units:
+            yield from unit.params
+
+    def numel(self, *, trainable: bool | None = None) -> int:
+        return sum(unit.numel(trainable=trainable) for unit in self.units)
+
+
+class Weight(Protocol):
+    """One 2-D parameter that is materialised a range at a time, in ``dtype``: the weight provider of the design.
+
+    What :meth:`rows` and :meth:`columns` return is scratch: it holds until the next call.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop``, shape [stop − start, D]."""
+        ...
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        """Columns ``start:stop``, shape [N, stop − start]."""
+        ...
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly allocated."""
+        ...
