@@ -1,0 +1,151 @@
+"""Small C kernels, compiled on this machine when they are first used.
+
+:func:`load` compiles ``<name>.c`` of this folder with the system's C compiler, for this processor, into a cache folder
+and opens it with ctypes. No wheel per platform is needed, and no compiler either: without one (or with
+``BLOCKWALK_NATIVE=0``) :func:`load` answers None and the caller takes its torch or numpy path, which gives the same
+bits. Fused multiply-add is off (``-ffp-contract=off``) so that C rounds where torch does.
+
+The kernels start no threads. ctypes releases the interpreter's lock during a call, so a range is split over a few
+Python threads by :func:`parallel`.
+
+Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``BLOCKWALK_CACHE`` moves the cache folder (default
+``$XDG_CACHE_HOME/blockwalk`` or ``~/.cache/blockwalk``); ``CC`` names the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=off")
+"""No fast-math anywhere: the kernels promise bits."""
+
+_COMPILE_SECONDS = 120
+_lock = threading.Lock()
+_loaded: dict[str, ctypes.CDLL | None] = {}
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """The compiled library of ``<name>.c``, or None where it cannot be had; the caller then takes its other path.
+
+    Compiles at most once per machine and source, and tries at most once per process. A compiler that fails is reported
+    once, as a ``RuntimeWarning``. The caller declares ``argtypes`` and ``restype``.
+    """
+    if os.environ.get("BLOCKWALK_NATIVE", "1") == "0":
+        return None
+    with _lock:
+        if name not in _loaded:
+            try:
+                _loaded[name] = _build(name)
+            except (OSError, subprocess.SubprocessError) as error:
+                detail = getattr(error, "stderr", None) or str(error)
+                warnings.warn(
+                    f"the native kernel {name!r} could not be built, a slower path with the same results is used "
+                    f"(BLOCKWALK_CACHE moves the cache folder, BLOCKWALK_NATIVE=0 silences this): "
+                    f"{detail.strip()[:800]}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                _loaded[name] = None
+        return _loaded[name]
+
+
+def parallel(work: Callable[[int, int], None], count: int, threads: int, align: int = 1) -> None:
+    """Call ``work(start, stop)`` on consecutive ranges that cover ``range(count)``, on up to ``threads`` threads.
+
+    Inner borders are multiples of ``align`` elements. The caller's thread takes the first range; an exception in any
+    range is raised here after all have ended. ``work`` must not call :func:`parallel` itself.
+    """
+    chunk = -(-count // max(threads, 1))
+    chunk = max(-(-chunk // align) * align, 1)
+    if chunk >= count:
+        work(0, count)
+        return
+    pool = _threads(threads)
+    futures = [pool.submit(work, start, min(start + chunk, count)) for start in range(chunk, count, chunk)]
+    try:
+        work(0, chunk)
+    finally:
+        errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _threads(threads: int) -> ThreadPoolExecutor:
+    """The process's pool of at least ``threads`` − 1 workers; a larger one replaces a smaller when it is asked for."""
+    global _pool
+    with _lock:
+        # A forked child inherits the pool without its threads: work given to it would wait for ever.
+        if _pool is None or _pool[0] != os.getpid() or _pool[1] < threads:
+            pool = ThreadPoolExecutor(max_workers=threads - 1, thread_name_prefix="blockwalk-native")
+            _pool = (os.getpid(), threads, pool)
+        return _pool[2]
+
+
+def _build(name: str) -> ctypes.CDLL | None:
+    """Compile ``name`` unless the cache has it, and open it; None where there is no compiler."""
+    source = Path(__file__).with_name(f"{name}.c")
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    parts = (source.read_bytes(), " ".join(FLAGS).encode(), _processor().encode(), _version(compiler).encode())
+    digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
+    library = _cache_folder() / f"{name}-{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside and renamed: two processes may build at once, and a killed one must leave no half library.
+        handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=library.parent)
+        os.close(handle)
+        try:
+            command = [*compiler, *FLAGS, str(source), "-o", scratch, "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+            os.replace(scratch, library)
+        finally:
+            Path(scratch).unlink(missing_ok=True)
+    return ctypes.CDLL(str(library))
+
+
+def _cache_folder() -> Path:
+    if chosen := os.environ.get("BLOCKWALK_CACHE"):
+        return Path(chosen) / "native"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "blockwalk" / "native"
+
+
+def _compiler() -> tuple[str, ...] | None:
+    """The compiler's command line: ``$CC`` (which may carry flags), else the first of cc, gcc and clang found."""
+    candidates = [tuple(shlex.split(os.environ.get("CC", ""))), ("cc",), ("gcc",), ("clang",)]
+    return next((c for c in candidates if c and shutil.which(c[0])), None)
+
+
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    """What the compiler says of itself: a new compiler builds anew."""
+    answer = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True, timeout=30)
+    return " ".join(compiler) + answer.stdout
+
+
+@functools.cache
+def _processor() -> str:
+    """What ``-march=native`` depends on: a cache folder may be shared by machines of different processors."""
+    text = f"{platform.system()} {platform.machine()} {platform.processor()}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return text
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join([text, *sorted({line for line in lines if line.startswith(wanted)})])
