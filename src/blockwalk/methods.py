@@ -1,0 +1,121 @@
+"""The table: every published system that Blockwalk implements is a row of it, and a row is a Plan.
+
+| method  | estimator      | parameters: tier × codec × group           | activations | update                  |
+|---------|----------------|--------------------------------------------|-------------|-------------------------|
+| plain   | backprop       | device × raw × nobody                      | device      | at step end             |
+| mebp    | backprop, LoRA | disk × int4 × nobody (frozen)              | disk        | at the block's turn     |
+| mezo    | zeroth-order   | device × raw × nobody                      | –           | at step end             |
+| zo2     | zeroth-order   | host or disk × any × nobody                | –           | deferred, at next fetch |
+
+Each function below returns a Plan and does nothing else. A setting given to :func:`method` wins over the row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from blockwalk.plan import (
+    Estimator,
+    OptimizerSettings,
+    Plan,
+    Timing,
+    UpdateSettings,
+    ZerothOrderSettings,
+    did_you_mean,
+    override,
+)
+from blockwalk.state import Codec, Placement, Tier
+
+
+def plain() -> Plan:
+    """Everything resident, gradients by backpropagation: what a plain training loop does."""
+    return Plan(method="plain", recompute="none", prefetch=0)
+
+
+def mebp() -> Plan:
+    """Exact gradients with frozen 4-bit weights mapped from disk and one block's graph at a time.
+
+    Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile
+    Devices" (2025).
+    """
+    return Plan(
+        method="mebp",
+        frozen=Placement(Tier.DISK, Codec.INT4),
+        trainable=Placement(Tier.DISK, Codec.FP32),
+        optimizer_state=Placement(Tier.DISK, Codec.FP32),
+        activation=Placement(Tier.DISK),
+        update=UpdateSettings(timing=Timing.BLOCK),
+        recompute="auto",
+    )
+
+
+def mezo() -> Plan:
+    """Two forward passes a step and no gradients, everything resident.
+
+    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm 1.
+    """
+    return Plan(
+        method="mezo",
+        estimator=Estimator.ZEROTH_ORDER,
+        optimizer=OptimizerSettings(name="sgd", learning_rate=1e-6),
+        zo=ZerothOrderSettings(),
+        prefetch=0,
+    )
+
+
+def zo2() -> Plan:
+    """MeZO with the blocks on the host or on disk, the update of a step applied when its block is fetched in the next.
+
+    Source: Wang et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU
+    Memory" (2025).
+    """
+    return Plan(
+        method="zo2",
+        estimator=Estimator.ZEROTH_ORDER,
+        frozen=Placement(Tier.HOST),
+        trainable=Placement(Tier.HOST),
+        optimizer=OptimizerSettings(name="sgd", learning_rate=1e-6),
+        update=UpdateSettings(timing=Timing.DEFERRED),
+        prefetch=1,
+    )
+
+
+METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in (plain, mebp, mezo, zo2)}
+"""The rows by name, in the order of the table."""
+
+
+def method(name: str, **settings: Any) -> Plan:
+    """The plan of a named method, with settings changed.
+
+    Settings are the plan's fields, nested as mappings or dotted:
+
+    >>> method("mebp", optimizer={"learning_rate": 2e-4}).optimizer.learning_rate
+    0.0002
+    >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
+    2
+
+    Raises:
+        ValueError: an unknown method or setting, or a plan that makes no sense.
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
+    row = METHODS[name]()
+    return override(row, _settled(row, settings))
+
+
+def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with updates at the step's end where a row that updates at the block's turn cannot: clipping needs
+    the norm of all gradients, and walking micro-batch by micro-batch completes them only in the last one."""
+    flat = {
+        f"{key}.{inner}" if inner else key: each
+        for key, value in settings.items()
+        for inner, each in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+    if row.update.timing is not Timing.BLOCK or "update.timing" in flat:
+        return settings
+    by_micro_batch = flat.get("accumulation_order", row.accumulation_order) == "micro_batch"
+    accumulates = int(flat.get("gradient_accumulation_steps", row.gradient_accumulation_steps)) > 1
+    if float(flat.get("optimizer.max_grad_norm", 0)) > 0 or (accumulates and by_micro_batch):
+        return {**settings, "update.timing": Timing.STEP}
+    return settings

@@ -1,0 +1,403 @@
+"""A plan: where each kind of state lives, and when it is used. A frozen value, refused at once if it makes no sense.
+
+A plan holds no tensors and imports no torch. :mod:`blockwalk.methods` names the published ones; :mod:`blockwalk.compile`
+turns a plan, a model and a shape into a :class:`~blockwalk.program.Program`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, get_type_hints
+
+from blockwalk.state import Codec, Group, Placement, Tier
+
+
+class Estimator(StrEnum):
+    """How a step turns losses into a direction."""
+
+    BACKPROP = "backprop"
+    ZEROTH_ORDER = "zeroth-order"
+
+
+class Timing(StrEnum):
+    """When an update is applied: inside the backward walk, after it, or at the next step's fetch."""
+
+    BLOCK = "block"
+    STEP = "step"
+    DEFERRED = "deferred"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """The update rule and its schedule (``optimizer.*``)."""
+
+    name: str = "adamw"
+    """adamw, sgd, momentum; with zeroth order also sign."""
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    """constant, linear or cosine; each after ``warmup_steps``."""
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Steps that the schedule spans; the run's ``max_steps`` unless given."""
+    min_ratio: float = 0.0
+    """The learning rate at the schedule's end, as a share of the highest."""
+    max_grad_norm: float = 0.0
+    """Clip the global norm of the gradient to this; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """When updates happen and how they are rounded (``update.*``)."""
+
+    timing: Timing = Timing.STEP
+    flush_every: int = 1
+    """Deferred updates: a block is written back every this many steps; in between, entries wait and are applied at fetch."""
+    rounding: str = "stochastic"
+    """How a 16- or 8-bit master is rounded after an update: stochastic (counter-based, reproducible) or nearest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZerothOrderSettings:
+    """The zeroth-order estimator (``zo.*``)."""
+
+    kind: str = "spsa"
+    """spsa (two-point, MeZO), fzoo or hizoo."""
+    epsilon: float = 1e-3
+    queries: int = 1
+    """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
+    noise: str = "gaussian"
+    """gaussian, rademacher, or mezo (the original's draws and its in-place arithmetic)."""
+    hessian_alpha: float = 1e-8
+    """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
+    hessian_codec: Codec = Codec.FP32
+    objective: str = "loss"
+    """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Where forward-gathered parameters are kept for the backward walk (``cache.*``)."""
+
+    tier: str = "none"
+    """none, device or host."""
+    threshold: float = 0.0
+    """Adaptive cache: a gathered block stays on the device while its use is below this share of the budget."""
+    peft_aware: bool = True
+    """Frozen parameters stay clean for ever: they cross the network once."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSettings:
+    """The ranks (``mesh.*``). Zeroth order: data × perturb × slice. Backpropagation: z3 | z2 | z1 | world."""
+
+    data: int = 1
+    perturb: int = 1
+    slice: int = 1
+    z1: int = 1
+    """Ranks that share optimizer states."""
+    z2: int = 1
+    """Ranks that share gradients."""
+    z3: int = 1
+    """Ranks that share parameters."""
+    ranks_per_node: int = 1
+    world: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One row of the design's table with every choice made.
+
+    Raises:
+        ValueError: the combination makes no sense; the message says why and which setting to change.
+    """
+
+    method: str = "plain"
+    estimator: Estimator = Estimator.BACKPROP
+    frozen: Placement = Placement()
+    trainable: Placement = Placement()
+    gradient: Placement = Placement(codec=Codec.FP32)
+    optimizer_state: Placement = Placement(codec=Codec.FP32)
+    activation: Placement = Placement()
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    update: UpdateSettings = field(default_factory=UpdateSettings)
+    zo: ZerothOrderSettings = field(default_factory=ZerothOrderSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    gradient_accumulation_steps: int = 1
+    accumulation_order: str = "micro_batch"
+    """micro_batch: walk once per micro-batch; block: fetch a block once and run every micro-batch through it."""
+    recompute: str = "all"
+    """Activations in the backward walk: all (recompute every block), none (keep all), auto (as the budget allows)."""
+    prefetch: int = 1
+    """Blocks fetched ahead of the one that computes; slots are one more."""
+    compute_dtype: str = "auto"
+    """float32, bfloat16, float16; auto takes the checkpoint's own."""
+    loss: str = "chunked"
+    """chunked: cross-entropy over vocabulary chunks; model: the model's own loss."""
+    budget: int | None = None
+    """Device memory that the step may use, in bytes."""
+    compile: bool = False
+    """Compile each kind of block once with torch.compile."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for broken, message in _rules(self):
+            if broken:
+                raise ValueError(f"plan {self.method!r}: {message}")
+
+    @property
+    def streams_parameters(self) -> bool:
+        """True where a block's frozen or trainable parameters are fetched when its turn comes."""
+        return any(p.tier is not Tier.DEVICE or p.group is not Group.NOBODY for p in (self.frozen, self.trainable))
+
+
+def _rules(plan: Plan) -> list[tuple[bool, str]]:
+    """Every rule of validity as (is it broken?, what is wrong and which setting to change)."""
+    zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+    mesh, update = plan.mesh, plan.update
+    rules = [
+        (name not in known, f"{key} is {name!r}; it must be one of {', '.join(known)}")
+        for key, name, known in (
+            ("accumulation_order", plan.accumulation_order, ("micro_batch", "block")),
+            ("recompute", plan.recompute, ("auto", "all", "none")),
+            ("loss", plan.loss, ("chunked", "model")),
+            ("compute_dtype", plan.compute_dtype, ("auto", "float32", "bfloat16", "float16")),
+            ("optimizer.name", plan.optimizer.name, ("adamw", "sgd", "momentum", "sign")),
+            ("optimizer.schedule", plan.optimizer.schedule, ("constant", "linear", "cosine")),
+            ("update.rounding", update.rounding, ("stochastic", "nearest")),
+            ("zo.kind", plan.zo.kind, ("spsa", "fzoo", "hizoo")),
+            ("zo.noise", plan.zo.noise, ("gaussian", "rademacher", "mezo")),
+            ("cache.tier", plan.cache.tier, ("none", "device", "host")),
+        )
+    ]
+    rules += [
+        (value < 1, f"{key} is {value}; it must be at least 1")
+        for key, value in (
+            ("gradient_accumulation_steps", plan.gradient_accumulation_steps),
+            ("update.flush_every", update.flush_every),
+            ("zo.queries", plan.zo.queries),
+            *((f"mesh.{f.name}", getattr(mesh, f.name)) for f in dataclasses.fields(mesh)),
+        )
+    ]
+    rules += [
+        (plan.prefetch < 0, f"prefetch is {plan.prefetch}; it must be at least 0"),
+        (plan.seed < 0, f"seed is {plan.seed}; it must be at least 0"),
+        (
+            plan.optimizer.learning_rate < 0,
+            f"optimizer.learning_rate is {plan.optimizer.learning_rate}; it must be at least 0",
+        ),
+        (
+            plan.budget is not None and plan.budget <= 0,
+            f"budget is {plan.budget} bytes; give a positive size such as 8GB, or leave it out",
+        ),
+        (
+            zeroth_order and plan.cache.tier != "none",
+            f"cache.tier is {plan.cache.tier!r}, but zeroth order has no backward walk to keep parameters for;"
+            " set cache.tier: none",
+        ),
+        (
+            zeroth_order and plan.optimizer.max_grad_norm > 0,
+            "optimizer.max_grad_norm clips a gradient's norm, and zeroth order has only a scalar; set it to 0",
+        ),
+        (
+            zeroth_order and plan.zo.epsilon <= 0,
+            f"zo.epsilon is {plan.zo.epsilon}; the two losses must differ: set it above 0 (1e-3 for full fine-tuning)",
+        ),
+        (
+            zeroth_order and update.timing is Timing.BLOCK,
+            "update.timing: block needs gradients at the block's turn; zeroth order knows its scalar only after the"
+            " walk: use deferred or step",
+        ),
+        (
+            not zeroth_order and update.timing is Timing.DEFERRED,
+            "update.timing: deferred belongs to zeroth order; use block or step",
+        ),
+        (
+            update.flush_every > 1 and update.timing is not Timing.DEFERRED,
+            f"update.flush_every is {update.flush_every}, but updates are not deferred; set update.timing: deferred",
+        ),
+        (
+            plan.zo.noise == "mezo" and update.timing is Timing.DEFERRED,
+            "zo.noise: mezo perturbs the weights in place over the whole model and cannot defer updates; use method"
+            " mezo, or zo.noise: gaussian",
+        ),
+        (
+            plan.zo.noise == "mezo" and (plan.zo.kind != "spsa" or plan.zo.queries != 1),
+            "zo.noise: mezo reproduces two-point MeZO only; set zo.kind: spsa and zo.queries: 1",
+        ),
+        (
+            not zeroth_order and plan.optimizer.name == "sign",
+            "optimizer.name: sign is a zeroth-order rule; use adamw, sgd or momentum",
+        ),
+        (
+            zeroth_order and plan.optimizer.name == "adamw" and plan.trainable.tier is Tier.DISK,
+            "adamw keeps two moments beside each trainable: use it with resident trainables (LoRA), or optimizer.name: sgd",
+        ),
+        (
+            update.timing is Timing.BLOCK and plan.optimizer.max_grad_norm > 0,
+            f"optimizer.max_grad_norm is {plan.optimizer.max_grad_norm}, and the global norm is known only after the"
+            " backward walk; set update.timing: step, or max_grad_norm: 0",
+        ),
+        (
+            update.timing is Timing.BLOCK
+            and plan.gradient_accumulation_steps > 1
+            and plan.accumulation_order == "micro_batch",
+            f"gradient_accumulation_steps is {plan.gradient_accumulation_steps} with updates at the block's turn: walk"
+            " block by block (accumulation_order: block) or update at the step's end (update.timing: step)",
+        ),
+        (
+            plan.trainable.codec is Codec.INT4,
+            "a trainable parameter cannot be kept in 4 bits; use fp32, bf16, fp16, fp8 or int8",
+        ),
+        (
+            not zeroth_order and plan.trainable.codec in (Codec.FP8, Codec.INT8),
+            f"backpropagation keeps trainables in 16 or 32 bits, not {plan.trainable.codec}; use fp32 or bf16",
+        ),
+        (
+            not zeroth_order and mesh.world > 1 and (mesh.z2 % mesh.z3 or mesh.z1 % mesh.z2 or mesh.world % mesh.z1),
+            f"groups must be nested: z3={mesh.z3} must divide z2={mesh.z2}, that z1={mesh.z1}, and that the"
+            f" world={mesh.world}; change mesh.z1, mesh.z2 or mesh.z3",
+        ),
+        (
+            zeroth_order and mesh.data * mesh.perturb * mesh.slice != mesh.world,
+            f"mesh.data × mesh.perturb × mesh.slice = {mesh.data}×{mesh.perturb}×{mesh.slice}"
+            f" = {mesh.data * mesh.perturb * mesh.slice}, but there are {mesh.world} ranks",
+        ),
+        (
+            mesh.world % mesh.ranks_per_node != 0,
+            f"mesh.world={mesh.world} is no multiple of mesh.ranks_per_node={mesh.ranks_per_node}",
+        ),
+    ]
+    return rules
+
+
+def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
+    """``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings work too.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one) or a value of the wrong type.
+    """
+    changes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    known = {f.name for f in dataclasses.fields(plan)}
+    for key, value in settings.items():
+        head, _, rest = key.partition(".")
+        if head not in known:
+            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, setting_names(plan))}")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        elif isinstance(value, Mapping):
+            nested.setdefault(head, {}).update(value)
+        else:
+            changes[head] = _coerce(key, value, _hints(type(plan))[head])
+    for head, inner in nested.items():
+        current = changes.get(head, getattr(plan, head))
+        if not dataclasses.is_dataclass(current):
+            raise ValueError(f"setting {head!r} has no parts; it was given {', '.join(inner)}")
+        hints = _hints(type(current))
+        for key in inner:
+            if key not in hints:
+                raise ValueError(f"unknown setting '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}")
+        typed = {k: _coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
+        changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
+    return dataclasses.replace(plan, **changes)
+
+
+def setting_names(plan: Plan | None = None) -> list[str]:
+    """Every dotted name that :func:`override` takes, in the order of the dataclass."""
+    names: list[str] = []
+    for f in dataclasses.fields(Plan):
+        current = getattr(plan or Plan(), f.name)
+        if dataclasses.is_dataclass(current):
+            names += [f"{f.name}.{inner.name}" for inner in dataclasses.fields(current)]
+        else:
+            names.append(f.name)
+    return names
+
+
+def did_you_mean(key: str, known: list[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest known name, or nothing."""
+    aliases = {"lr": "learning_rate", "eps": "epsilon", "rank": "lora.rank", "accumulation": "gradient_accumulation_steps"}
+    last = key.rpartition(".")[2]
+    if last in aliases:
+        return next((f"; did you mean {name!r}?" for name in known if name.endswith(aliases[last])), "")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
+        name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
+    ]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"18GB"``, ``"512MiB"`` or a number, in bytes (GB = 10⁹, GiB = 2³⁰)."""
+    if isinstance(text, int):
+        return text
+    units = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "": 1}
+    stripped = text.strip().lower()
+    number = stripped.rstrip("bikmgt ")
+    unit = stripped[len(number) :].strip()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is no size; write it like 18GB, 512MiB or a number of bytes") from None
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _coerce(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as the field's type; YAML and flags give strings, ints and lists."""
+    if hint == int | None:
+        return None if value is None or value == "" else parse_bytes(value)
+    casts: dict[Any, Callable[[Any], Any]] = {
+        int: _integer,
+        float: float,
+        bool: _boolean,
+        str: str,
+        tuple[float, float]: lambda v: tuple(float(x) for x in (v.split(",") if isinstance(v, str) else v)),
+        Placement: _placement,
+    }
+    cast = casts.get(hint) or (hint if isinstance(hint, type) and issubclass(hint, StrEnum) else None)
+    if cast is None:
+        raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
+    try:
+        return cast(value)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else getattr(hint, "__name__", hint)
+        raise ValueError(f"{key} is {value!r}, which is no {names}: {error}") from None
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise ValueError("a whole number is needed")
+    return int(float(value)) if isinstance(value, str) and "e" in value.lower() else int(value)
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "yes", "on", "1"):
+        return True
+    if str(value).lower() in ("false", "no", "off", "0"):
+        return False
+    raise ValueError("write true or false")
+
+
+def _placement(value: Any) -> Placement:
+    if isinstance(value, Placement):
+        return value
+    parts = [p.strip() for p in str(value).replace("x", "×").split("×")] if not isinstance(value, list) else value
+    return Placement(
+        Tier(parts[0]),
+        Codec(parts[1]) if len(parts) > 1 else Codec.RAW,
+        Group(parts[2]) if len(parts) > 2 else Group.NOBODY,
+    )
