@@ -1,0 +1,240 @@
+"""Checkpoints: everything that a run needs to go on as if it had never stopped, in a folder that is whole or not there.
+
+    output_dir/checkpoint-000123/
+        state.safetensors   trainables and optimizer state
+        state.json          step, data position, the walker's scalars, resolved configuration, versions
+
+A checkpoint is written beside its place, synced and renamed; a process killed in between leaves a hidden leftover that
+:func:`latest` does not see. Tensors are written one after the other, so that saving takes no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockwalk import files
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = 1
+TENSORS, SCALARS = "state.safetensors", "state.json"
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+_PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
+
+FIXED = ("model", "method", "seed", "batch_size", "lora", "data")
+"""Settings without which the saved state means something else; any other may change when a run is resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What :func:`load` reads: ``walker`` for ``Walker.load_state_dict``, ``data`` for the loader's."""
+
+    step: int
+    walker: dict[str, Any]
+    data: dict[str, Any]
+    config: dict[str, Any]
+    """The resolved configuration of the run that wrote it."""
+
+
+def save(
+    output_dir: Path,
+    step: int,
+    *,
+    walker: Mapping[str, Any],
+    data: Mapping[str, Any],
+    config: Mapping[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write ``checkpoint-{step}`` and remove all but the newest ``keep``.
+
+    Args:
+        output_dir: the run's folder.
+        step: optimizer steps done.
+        walker: ``Walker.state_dict()``: tensors, and scalars that JSON can hold.
+        data: the loader's ``state_dict()``, as JSON.
+        config: ``RunConfig.to_mapping()``.
+        keep: whole checkpoints that stay, this one included.
+    """
+    import torch
+
+    tensors = {name: value for name, value in walker.items() if isinstance(value, torch.Tensor)}
+    scalars = {name: value for name, value in walker.items() if name not in tensors}
+    path = output_dir / f"checkpoint-{step:06d}"
+    with files.atomic_folder(path) as folder:
+        write_safetensors(folder / TENSORS, tensors)
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "walker": scalars,
+            "data": dict(data),
+            "config": dict(config),
+            "versions": versions(),
+        }
+        (folder / SCALARS).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    for old in whole(output_dir)[:-keep]:
+        _remove(old)
+    return path
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint. Its tensors are mapped from the file, not copied: do not write to them.
+
+    Raises:
+        ValueError: the folder holds no whole checkpoint, or one of another format.
+    """
+    from safetensors.torch import load_file
+
+    if not _is_whole(path):
+        raise ValueError(f"{path} is no checkpoint: {TENSORS} and {SCALARS} must both be there")
+    state = json.loads((path / SCALARS).read_text(encoding="utf-8"))
+    if state["format"] != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {state['format']}; this version reads format {FORMAT}")
+    walker = {**load_file(path / TENSORS), **state["walker"]}
+    return Checkpoint(state["step"], walker, state["data"], state["config"])
+
+
+def whole(output_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    if not output_dir.is_dir():
+        return []
+    found = [p for p in output_dir.iterdir() if _NAME.fullmatch(p.name) and _is_whole(p)]
+    return sorted(found, key=step_of)
+
+
+def latest(output_dir: Path) -> Path | None:
+    """The newest whole checkpoint, if there is one."""
+    found = whole(output_dir)
+    return found[-1] if found else None
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name carries."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint, such as checkpoint-000100")
+    return int(match[1])
+
+
+def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -> Path | None:
+    """Decide where a run starts, and clear the way for it: the checkpoint to resume from, or None for a fresh start.
+
+    Raises:
+        ValueError: there is no such checkpoint, or an earlier run stands in the way and ``overwrite`` is false.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if resume_from_checkpoint == "latest":
+        files.remove_leftovers(output_dir)
+        return latest(output_dir)
+    start: Path | None = None
+    if resume_from_checkpoint:
+        start = Path(resume_from_checkpoint)
+        if not _is_whole(start):
+            raise ValueError(f"resume_from_checkpoint: {start} holds no whole checkpoint")
+        in_the_way = [p for p in whole(output_dir) if step_of(p) > step_of(start)]
+    else:
+        in_the_way = whole(output_dir)
+    if in_the_way and not overwrite:
+        raise ValueError(
+            f"{output_dir} holds an earlier run's {in_the_way[-1].name}; continue it with resume_from_checkpoint:"
+            " latest, choose another output_dir, or set overwrite_output_dir: true"
+        )
+    files.remove_leftovers(output_dir)
+    for path in reversed(in_the_way):
+        _remove(path)
+    return start
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that a resumed run changes, as ``name: old → new``.
+
+    Raises:
+        ValueError: one of :data:`FIXED` changes.
+    """
+    changes = []
+    for name, value in now.items():
+        if name in ("resume_from_checkpoint", "output_dir", "overwrite_output_dir"):
+            continue
+        before = saved.get(name)
+        pairs = {name: (before, value)}
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            pairs = {f"{name}.{part}": (before.get(part), new) for part, new in value.items()}
+        for key, (old, new) in pairs.items():
+            if old != new and name in FIXED:
+                raise ValueError(f"the checkpoint was made with {key}: {old}, and the run has {new}; they must agree")
+            if old != new:
+                changes.append(f"{key}: {old} → {new}")
+    return changes
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors in the safetensors format, one at a time: memory for the largest alone, and only if it is not on
+    the CPU and contiguous.
+
+    Source: https://github.com/huggingface/safetensors, section "Format".
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(_as_bytes(tensor))
+
+
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a run's numbers depend on."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / TENSORS).is_file() and (path / SCALARS).is_file()
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; one that is killed half-way is no longer named like one."""
+    hidden = path.with_name(f".{path.name}{files.PARTIAL}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)

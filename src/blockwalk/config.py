@@ -1,0 +1,359 @@
+"""A run's configuration: a typed value read from YAML, overridden by flags of the same dotted names.
+
+Beside the run's own settings stands every setting of :class:`~blockwalk.plan.Plan`, at top level and under the same
+name: ``optimizer: {learning_rate: 1e-4}`` in YAML is ``--optimizer.learning_rate 1e-4`` on the command line. Unknown
+keys are errors. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from blockwalk import plan as plan_module
+from blockwalk.methods import METHODS, method
+from blockwalk.plan import Plan, did_you_mean
+from blockwalk.state import Codec, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Low-rank adapters (``lora.*``); see PEFT's ``LoraConfig``."""
+
+    rank: int = 8
+    alpha: float = 16
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What is read, and how records become tokens (``data.*``)."""
+
+    train: str = ""
+    """JSONL or Parquet file (or a folder of them), or a hub name."""
+    eval: str = ""
+    """Held-out records in the same form; empty: no evaluation."""
+    subset: str = ""
+    """Of a hub data set, with the splits below."""
+    train_split: str = "train"
+    eval_split: str = "validation"
+    format: str = ""
+    """messages, completion, classification or text; empty: what the first record looks like."""
+    template: str = ""
+    """Classification: the text with record fields in braces and the label's place, as in ``{text} It was {label}.``"""
+    label_words: tuple[str, ...] = ()
+    """Classification: the word of each class, in the order of the classes' numbers."""
+    label_field: str = "label"
+    max_length: int = 512
+    """Tokens a sequence; longer records are cut, and counted."""
+    packing: bool = False
+    """Join records end to end and cut them to ``max_length``, so that no token is padding."""
+    padding_multiple: int = 8
+    """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
+    shuffle: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything that ``blockwalk train`` needs.
+
+    Raises:
+        ValueError: a setting out of range; the message names it.
+    """
+
+    model: str = ""
+    """A model folder with safetensors, a block store, or a hub name."""
+    plan: Plan = field(default_factory=lambda: method("mebp"))
+    data: DataSettings = field(default_factory=DataSettings)
+    lora: LoraSettings | None = None
+    """None (``lora: false``): all parameters are trained."""
+    batch_size: int = 8
+    """Sequences an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
+    eval_batch_size: int = 0
+    """Sequences an evaluation batch; 0: those of a micro-batch."""
+    max_steps: int = 0
+    """Optimizer steps; 0: as many as ``epochs`` takes."""
+    epochs: int = 1
+    eval_every: int = 0
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end, and on SIGTERM."""
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    """Steps between lines where standard output is no terminal."""
+    output_dir: str = "runs/blockwalk"
+    overwrite_output_dir: bool = False
+    """Remove an earlier run's checkpoints and metrics that stand in the way."""
+    resume_from_checkpoint: str = ""
+    """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("batch_size", 1),
+            ("eval_batch_size", 0),
+            ("max_steps", 0),
+            ("epochs", 1),
+            ("eval_every", 0),
+            ("save_every", 0),
+            ("keep_checkpoints", 1),
+            ("log_every", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.data.max_length < 2:
+            raise ValueError(f"data.max_length is {self.data.max_length}; it must be at least 2")
+        if self.data.padding_multiple < 1:
+            raise ValueError(f"data.padding_multiple is {self.data.padding_multiple}; it must be at least 1")
+        if bool(self.data.template) != bool(self.data.label_words):
+            raise ValueError("classification needs both data.template and data.label_words; one of them is missing")
+        if self.lora is not None and self.lora.rank < 1:
+            raise ValueError(f"lora.rank is {self.lora.rank}; it must be at least 1 (lora: false trains everything)")
+        if self.batch_size % self.plan.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
+                f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
+            )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora")]
+        own = {name: _plain(getattr(self, name)) for name in names}
+        lora = False if self.lora is None else _plain(self.lora)
+        plan = {f.name: _plain(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
+        return {"model": own.pop("model"), "method": plan.pop("method"), **own, "lora": lora, **plan}
+
+    def digest(self) -> str:
+        """SHA-256 of the resolved settings, in hex."""
+        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
+
+
+_SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
+_PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
+_OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
+
+
+def setting_names() -> list[str]:
+    """Every dotted name that a YAML file or a flag may set."""
+    sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
+    return [*_OWN, "lora", *sections, *_PLACEMENTS, *plan_module.setting_names()]
+
+
+def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
+    """The configuration in a YAML file (or the defaults), with dotted ``overrides`` winning.
+
+    Raises:
+        ValueError: no valid YAML, an unknown key, a value of the wrong type, or settings that make no sense together.
+        FileNotFoundError: no such file.
+    """
+    if path is None:
+        return from_mapping({}, overrides)
+    try:
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")
+    return from_mapping(raw, overrides)
+
+
+def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
+    """The configuration that nested or dotted settings describe; see :func:`load`."""
+    known = setting_names()
+    settings: dict[str, Any] = {}
+    for key, value in [*_flatten(raw), *(pair for k, v in overrides for pair in _flatten({k: v}))]:
+        is_option = key.startswith("lora.options.") or (key == "lora.options" and isinstance(value, Mapping))
+        parts = [name for name in known if name.startswith(f"{key}.")]
+        if parts and key not in known:
+            raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
+        if key not in known and not is_option:
+            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, known)}")
+        for other in list(settings):  # a later whole replaces earlier parts; a later part changes an earlier placement
+            if other.startswith(f"{key}.") or (key.startswith(f"{other}.") and other not in _PLACEMENTS):
+                del settings[other]
+        settings[key] = value
+
+    own = {k: _coerce(k, settings.pop(k), get_type_hints(RunConfig)[k]) for k in list(settings) if k in _OWN}
+    data = _section(DataSettings, "data", settings)
+    lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
+    wants_lora = _coerce("lora", settings.pop("lora", True), bool)
+    lora = _section(LoraSettings, "lora", settings)
+    name = str(settings.pop("method", "mebp"))
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
+    plan = method(name, **settings)
+    if not lora_given:  # weights in a block codec cannot be trained: those rows mean LoRA unless told otherwise
+        wants_lora = plan.frozen.codec in (Codec.INT4, Codec.INT8)
+    return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
+
+
+def dump(config: RunConfig) -> str:
+    """``config`` as YAML that :func:`load` reads back to an equal value."""
+    return yaml.dump(config.to_mapping(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def parse_flags(arguments: list[str]) -> list[tuple[str, Any]]:
+    """``["--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and value.
+
+    Raises:
+        ValueError: an argument that is no flag, or a flag without a value.
+    """
+    pairs: list[tuple[str, Any]] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            raise ValueError(f"unexpected argument {argument!r}; settings are given as --name value")
+        name, equals, text = argument[2:].partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None or following.startswith("--"):
+                raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
+            text = following
+        pairs.append((name, _flag_value(text)))
+    return pairs
+
+
+def _flag_value(text: str) -> Any:
+    """Brackets and braces are read as YAML; anything else stays text, and the setting's type decides."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError:
+        return text  # a template may begin with a brace
+
+
+def _flatten(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ValueError(f"setting {prefix}{key!r} is no name; settings are words")
+        if isinstance(value, Mapping) and f"{prefix}{key}" != "lora.options":
+            pairs += _flatten(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
+
+
+def _section(cls: type, name: str, settings: dict[str, Any]) -> Any:
+    """Take the settings of one section out of ``settings`` and build its value."""
+    hints = get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for key in [k for k in settings if k.startswith(f"{name}.")]:
+        value, short = settings.pop(key), key.removeprefix(f"{name}.")
+        if short.startswith("options."):  # one option as a flag: read as YAML, for PEFT's types are not ours to know
+            typed = yaml.load(value, Loader=Loader) if isinstance(value, str) else value
+            given["options"] = {**given.get("options", {}), short.removeprefix("options."): typed}
+        else:
+            given[short] = _coerce(key, value, hints[short])
+    return cls(**given)
+
+
+def _coerce(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as the setting's type; flags give text, YAML may give numbers, lists and mappings."""
+    if key == "resume_from_checkpoint" and str(value).lower() in ("true", "false"):
+        return "latest" if str(value).lower() == "true" else ""
+    wanted: str
+    if hint is str:
+        wanted = "text (put quotes around it)"
+        if isinstance(value, str):
+            return value
+    elif hint is bool:
+        wanted = "true or false"
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+    elif hint is int:
+        wanted = "a whole number"
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except ValueError:
+                number = 0.5
+            if number.is_integer():
+                return int(number)
+    elif hint is float:
+        wanted = "a number"
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    elif hint == Mapping[str, Any]:
+        wanted = "a mapping"
+        if isinstance(value, Mapping):
+            return dict(value)
+    else:  # a tuple of texts, or one text
+        wanted = "a list of texts, such as [yes, no]"
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        if isinstance(value, str):
+            return value if hint == str | tuple[str, ...] else tuple(v.strip() for v in value.split(","))
+    raise ValueError(f"{key} is {value!r}; it takes {wanted}")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, enumerations and tuples as the types that YAML has."""
+    if isinstance(value, Placement):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars: ``1e-4`` is a number, ``no`` and ``off`` are words; a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what :class:`Loader` would read as something other than text."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        unusual = any(mark in data for mark in "\x85\u2028\u2029\ufeff")  # plain, they would be read as line breaks
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if unusual else None)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table = (
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+        ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+        (
+            "float",
+            r"[-+]?([0-9]+[eE][-+]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+            list("-+.0123456789"),
+        ),
+    )
+    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, firsts in table:
+        for first in firsts:
+            found.setdefault(first, []).append((f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$")))
+    return found
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+Loader.yaml_implicit_resolvers = _resolvers()
+_Dumper.yaml_implicit_resolvers = _resolvers()

@@ -1,0 +1,125 @@
+"""What a run measures of itself: memory of the process, and the line of ``metrics.jsonl`` that a step leaves.
+
+Memory is what the kernel cannot drop: RssAnon + RssShmem + VmSwap + VmPTE of ``/proc/self/status``, of the whole
+process. Pages of mapped files are not counted; they are there as long as there is room for them. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_STATUS = Path("/proc/self/status")
+_COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
+
+
+def process_bytes() -> int:
+    """Bytes of memory that this process holds and the kernel cannot drop.
+
+    Where there is no ``/proc``: psutil's unique set size.
+    """
+    try:
+        status = _STATUS.read_bytes()
+    except OSError:
+        import psutil
+
+        return int(psutil.Process().memory_full_info().uss)
+    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(_COUNTED)) * 1024
+
+
+class PeakMemory:
+    """The highest :func:`process_bytes` since the last :meth:`take`, sampled by a thread.
+
+    >>> with PeakMemory() as memory:
+    ...     held = bytearray(1 << 20)
+    ...     peak = memory.take()
+    """
+
+    def __init__(self, interval: float = 0.005) -> None:
+        """
+        Args:
+            interval: seconds between samples.
+        """
+        self._interval = interval
+        self._peak = 0
+        self.highest = 0
+        """Bytes: the highest sample since the start."""
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="blockwalk-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._record()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._record()
+
+    def take(self) -> int:
+        """Peak bytes since the last call, this moment included."""
+        self._record()
+        with self._lock:
+            peak, self._peak = self._peak, 0
+        return peak
+
+    def _record(self) -> None:
+        now = process_bytes()
+        with self._lock:
+            self._peak = max(self._peak, now)
+            self.highest = max(self.highest, now)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._record()
+
+
+class MetricsLog:
+    """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on."""
+
+    def __init__(self, path: Path, *, keep_until: int = 0) -> None:
+        """
+        Args:
+            path: the file; made if it is not there.
+            keep_until: the step of the checkpoint that the run resumes from: later lines are dropped. 0 drops all.
+        """
+        kept = [line for line in _whole_lines(path) if int(line["step"]) <= keep_until]
+        beside = path.with_name(f".{path.name}.partial")
+        beside.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
+        os.replace(beside, path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line; it is readable at once and safe after the next :meth:`sync`."""
+        self._file.write(f"{json.dumps(line)}\n")
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines; one that a kill cut short, always the last, is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not text.endswith("\n"):
+            break
+        lines.append(json.loads(text))
+    return lines

@@ -1,0 +1,108 @@
+"""Oracle: the safetensors library, which reads back what we write, and the state that went in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockwalk import checkpoint
+
+STATE: dict[str, Any] = {
+    "model.lora_A.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "optimizer.first": torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).T,  # not contiguous
+    "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+    "count": torch.tensor(7),
+    "empty": torch.empty(0, 3),
+    "mask": torch.tensor([True, False]),
+    "step": 12,
+    "pending": [[1, 0.1 + 0.2]],
+}
+
+
+def write(folder: Path, step: int, keep: int = 2) -> Path:
+    return checkpoint.save(folder, step, walker=STATE, data={"position": step}, config={"seed": 0}, keep=keep)
+
+
+def assert_same(found: dict[str, Any]) -> None:
+    assert found.keys() == STATE.keys()
+    for name, value in STATE.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype
+            assert found[name].shape == value.shape
+            assert torch.equal(found[name].contiguous().view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+        else:
+            assert found[name] == value
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    loaded = checkpoint.load(write(tmp_path, 3))
+    assert (loaded.step, loaded.data, loaded.config) == (3, {"position": 3}, {"seed": 0})
+    assert_same(loaded.walker)
+
+
+def test_the_file_is_safetensors(tmp_path: Path) -> None:
+    tensors = {name: value for name, value in STATE.items() if isinstance(value, torch.Tensor)}
+    checkpoint.write_safetensors(tmp_path / "x.safetensors", tensors)
+    assert_same({**load_file(tmp_path / "x.safetensors"), "step": 12, "pending": STATE["pending"]})
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (5, 10, 999_999, 1_000_000):  # names that do not sort like numbers
+        write(tmp_path, step)
+    assert [p.name for p in checkpoint.whole(tmp_path)] == ["checkpoint-999999", "checkpoint-1000000"]
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-999999", "checkpoint-1000000"}
+
+
+def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "absent") is None
+    good = write(tmp_path, 4)
+    for name in ("checkpoint-000009", ".checkpoint-000010.0a1b2c3d.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / checkpoint.TENSORS).write_bytes(b"")
+    (tmp_path / "checkpoint-old").mkdir()
+    assert checkpoint.latest(tmp_path) == good
+    assert checkpoint.prepare(tmp_path, "latest", overwrite=False) == good
+    assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
+    with pytest.raises(ValueError, match="no checkpoint"):
+        checkpoint.load(tmp_path / "checkpoint-000009")
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        checkpoint.save(tmp_path, 1, walker={"bad": object()}, data={}, config={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    first, second = write(tmp_path, 5), write(tmp_path, 10)
+    for resume in ("", str(first)):
+        with pytest.raises(ValueError, match="overwrite_output_dir: true"):
+            checkpoint.prepare(tmp_path, resume, overwrite=False)
+    assert checkpoint.prepare(tmp_path, str(second), overwrite=False) == second
+    assert checkpoint.prepare(tmp_path, str(first), overwrite=True) == first
+    assert checkpoint.whole(tmp_path) == [first], "what came after the checkpoint is another run's future"
+    assert checkpoint.prepare(tmp_path, "", overwrite=True) is None
+    assert checkpoint.whole(tmp_path) == []
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
+
+
+def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
+    saved = {"model": "a", "max_steps": 5, "data": {"train": "x", "max_length": 8}, "output_dir": "o"}
+    changed = checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})
+    assert changed == ["max_steps: 5 → 9"]
+    with pytest.raises(ValueError, match=r"data\.max_length: 8, and the run has 9"):
+        checkpoint.changed_settings(saved, {**saved, "data": {"train": "x", "max_length": 9}})
+    with pytest.raises(ValueError, match="model: a, and the run has b"):
+        checkpoint.changed_settings(saved, {**saved, "model": "b"})
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    state = json.loads((path / checkpoint.SCALARS).read_text())
+    (path / checkpoint.SCALARS).write_text(json.dumps({**state, "format": 2}))
+    with pytest.raises(ValueError, match="format 2"):
+        checkpoint.load(path)

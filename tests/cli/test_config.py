@@ -1,0 +1,168 @@
+"""Oracle: the value that went in, to be given back by YAML, flags and the saved file; PyYAML for what YAML 1.1 says."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockwalk import config
+from blockwalk.config import LoraSettings, RunConfig
+from blockwalk.methods import METHODS, method
+from blockwalk.plan import Plan
+from blockwalk.state import Codec, Placement, Tier
+
+EXAMPLE = """
+model: some/model
+method: mebp
+data: {train: a.jsonl, template: "{text} It was {label}.", label_words: [no, yes]}
+lora: {rank: 4, target_modules: [q_proj, v_proj], options: {use_rslora: true}}
+optimizer: {learning_rate: 1e-4, betas: [0.9, 0.95]}
+budget: 2GB
+frozen: disk × int8
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_yaml(tmp_path: Path) -> None:
+    run = config.load(write(tmp_path, EXAMPLE))
+    assert yaml.safe_load("1e-4") == "1e-4", "YAML 1.1, which PyYAML reads, has no such number"
+    assert yaml.safe_load("[no, yes]") == [False, True], "nor these words"
+    assert run.plan == method(
+        "mebp", frozen="disk × int8", budget=2 * 10**9, optimizer={"learning_rate": 1e-4, "betas": (0.9, 0.95)}
+    )
+    assert run.data.label_words == ("no", "yes")
+    assert run.lora == LoraSettings(rank=4, target_modules=("q_proj", "v_proj"), options={"use_rslora": True})
+    assert (run.model, run.data.train, run.batch_size) == ("some/model", "a.jsonl", 8)
+
+
+def test_flags_win_under_the_same_names(tmp_path: Path) -> None:
+    flags = ["--optimizer.learning_rate", "3e-5", "--frozen.tier=host", "--lora.options.use_rslora", "false"]
+    flags += ["--data.label_words", "[bad,good]", "--data.template", "{text}:{label}", "--data.packing", "true"]
+    flags += ["--batch_size", "1e2", "--resume_from_checkpoint", "true"]
+    run = config.load(write(tmp_path, EXAMPLE), config.parse_flags(flags))
+    assert run.plan.optimizer.learning_rate == 3e-5
+    assert run.plan.frozen == Placement(Tier.HOST, Codec.INT8)
+    assert run.batch_size == 100
+    assert run.lora == LoraSettings(rank=4, target_modules=("q_proj", "v_proj"), options={"use_rslora": False})
+    assert run.data.label_words == ("bad", "good")
+    assert run.data.template == "{text}:{label}"
+    assert run.data.packing is True
+    assert run.resume_from_checkpoint == "latest"
+    assert config.load(write(tmp_path, EXAMPLE), config.parse_flags(["--lora", "false"])).lora is None
+    assert config.load(None, [("lora", False), ("lora.rank", "2")]).lora == LoraSettings(rank=2)
+
+
+def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
+    assert config.from_mapping({}).lora == LoraSettings()
+    assert config.from_mapping({"method": "mezo"}).lora is None
+    assert config.from_mapping({"method": "mezo", "lora": True}).lora == LoraSettings()
+    assert config.from_mapping({"method": "mezo", "frozen": "disk × int4"}).lora == LoraSettings()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"optimiser": {"learning_rate": 1}},
+            r"unknown setting 'optimiser.learning_rate'; did you mean 'optimizer.lear",
+        ),
+        ({"optimizer": {"learning_rat": 1}}, r"unknown setting 'optimizer.learning_rat'; did you mean 'optimizer.lea"),
+        ({"learning_rate": 1}, r"unknown setting 'learning_rate'; did you mean 'optimizer.learning_rate'"),
+        ({"lora": {"rnk": 1}}, r"unknown setting 'lora.rnk'; did you mean 'lora.rank'"),
+        ({"data": {"max_lenght": 1}}, r"did you mean 'data.max_length'"),
+        ({"batchsize": 1}, r"did you mean 'batch_size'"),
+        ({"method": "mebb"}, r"unknown method 'mebb'; did you mean 'mebp'"),
+        ({"batch_size": "many"}, r"batch_size is 'many'; it takes a whole number"),
+        ({"batch_size": 2.5}, r"batch_size is 2.5; it takes a whole number"),
+        ({"batch_size": True}, r"batch_size is True"),
+        ({"batch_size": None}, r"batch_size is None"),
+        ({"batch_size": 0}, r"batch_size is 0; it must be at least 1"),
+        ({"model": 7}, r"model is 7; it takes text \(put quotes around it\)"),
+        ({"data": {"packing": "perhaps"}}, r"data.packing is 'perhaps'; it takes true or false"),
+        ({"data": {"label_words": [0, 1]}}, r"data.label_words is \[0, 1\]; it takes a list of texts"),
+        ({"data": {"template": "{text}{label}"}}, r"needs both data.template and data.label_words"),
+        ({"data": "a.jsonl"}, r"data is 'a.jsonl'; it takes a group of settings, such as data.train"),
+        ({"lora": {"rank": 0}}, r"lora.rank is 0"),
+        ({"lora": {"options": 3}}, r"lora.options is 3; it takes a mapping"),
+        ({"optimizer": {"learning_rate": "fast"}}, r"optimizer.learning_rate is 'fast'"),
+        ({"optimizer": {"learning_rate": -1}}, r"optimizer.learning_rate is -1"),
+        ({"frozen": "disk × int5"}, r"frozen is 'disk × int5'"),
+        ({"frozen": {"teir": "disk"}}, r"unknown setting 'frozen.teir'; did you mean 'frozen.tier'"),
+        ({"budget": "much"}, r"'much' is no size"),
+        ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, r"batch_size is 8 .* does not divide"),
+        ({3: 4}, r"setting 3 is no name"),
+    ],
+)
+def test_what_is_wrong_is_said(setting: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.from_mapping(setting)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not valid YAML"),
+        ("- a", "a mapping of settings is needed"),
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["run"], "unexpected argument 'run'"),
+        (["--seed"], "--seed needs a value"),
+        (["--seed", "--lora"], "--seed needs"),
+    ],
+)
+def test_flags_that_are_none(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.parse_flags(flags)
+
+
+def test_a_setting_has_one_meaning() -> None:
+    own = {f.name for f in dataclasses.fields(RunConfig)} - {"plan"}
+    assert not own & {f.name for f in dataclasses.fields(Plan)}
+
+
+texts = st.one_of(
+    st.text(), st.sampled_from(["no", "on", "1e-4", "007", "null", "~", "", "0x1f", "1_000", ".5", "{a", "=", "<<"])
+)
+floats = st.floats(min_value=0, max_value=1e9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(sorted(METHODS)),
+    text=texts,
+    words=st.lists(texts, min_size=1),
+    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1), alpha=floats, target_modules=texts),
+    rate=floats,
+    options=st.dictionaries(texts, st.one_of(st.booleans(), st.integers(), texts, st.floats(allow_nan=False))),
+    budget=st.none() | st.integers(1),
+)
+def test_round_trip(
+    name: str, text: str, words: list[str], lora: LoraSettings | None, rate: float, options: dict[str, Any], budget: Any
+) -> None:
+    run = RunConfig(
+        model=text,
+        plan=method(name, optimizer={"learning_rate": rate}, budget=budget),
+        data=config.DataSettings(template="x", label_words=tuple(words)),
+        lora=lora and dataclasses.replace(lora, options=options),
+    )
+    assert config.from_mapping(yaml.load(config.dump(run), Loader=config.Loader)) == run
+    assert config.from_mapping(run.to_mapping()) == run
+    assert config.from_mapping(run.to_mapping()).digest() == run.digest()
