@@ -1,0 +1,48 @@
+"""Tiers: the memories that state lives in. This file is what they have in common; it does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from blockwalk.state import Weight
+
+
+class WeightSource(Protocol):
+    """A tier that a model's stored parameters and persistent buffers are read from, by canonical name.
+
+    Unknown names raise KeyError. Every method may be called from any lane.
+    """
+
+    def names(self) -> Sequence[str]:
+        """Every parameter and persistent buffer, by canonical name; a tied weight once."""
+        ...
+
+    def stored_nbytes(self, name: str) -> int:
+        """Bytes that are read from the tier to fetch ``name``."""
+        ...
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        """The named parameters where they lie: zero-copy, read-only views of the map where the stored bytes are the
+        tensor's own (writing to one kills the process), a Weight where they are encoded, and a fresh tensor only where
+        they must be fused or cast."""
+        ...
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Decode, fuse or copy ``name`` into ``out``: a CPU tensor of the parameter's shape and any floating dtype."""
+        ...
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        """Bring the bytes of ``names`` into memory, blocking (call it from the disk lane); returns their number."""
+        ...
+
+    def release(self, names: Iterable[str]) -> None:
+        """Give the pages of ``names`` back. Views stay valid: reading one again fetches it again."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files. Views that are still alive stay valid."""
+        ...

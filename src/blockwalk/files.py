@@ -1,0 +1,133 @@
+"""Files that appear whole or not at all: written beside their place, synced, renamed, and the folder synced.
+
+A rename within one file system is atomic (POSIX): whoever looks sees the old file or the new one, and after a loss of
+power the same holds because the data is on the disk before the name changes. A process killed in between leaves only a
+leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_leftovers` sweeps those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+PARTIAL = ".partial"
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+
+
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable (a no-op on Windows, which cannot open a folder)."""
+    if os.name == "nt":
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(path: str | os.PathLike[str]) -> None:
+    """Make every file below a folder, and every folder's names, durable."""
+    for root, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(os.path.join(root, name), os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_folder(root)
+
+
+@contextmanager
+def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises.
+
+    ``mode`` is "wb", "w" (UTF-8 text) or "w+b". The file is synced before it takes its name.
+    """
+    if not mode.startswith("w"):
+        raise ValueError(f"atomic_open writes whole files: mode {mode!r} must start with 'w'")
+    path = Path(path)
+    partial = _beside(path)
+    try:
+        with open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+    """Replace ``path`` by ``data``, atomically and durably."""
+    with atomic_open(path) as file:
+        file.write(data)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are refused."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Build a folder beside ``path``, which takes that name, synced, when the block ends well and goes when it raises.
+
+    Raises:
+        ValueError: ``path`` exists already, before or after the building. Nothing is ever overwritten.
+    """
+    path = Path(path)
+    refuse_existing(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    partial.mkdir()
+    try:
+        yield partial
+        fsync_tree(partial)
+        refuse_existing(path)  # os.rename would silently replace an empty folder
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def refuse_existing(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError where an output exists already."""
+    if os.path.lexists(path):
+        raise ValueError(f"{os.fspath(path)} exists already and is not overwritten: choose another output or remove it")
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed writers left in ``folder``, and return it. Call it only where no other writer is at work."""
+    leftovers = [p for p in Path(folder).iterdir() if p.name.startswith(".") and p.name.endswith(PARTIAL)]
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return leftovers
+
+
+def require_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
+    """Raise ValueError where the disk of ``path`` (which need not exist yet) has less than ``nbytes`` bytes free."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise ValueError(
+            f"{what} needs {nbytes / 1e9:.2f} GB on the disk of {folder}, which has {free / 1e9:.2f} GB free: "
+            f"free some space or choose an output on another disk"
+        )

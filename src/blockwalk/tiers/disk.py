@@ -1,0 +1,332 @@
+"""The disk tier, read: memory maps with page advice, and a Hugging Face checkpoint folder as it is, as a WeightSource.
+
+A page of a file map that nobody dirtied costs no anonymous memory: the kernel drops it when it needs the room, and
+:meth:`MappedFile.dont_need` drops it at once. The advice calls go through ctypes, which lets go of the GIL: the disk
+lane waits for the disk while the compute lane goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from blockwalk.state import Weight
+
+PAGE = mmap.PAGESIZE
+_WILLNEED, _DONTNEED, _POPULATE_READ = 3, 4, 22
+"""madvise(2): the first two are the same numbers on Linux and macOS, the third is Linux's alone (5.14)."""
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    """The C library with ``madvise``, or None where there is no such thing (Windows)."""
+    if os.name == "nt":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    """madvise; False where this kernel does not know the advice. Lets go of the GIL."""
+    libc = _libc()
+    if libc is None:
+        return False
+    if libc.madvise(address, nbytes, advice) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code == errno.EINVAL:
+        return False
+    raise OSError(code, f"madvise({advice}) on {nbytes} bytes: {os.strerror(code)}")
+
+
+class MappedFile:
+    """A file as one tensor of bytes, mapped, shared with the file: read-only, or read and write.
+
+    ``length`` creates the file, or resizes it, to that many bytes, with the disk space reserved (a full disk is an
+    OSError here, not a SIGBUS later). Writing to a view of a read-only map kills the process.
+
+    Args:
+        path: the file.
+        writable: whether views may be written; the kernel writes dirty pages back when it likes (see :meth:`sync`).
+        length: bytes; needs ``writable``.
+
+    Raises:
+        ValueError: the file is empty, or ``length`` without ``writable``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, writable: bool = False, length: int | None = None) -> None:
+        self.path = Path(path)
+        if length is not None and not writable:
+            raise ValueError("a length creates the file, which needs writable=True")
+        flags = os.O_RDWR | (os.O_CREAT if length is not None else 0) if writable else os.O_RDONLY
+        self._fd = os.open(self.path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            if length is not None:
+                os.ftruncate(self._fd, length)
+                if hasattr(os, "posix_fallocate") and length:
+                    os.posix_fallocate(self._fd, 0, length)
+            self.nbytes = os.fstat(self._fd).st_size
+            if self.nbytes == 0:
+                raise ValueError(f"{self.path} is empty: nothing to map")
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            bytes_P = np.frombuffer(mmap.mmap(self._fd, self.nbytes, access=access), dtype=np.uint8)
+            with warnings.catch_warnings():  # torch warns that writing to a read-only array is undefined: we know
+                warnings.simplefilter("ignore")
+                self._bytes_P: torch.Tensor | None = torch.from_numpy(bytes_P)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def bytes_P(self) -> torch.Tensor:
+        """The whole file: uint8, shape [nbytes]."""
+        assert self._bytes_P is not None, f"{self.path} is closed"
+        return self._bytes_P
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """``nbytes`` bytes at ``offset`` as a tensor, without a copy (with one only where ``offset`` is no multiple of
+        the element's size). The view keeps the map alive."""
+        part_P = self.bytes_P[offset : offset + nbytes]
+        assert part_P.numel() == nbytes == prod(shape) * dtype.itemsize, (self.path, offset, nbytes, dtype, shape)
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        if offset % dtype.itemsize:
+            part_P = part_P.clone()
+        return part_P.view(dtype).view(tuple(shape))
+
+    def will_need(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """Read the pages of ``ranges`` ((offset, bytes) pairs) and map them, blocking; returns the bytes asked for.
+
+        The disk is asked for everything first (MADV_WILLNEED), then the pages are waited for and mapped
+        (MADV_POPULATE_READ, or one touch a page on an older kernel), so that computing takes no page fault.
+        """
+        ranges = list(ranges)
+        spans = _pages(ranges, self.nbytes)
+        base = self.bytes_P.data_ptr()
+        for start, stop in spans:
+            _advise(base + start, stop - start, _WILLNEED)
+        for start, stop in spans:
+            if not (sys.platform == "linux" and _advise(base + start, stop - start, _POPULATE_READ)):
+                self.bytes_P[start:stop:PAGE].sum(dtype=torch.int64)
+        return sum(nbytes for _, nbytes in ranges)
+
+    def dont_need(self, ranges: Iterable[tuple[int, int]], *, drop_cache: bool = False) -> None:
+        """Unmap the pages of ``ranges`` ((offset, bytes) pairs), their ends rounded outwards to whole pages; the next
+        use maps them again, with what was written to them. ``drop_cache`` also asks the kernel to forget the clean ones
+        altogether."""
+        base = self.bytes_P.data_ptr()
+        for start, stop in _pages(ranges, self.nbytes):
+            _advise(base + start, stop - start, _DONTNEED)
+            if drop_cache and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Wait until what was written to the map is on the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Let go of the file; the map itself goes with its last view."""
+        if self._bytes_P is not None:
+            self._bytes_P = None
+            os.close(self._fd)
+
+    def __enter__(self) -> MappedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _pages(ranges: Iterable[tuple[int, int]], limit: int) -> list[tuple[int, int]]:
+    """(offset, bytes) pairs as sorted, disjoint (start, stop) spans of whole pages; ``limit`` is the file's size."""
+    spans: list[tuple[int, int]] = []
+    for offset, nbytes in sorted(ranges):
+        if nbytes == 0:
+            continue
+        start, stop = offset // PAGE * PAGE, min(-(-(offset + nbytes) // PAGE) * PAGE, limit)
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+SAFETENSORS_DTYPE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file: its name there, and where its bytes lie (offset from the start of the file)."""
+
+    key: str
+    file: str
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, without reading them (format: 8 bytes little-endian length, JSON, data).
+
+    Raises:
+        ValueError: no such format, a truncated file, or a dtype that we do not know.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{path} is no safetensors file, or truncated: {size} bytes, header of {length}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
+    header.pop("__metadata__", None)
+    tensors: dict[str, StoredTensor] = {}
+    for key, entry in header.items():
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in SAFETENSORS_DTYPE:
+            raise ValueError(f"{path}: {key} has dtype {entry['dtype']}, which we cannot read")
+        dtype, shape = SAFETENSORS_DTYPE[entry["dtype"]], tuple(entry["shape"])
+        if stop - start != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: {key} has {stop - start} bytes, but its shape {shape} in {dtype} says otherwise")
+        if 8 + length + stop > size:
+            raise ValueError(f"{path} is truncated: {key} ends at byte {8 + length + stop}, the file has {size}")
+        tensors[key] = StoredTensor(key, path.name, 8 + length + start, stop - start, dtype, shape)
+    return tensors
+
+
+def checkpoint_files(folder: str | os.PathLike[str]) -> list[str]:
+    """The safetensors files of a model folder, by name: ``model.safetensors``, or those that its index lists.
+
+    Raises:
+        ValueError: there are none, or the index lists one that is missing.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: give the path of a downloaded model (config.json, *.safetensors)")
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        found = sorted(p.name for p in folder.glob("*.bin"))
+        hint = f"; {found[0]} must be converted to safetensors first" if found else ""
+        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}")
+    files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} is incomplete: its index lists {', '.join(missing)}, which is not there")
+    return files
+
+
+class CheckpointFolder:
+    """An unmodified Hugging Face model folder as a read-only tier (WeightSource): codec raw, zero copy.
+
+    Where the stored names or shapes are not the model's, transformers' own conversion mapping says how one becomes the
+    other; such a parameter has several sources and is fused when it is fetched (:mod:`blockwalk.tiers.conversion`).
+
+    Args:
+        path: the folder.
+        model: the same model on the meta device; its ``state_dict()`` says which names, shapes and dtypes are wanted.
+
+    Raises:
+        ValueError: tensors are missing or of the wrong shape, with their names; a quantised checkpoint; no safetensors;
+            or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
+        from blockwalk.tiers import conversion
+
+        self.path = Path(path)
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"{self.path} is quantised already (quantization_config in its config.json): give the original one"
+            )
+        stored: dict[str, StoredTensor] = {}
+        self._files: dict[str, MappedFile] = {}
+        for name in checkpoint_files(self.path):
+            stored |= read_header(self.path / name)
+            self._files[name] = MappedFile(self.path / name)
+        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(model, stored, self._view, str(self.path))
+
+    def _view(self, stored: StoredTensor) -> torch.Tensor:
+        return self._files[stored.file].view(stored.offset, stored.nbytes, stored.dtype, stored.shape)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._recipes)
+
+    def original_key(self, name: str) -> str | None:
+        """The name that ``name`` has in the files, or None where it is fused from, or cut out of, other tensors."""
+        recipe = self._recipes[name]
+        return recipe.sources[0].key if recipe.conversion is None else None
+
+    def stored_nbytes(self, name: str) -> int:
+        return sum(stored.nbytes for stored in self._recipes[name].sources)
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        out: dict[str, torch.Tensor | Weight] = {}
+        for name in names:
+            recipe = self._recipes[name]
+            if recipe.is_view:
+                out[name] = self._view(recipe.sources[0])
+            else:
+                fused = torch.empty(recipe.shape, dtype=recipe.dtype)
+                self.read_into(name, fused)
+                out[name] = fused
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        recipe = self._recipes[name]
+        if tuple(out.shape) != recipe.shape:
+            raise ValueError(f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}")
+        recipe.read_into(out, self._view)
+
+    def _ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name in names:
+            for stored in self._recipes[name].sources:
+                ranges.setdefault(stored.file, []).append((stored.offset, stored.nbytes))
+        return ranges
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        return sum(self._files[file].will_need(ranges) for file, ranges in self._ranges(names).items())
+
+    def release(self, names: Iterable[str]) -> None:
+        for file, ranges in self._ranges(names).items():
+            self._files[file].dont_need(ranges)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,244 @@
+"""Oracle: transformers itself. A checkpoint folder read as a tier gives bit for bit what ``from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockwalk.skeleton import build_skeleton
+from blockwalk.tiers.disk import CheckpointFolder, read_header
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+MODELS = {
+    "llama": (SIZES, {}),
+    "llama tied": (SIZES, {"tie_word_embeddings": True}),
+    "qwen2": (SIZES, {"tie_word_embeddings": True}),
+    "gemma3_text": (SIZES, {"head_dim": 8}),
+    "gpt2": ({"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, {}),
+    "opt": ({**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}, {}),
+    "bloom": ({"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4}, {}),
+    "mixtral": (SIZES, EXPERTS),
+    "qwen3_moe": (SIZES, {**EXPERTS, "head_dim": 8}),
+    "qwen2_moe": (SIZES, {**EXPERTS, "shared_expert_intermediate_size": 24}),
+    "deepseek_v3": (
+        SIZES,
+        {
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt_oss": (SIZES, {**EXPERTS, "head_dim": 8}),
+    "granitemoe": (SIZES, EXPERTS),
+    "phi3": (SIZES, {"pad_token_id": 0}),
+    "hrm_text": (SIZES, {"head_dim": 8}),  # one stored tensor becomes several parameters
+    "olmo_hybrid": (SIZES, {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0}),
+}
+
+
+def save_model(family: str, folder: Path, *, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if family.split()[0] not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {family}")
+    sizes, more = MODELS[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.split()[0], **{**sizes, **more}), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms too: zeros and ones would hide a mix-up
+            parameter.copy_(torch.randn_like(parameter.float()))
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_tensor_is_what_from_pretrained_loads(family: str, tmp_path: Path) -> None:
+    """Oracle: ``from_pretrained(...).state_dict()``, sharded files, every parameter and persistent buffer."""
+    folder = save_model(family, tmp_path / "model", shard="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    theirs = loaded(folder)
+    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    seen = {id_: name for name, id_ in ((n, t.data_ptr()) for n, t in theirs.items())}
+    assert len(source.names()) == len(seen), "each tensor once"
+    for name in source.names():
+        ours = source.weights([name])[name]
+        assert isinstance(ours, torch.Tensor)
+        assert ours.dtype == theirs[name].dtype
+        assert torch.equal(ours, theirs[name]), name
+        out = torch.empty(theirs[name].shape, dtype=torch.float64)
+        source.read_into(name, out)
+        assert torch.equal(out, theirs[name].double()), name
+        assert source.stored_nbytes(name) >= ours.nbytes
+    source.close()
+
+
+def test_single_experts_are_stored_and_fused(tmp_path: Path) -> None:
+    """Oracle: the checkpoint's own headers. The mixtral files really hold single experts, the model fused ones."""
+    folder = save_model("mixtral", tmp_path / "model")
+    keys = read_header(folder / "model.safetensors")
+    assert any("experts.2.w3" in key for key in keys)
+    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    assert source.original_key(fused) is None
+    assert source.stored_nbytes(fused) == sum(
+        t.nbytes for k, t in keys.items() if "layers.0." in k and ("w1" in k or "w3" in k)
+    )
+    assert source.original_key("model.norm.weight") == "model.norm.weight"
+
+
+def test_raw_tensors_are_views_of_the_map(tmp_path: Path) -> None:
+    """Oracle: the file itself. A change of the file's bytes shows in a tensor that was handed out before."""
+    folder = save_model("llama", tmp_path / "model", dtype=torch.bfloat16)
+    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    view = source.weights([name])[name]
+    stored = read_header(folder / "model.safetensors")[name]
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(stored.offset)
+        file.write(torch.full((7,), 3.0, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    assert view.flatten()[:7].tolist() == [3.0] * 7
+    source.close()
+    assert view.flatten()[0].item() == 3.0, "a view outlives its source"
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
+def test_stored_in_another_dtype_than_the_models(stored: torch.dtype, tmp_path: Path) -> None:
+    """Oracle: torch's own cast of the stored tensors."""
+    folder = save_model("llama", tmp_path / "model", dtype=stored)
+    source = CheckpointFolder(folder, build_skeleton(folder, dtype=torch.bfloat16).model)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(source.weights([name])[name], tensor.to(torch.bfloat16))
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_what_does_not_fit_is_named_before_any_work(tmp_path: Path) -> None:
+    """Oracle: the tensors that the test removed, reshaped and added."""
+    folder = save_model("llama", tmp_path / "model")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.0.self_attn.q_proj.weight"]
+        tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(5, 32)
+        tensors["vision.patch"] = torch.zeros(2)
+
+    rewrite(folder, spoil)
+    with pytest.raises(ValueError) as error:
+        CheckpointFolder(folder, build_skeleton(folder).model)
+    for part in (
+        "1 missing (model.layers.0.self_attn.q_proj.weight)",
+        "model.layers.1.mlp.up_proj.weight (model (48, 32), checkpoint (5, 32))",
+        "1 unknown to the model (vision.patch)",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """Oracle: the one expert that the test removed."""
+    folder = save_model("mixtral", tmp_path / "model")
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"))
+    with pytest.raises(ValueError, match=r"1 misshaped \(model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        CheckpointFolder(folder, build_skeleton(folder).model)
+
+
+def test_tensors_that_the_model_does_not_use_are_a_warning(tmp_path: Path) -> None:
+    """Oracle: transformers, which warns of the first and is silent about the second."""
+    folder = save_model("llama", tmp_path / "model")
+    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, lambda tensors: tensors.update({"extra": torch.zeros(1), inv_freq: torch.zeros(4)}))
+    with pytest.warns(UserWarning, match=r"has 1 tensors that LlamaForCausalLM does not use: extra"):
+        CheckpointFolder(folder, build_skeleton(folder).model)
+
+
+@pytest.mark.parametrize("kept", ["both", "lm_head.weight"])
+def test_a_tied_weight_under_any_of_its_names(kept: str, tmp_path: Path) -> None:
+    """Oracle: ``from_pretrained``, which ties to whichever of the two names the files hold."""
+    folder = save_model("llama tied", tmp_path / "model")
+    embed = "model.embed_tokens.weight"
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors[embed].clone()
+        if kept != "both":
+            del tensors[embed]
+
+    rewrite(folder, rename)
+    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    assert "lm_head.weight" not in source.names()
+    assert torch.equal(source.weights([embed])[embed], loaded(folder)[embed])
+
+    if kept == "both":
+        rewrite(folder, lambda tensors: tensors["lm_head.weight"].add_(1))
+        with pytest.raises(ValueError, match="tie_word_embeddings"):
+            CheckpointFolder(folder, build_skeleton(folder).model)
+
+
+def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    """Oracle: the defect that the test made."""
+    folder = save_model("llama", tmp_path / "model", shard="40KB")
+    model = build_skeleton(folder).model
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-100])
+    with pytest.raises(ValueError, match="truncated"):
+        CheckpointFolder(folder, model)
+    shard.write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        CheckpointFolder(folder, model)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"incomplete: its index lists {shard.name}"):
+        CheckpointFolder(folder, model)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin must be converted"):
+        CheckpointFolder(folder, model)
+    with pytest.raises(ValueError, match="not a folder"):
+        CheckpointFolder(tmp_path / "nowhere", model)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="quantised already"):
+        CheckpointFolder(folder, model)
+
+
+def test_the_opened_folder_needs_no_skeleton_any_more(tmp_path: Path) -> None:
+    """Oracle: ``from_pretrained``. PEFT renames a skeleton's modules after opening; what is read does not change."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = save_model("mixtral", tmp_path / "model")
+    model = build_skeleton(folder).model
+    source = CheckpointFolder(folder, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    theirs = loaded(folder)
+    for name in source.names():
+        assert torch.equal(source.weights([name])[name], theirs[name])
