@@ -114,6 +114,8 @@ class _Builder:
     device: str
     group_size: int
     ops: list[Op] = field(default_factory=list)
+    freed_by: dict[int, int] = field(default_factory=dict)
+    """The op that last emptied each slot."""
     adapters: bool = field(init=False)
     """True where the trainables are a small share of the model: they stay resident whatever their tier."""
 
@@ -168,7 +170,7 @@ class _Builder:
         next turn is near keeps its slot."""
         slots = self.plan.prefetch + 1
         free = list(range(slots))
-        freed_by: dict[int, int] = {}
+        freed_by = self.freed_by
         held: dict[int, tuple[int, list[int]]] = {}
         fetched_to = 0
 
@@ -226,6 +228,7 @@ class _Builder:
             shape=self.shape,
             unit_names=("prologue", *(f"block {i}" for i in range(len(self.model.blocks))), "epilogue"),
             streamed=streamed,
+            written=frozenset(u for u in streamed if self.streams(u, StateKind.TRAINABLE)),
             ops=tuple(self.ops),
             static=tuple(static.items()),
             slots=slots,

@@ -136,6 +136,8 @@ class Program:
     unit_names: tuple[str, ...]
     streamed: frozenset[int]
     """Units whose parameters are fetched when their turn comes; the others are resident."""
+    written: frozenset[int]
+    """Units whose trainables live on a tier: once updated they must be stored."""
     ops: tuple[Op, ...]
     static: Bytes = ()
     slots: int = 0
@@ -310,7 +312,7 @@ def lost_updates(program: Program) -> list[str]:
     stored: dict[int, bool] = {}
     flushes = any(op.kind is OpKind.STORE and op.part is StateKind.TRAINABLE for op in program.ops)
     for op in program.ops:
-        if op.unit in program.streamed and op.kind is OpKind.UPDATE:
+        if op.unit in program.written and op.kind is OpKind.UPDATE:
             stored[op.unit] = False
         if op.kind is OpKind.STORE and op.part is StateKind.TRAINABLE:
             stored[op.unit] = True

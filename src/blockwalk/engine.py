@@ -1,0 +1,257 @@
+"""What a walk works on: a model cut into units, each bound to its tiers.
+
+The engine answers the ops that move state (FETCH, EVICT, STORE) and holds the trainables' masters and their optimizer
+states; the estimators compute with what it binds. It never decides when something happens: the program does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from blockwalk.blocks import CutModel
+from blockwalk.compile import epilogue_reads
+from blockwalk.plan import Plan
+from blockwalk.program import Op
+from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
+from blockwalk.tiers.codecs import DenseWeight
+from blockwalk.tiers.scratch import ScratchMaps
+from blockwalk.updates import make_rule
+
+if TYPE_CHECKING:
+    from blockwalk.config import LoraSettings
+    from blockwalk.tiers import WeightSource
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A cut model, the source of its weights, and its trainables.
+
+    Args:
+        model: a checkpoint folder, a block store, or a ``transformers`` model in memory.
+        plan: where each kind of state lives.
+        lora: adapters to add; None trains what requires a gradient (everything, for a path).
+        device: where blocks compute; CUDA if there is one unless given.
+        workdir: a folder for scratch maps and packed stores; a temporary one unless given.
+
+    Raises:
+        ValueError: the model cannot be cut, or its weights do not fit the plan; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module,
+        plan: Plan,
+        *,
+        lora: LoraSettings | None,
+        device: torch.device,
+        workdir: Path,
+    ) -> None:
+        self.plan, self.device = plan, device
+        self.scratch = ScratchMaps(workdir)
+        self.source: WeightSource | None = None
+        module, self.source, self.compute_dtype = _open(model, plan, workdir)
+        if lora is not None:
+            from blockwalk.adapters import add_lora
+
+            module = add_lora(module, lora, seed=plan.seed)
+        self.module = module
+        self.cut = CutModel(module).to(device)
+        self.spec: ModelSpec = self.cut.spec()
+        self._held = self.cut.take_parameters()
+        self.masters: dict[str, torch.Tensor] = {}
+        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.rule = make_rule(plan.optimizer)
+        reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
+        self._trainables = [tuple(p for p in unit.params if p.trainable) for unit in reads]
+        self._frozen = [tuple(p for p in unit.params if not p.trainable) for unit in reads]
+        self._bound: dict[str, torch.Tensor | Weight] = {}
+        for index, unit in enumerate(self.spec.units):
+            self._place_frozen(index)
+            self._place_trainables([p for p in unit.params if p.trainable])
+        self._held.clear()
+
+    # ---- binding at construction ------------------------------------------------------------------------------------
+
+    def _place_frozen(self, index: int) -> None:
+        """Bind a unit's frozen parameters for good: mapped, or copied to the device."""
+        for param in self._frozen[index]:
+            if param.name in self._bound:
+                continue
+            if param.name in self._held:
+                weight: torch.Tensor | Weight = self._held.pop(param.name)
+            else:
+                assert self.source is not None, f"{param.name} has no source"
+                weight = self.source.weights([param.name])[param.name]
+            self._bound[param.name] = self._as_used(param, weight)
+        self.cut.bind(index, {p.name: self._bound[p.name] for p in self._frozen[index]})
+
+    def _as_used(self, param: ParamSpec, weight: torch.Tensor | Weight) -> torch.Tensor | Weight:
+        """A frozen parameter in the compute dtype: converted where it is small, a range at a time where it is a matrix."""
+        if not isinstance(weight, torch.Tensor):
+            return weight
+        resident = self.plan.frozen.tier is Tier.DEVICE
+        if resident:
+            return weight.to(self.device, self.compute_dtype, copy=self.source is not None)
+        if weight.dtype == self.compute_dtype:
+            return weight
+        if param.quantizable and weight.dim() == 2:
+            return DenseWeight(weight, self.compute_dtype)
+        return weight.to(self.compute_dtype)
+
+    def _place_trainables(self, params: list[ParamSpec]) -> None:
+        """Masters and optimizer states of a unit, on their tiers; the values come from the source or the module."""
+        masters = self._allocate(self.plan.trainable.tier, {p.name: (p.shape, self._master_dtype(p)) for p in params})
+        for p in params:
+            if p.name in self._held:
+                masters[p.name].copy_(self._held.pop(p.name))
+            else:
+                assert self.source is not None, f"{p.name} has no source"
+                self.source.read_into(p.name, masters[p.name])
+        self.masters |= masters
+        states = {f"{p.name}\0{s}": (p.shape, torch.float32) for p in params for s in self.rule.states}
+        for key, tensor in self._allocate(self.plan.optimizer_state.tier, states).items():
+            name, _, state = key.partition("\0")
+            self.moments.setdefault(name, {})[state] = tensor
+
+    def _master_dtype(self, param: ParamSpec) -> torch.dtype:
+        codec = self.plan.trainable.codec
+        name = param.dtype if codec is Codec.RAW else CODEC_DTYPE[codec]
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    def _allocate(
+        self, tier: Tier, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> dict[str, torch.Tensor]:
+        if tier is Tier.DISK and self.device.type == "cpu":
+            return self.scratch.zeros(shapes)
+        where = torch.device("cpu") if tier is Tier.HOST else self.device
+        return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
+
+    # ---- the ops that move state ------------------------------------------------------------------------------------
+
+    def fetch(self, op: Op) -> Callable[[], None]:
+        """FETCH: make a mapped unit's pages resident."""
+        assert op.part is StateKind.FROZEN and self.source is not None
+        source, names = self.source, [p.name for p in self._frozen[op.unit]]
+        return lambda: _discard(source.prefetch(names))
+
+    def evict(self, op: Op) -> Callable[[], None]:
+        """EVICT: give a mapped unit's pages back."""
+        source, names = self.source, [p.name for p in self._frozen[op.unit]]
+        return (lambda: source.release(names)) if source is not None else (lambda: None)
+
+    # ---- what the estimators use ------------------------------------------------------------------------------------
+
+    def live(self, unit: int) -> dict[str, torch.Tensor]:
+        """Bind a unit's trainables as its forward uses them, in the compute dtype on the device: leaves of a new graph."""
+        params = self._trainables[unit]
+        return self.cut.bind(
+            unit, {p.name: self.masters[p.name].detach().to(self.device, self.compute_dtype) for p in params}
+        )
+
+    def rest(self, unit: int) -> None:
+        """Let go of what :meth:`live` bound, where it was a copy."""
+        if any(self.masters[p.name].dtype != self.compute_dtype for p in self._trainables[unit]):
+            self.cut.unbind(unit)
+            self.cut.bind(unit, {p.name: self._bound[p.name] for p in self._frozen[unit]})
+
+    def add_gradients(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
+        """Add to the float32 accumulators; None is a parameter that the loss does not depend on."""
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is None:
+                continue
+            if name in self.gradients:
+                self.gradients[name].add_(gradient)
+            else:
+                self.gradients[name] = gradient.to(torch.float32)
+
+    def update(self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0) -> None:
+        """UPDATE: apply the rule to a unit's masters with its accumulated gradients, which are used up."""
+        for param in self.spec.units[unit].params:
+            gradient = self.gradients.pop(param.name, None)
+            if gradient is None:
+                continue
+            if coefficient != 1.0:
+                gradient.mul_(coefficient)
+            master = self.masters[param.name]
+            gradient = gradient.to(master.device)
+            exact = master if master.dtype == torch.float32 else master.to(torch.float32)
+            self.rule.apply_(exact, gradient, self.moments.get(param.name, {}), step=step, lr=learning_rate)
+            if exact is not master:
+                master.copy_(exact)
+
+    def weight(self, name: str) -> Weight:
+        """A 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""
+        found = self.masters[name].detach().to(self.device) if name in self.masters else self._bound[name]
+        return DenseWeight(found, self.compute_dtype) if isinstance(found, torch.Tensor) else found
+
+    def vector(self, name: str | None) -> torch.Tensor | None:
+        """A small parameter by its canonical name, in the compute dtype: the head's bias."""
+        if name is None:
+            return None
+        found = self.masters[name] if name in self.masters else self._bound[name]
+        assert isinstance(found, torch.Tensor)
+        return found.detach().to(self.device, self.compute_dtype)
+
+    # ---- what outlives a run ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Masters by name, and optimizer states as ``name<NUL>state``; the tensors themselves, not copies."""
+        states = {f"{name}\0{key}": t for name, inner in self.moments.items() for key, t in inner.items()}
+        return {**self.masters, **states}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy in what :meth:`state_dict` gave. Raises ValueError where names or shapes differ."""
+        own = self.state_dict()
+        if missing := sorted(own.keys() ^ state.keys()):
+            raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(f"{name!r} is {tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here")
+            tensor.copy_(state[name])
+
+    def close(self) -> None:
+        if self.source is not None:
+            self.source.close()
+
+
+def _discard(_: object) -> None:
+    """A closure for a lane answers nothing."""
+
+
+def _open(
+    model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path
+) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
+    """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype."""
+    from blockwalk.tiers.opening import open_source
+
+    if isinstance(model, nn.Module):
+        dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
+        if plan.frozen.tier is Tier.DEVICE:
+            return model.to(dtype), None, dtype
+        folder = workdir / "model"
+        model.save_pretrained(folder)  # type: ignore[operator]
+        model = folder
+    from blockwalk.skeleton import build_skeleton, load_config
+
+    config = load_config(model)
+    stored = config.dtype or torch.float32
+    dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
+    skeleton = build_skeleton(config, dtype)
+    return skeleton.model, open_source(Path(model), plan.frozen.codec, workdir), dtype
+
+
+def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:
+    if plan.compute_dtype == "auto":
+        return stored
+    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+    return dtype

@@ -1,0 +1,260 @@
+"""Backpropagation block by block: the ops PROLOGUE to PROLOGUE_BACKWARD, SAVE, LOAD and REDUCE of a program.
+
+Forward: each block runs without graph on its input, which is saved (the activation checkpoint). Backward: the input is
+loaded, the block recomputed with its graph and differentiated, and the gradient of its input handed on. Only one block's
+graph exists at a time, unless the program keeps some; the gradients are those of the whole model's autograd.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a segment of one block; Song and Tang,
+"Memory-Efficient Backpropagation ..." (2025), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from blockwalk.blocks import Prologue
+from blockwalk.engine import Engine
+from blockwalk.estimators.loss import chunked_cross_entropy
+from blockwalk.noise import derive_seed
+from blockwalk.program import Op, OpKind
+from blockwalk.tiers.scratch import Activations
+from blockwalk.updates import clip_coefficient, global_norm
+
+Batch = Mapping[str, torch.Tensor]
+IGNORE = -100
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What one BACKWARD differentiates: the block's output with respect to its input and its trainables."""
+
+    input_BSD: torch.Tensor
+    output_BSD: torch.Tensor
+    trainables: dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _State:
+    """What one step carries from op to op, by micro-batch."""
+
+    batches: Sequence[Batch]
+    tokens: int
+    learning_rate: float
+    step: int
+    training: bool
+    prologues: dict[int, Prologue] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradient: dict[int, torch.Tensor] = field(default_factory=dict)
+    """dL/d(hidden state), handed from block to block in the backward walk."""
+    outer: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    """dL/d(differentiable arguments that the blocks take), by micro-batch and identity of the leaf, summed over blocks."""
+    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    loaded: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    prologue_trainables: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    loss_sum: float = 0.0
+    coefficient: float = 1.0
+    grad_norm: float | None = None
+
+
+class Backprop:
+    """Answers the compute ops of a first-order program."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.activations = Activations(engine.plan.activation.tier, engine.device, engine.scratch)
+        self.state: _State | None = None
+        head = engine.cut.head
+        self.chunked = engine.plan.loss == "chunked" and not head.custom and head.lora is None
+
+    def begin(self, batches: Sequence[Batch], *, step: int, learning_rate: float, training: bool) -> None:
+        """Start a step on its micro-batches. ``training`` keeps what a backward walk needs.
+
+        Raises:
+            ValueError: no label of the step counts towards the loss.
+        """
+        tokens = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in batches)
+        if training and not tokens:
+            raise ValueError("every label of this step is ignored (-100); check the data's completion or template settings")
+        self.engine.gradients.clear()
+        self.activations.clear()
+        self.state = _State(batches, tokens, learning_rate, step, training)
+
+    def prepare(self, op: Op) -> Callable[[], None]:
+        """The work of one op, its inputs read now: the op may run later, on another lane."""
+        assert self.state is not None
+        return {
+            OpKind.PROLOGUE: self._prologue,
+            OpKind.FORWARD: self._forward,
+            OpKind.SAVE: self._save,
+            OpKind.LOAD: self._load,
+            OpKind.LOSS: self._loss,
+            OpKind.BACKWARD: self._backward,
+            OpKind.PROLOGUE_BACKWARD: self._prologue_backward,
+            OpKind.REDUCE: self._norm,
+            OpKind.UPDATE: self._update,
+        }[op.kind](op, self.state)
+
+    def _seed(self, state: _State, op: Op) -> int:
+        """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in any order of the walk."""
+        return derive_seed(self.engine.plan.seed, "dropout", state.step, op.micro_batch, op.unit)
+
+    def _prologue(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            m = op.micro_batch
+            engine = self.engine
+            trainables = engine.live(0)
+            with torch.set_grad_enabled(state.training and bool(trainables)):
+                prologue = engine.cut.prologue(state.batches[m], seed=self._seed(state, op))
+            state.prologues[m] = prologue
+            state.prologue_trainables[m] = trainables
+            state.hidden[m] = prologue.hidden_BSD.detach()
+            state.outer[m] = {}
+
+        return work
+
+    def _forward(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            m = op.micro_batch
+            if op.keep_graph:
+                graph = self._run(op, state, state.hidden[m])
+                state.graphs[op.unit, m] = graph
+                state.hidden[m] = graph.output_BSD.detach()
+            else:
+                call = state.prologues[m].calls[op.unit - 1]
+                self.engine.live(op.unit)
+                with torch.no_grad():
+                    state.hidden[m] = self.engine.cut.forward(call, state.hidden[m], seed=self._seed(state, op))
+                self.engine.rest(op.unit)
+
+        return work
+
+    def _run(self, op: Op, state: _State, input_BSD: torch.Tensor) -> _Graph:
+        """Run one block with its graph."""
+        input_BSD = input_BSD.detach().requires_grad_()
+        trainables = self.engine.live(op.unit)
+        call = state.prologues[op.micro_batch].calls[op.unit - 1]
+        with torch.enable_grad():
+            output_BSD = self.engine.cut.forward(call, input_BSD, seed=self._seed(state, op))
+        return _Graph(input_BSD, output_BSD, trainables)
+
+    def _save(self, op: Op, state: _State) -> Callable[[], None]:
+        hidden_BSD = state.hidden[op.micro_batch]
+        return lambda: self.activations.save((op.unit, op.micro_batch), hidden_BSD)
+
+    def _load(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            key = (op.unit, op.micro_batch)
+            state.loaded[key] = self.activations.load(key)
+
+        return work
+
+    def _loss(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            m, engine = op.micro_batch, self.engine
+            prologue, batch = state.prologues[m], state.batches[m]
+            hidden_BSD = state.hidden.pop(m).detach().requires_grad_(state.training)
+            trainables = engine.live(op.unit)
+            with torch.set_grad_enabled(state.training):
+                if self.chunked:
+                    normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch)
+                else:
+                    loss = engine.cut.own_loss(prologue, hidden_BSD, batch)
+            if self.chunked:
+                loss_sum, outputs, seed = self._chunked_loss(normed_BSD, batch, state)
+            else:
+                counted = int((batch["labels"][:, 1:] != IGNORE).sum())
+                loss_sum = float(loss.detach()) * counted
+                outputs, seed = loss, torch.full_like(loss, counted / max(state.tokens, 1))
+            state.loss_sum += loss_sum
+            if not state.training:
+                return
+            inputs = [hidden_BSD, *trainables.values()]
+            grads = torch.autograd.grad(outputs, inputs, seed, allow_unused=True)
+            assert grads[0] is not None
+            state.gradient[m] = grads[0]
+            engine.add_gradients(trainables, grads[1:])
+
+        return work
+
+    def _chunked_loss(
+        self, normed_BSD: torch.Tensor, batch: Batch, state: _State
+    ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
+        """The summed loss, and the gradient of the head's input; the head's own gradient goes to its accumulator."""
+        engine, head = self.engine, self.engine.cut.head
+        weight = engine.weight(head.weight)
+        shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
+        result = chunked_cross_entropy(
+            shifted_NS,
+            batch["labels"][:, 1:].reshape(-1),
+            weight,
+            bias=engine.vector(head.bias),
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            grad_scale=1.0 / state.tokens if state.training else None,
+            head_grad=self._accumulator(head.weight) if state.training else None,
+            bias_grad=self._accumulator(head.bias) if state.training else None,
+        )
+        if result.grad_hidden_ND is None:
+            return float(result.loss_sum), normed_BSD, None
+        seed_BSD = torch.zeros_like(normed_BSD)
+        seed_BSD[:, :-1] = result.grad_hidden_ND.view(normed_BSD.shape[0], -1, normed_BSD.shape[-1])
+        return float(result.loss_sum), normed_BSD, seed_BSD
+
+    def _accumulator(self, name: str | None) -> torch.Tensor | None:
+        """The float32 gradient buffer of a trainable head, made when it is first needed."""
+        if name is None or name not in self.engine.masters:
+            return None
+        master = self.engine.masters[name]
+        if name not in self.engine.gradients:
+            self.engine.gradients[name] = torch.zeros(master.shape, dtype=torch.float32, device=self.engine.device)
+        return self.engine.gradients[name]
+
+    def _backward(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            key = (op.unit, op.micro_batch)
+            m = op.micro_batch
+            graph = state.graphs.pop(key) if op.keep_graph else self._run(op, state, state.loaded.pop(key))
+            outer = state.prologues[m].calls[op.unit - 1].differentiable
+            inputs = [graph.input_BSD, *graph.trainables.values(), *outer]
+            grads = torch.autograd.grad(graph.output_BSD, inputs, state.gradient[m], allow_unused=True)
+            assert grads[0] is not None
+            state.gradient[m] = grads[0]
+            count = 1 + len(graph.trainables)
+            self.engine.add_gradients(graph.trainables, grads[1:count])
+            for leaf, grad in zip(outer, grads[count:], strict=True):
+                if grad is not None:
+                    known = state.outer[m].get(id(leaf))
+                    state.outer[m][id(leaf)] = grad if known is None else known + grad
+            self.engine.rest(op.unit)
+
+        return work
+
+    def _prologue_backward(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            m = op.micro_batch
+            prologue, trainables = state.prologues.pop(m), state.prologue_trainables.pop(m)
+            reached = state.outer.pop(m)
+            outer = [(source, leaf) for source, leaf in zip(prologue.sources, prologue.leaves, strict=True) if id(leaf) in reached]
+            outputs = [prologue.hidden_BSD, *(source for source, _ in outer)]
+            seeds = [state.gradient.pop(m), *(reached[id(leaf)] for _, leaf in outer)]
+            grads = torch.autograd.grad(outputs, list(trainables.values()), seeds, allow_unused=True)
+            self.engine.add_gradients(trainables, grads)
+            self.engine.rest(0)
+
+        return work
+
+    def _norm(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            names = [name for name in self.engine.masters if name in self.engine.gradients]
+            state.grad_norm = global_norm([self.engine.gradients[name] for name in names])
+            state.coefficient = clip_coefficient(state.grad_norm, self.engine.plan.optimizer.max_grad_norm)
+
+        return work
+
+    def _update(self, op: Op, state: _State) -> Callable[[], None]:
+        return lambda: self.engine.update(
+            op.unit, step=state.step, learning_rate=state.learning_rate, coefficient=state.coefficient
+        )

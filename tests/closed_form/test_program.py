@@ -1,0 +1,174 @@
+"""Oracle: the rules of a program, as pure functions over it, for random plans and models; and closed forms of its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockwalk.compile import Costs, Pending, UnitCost, compile, forward_passes, resident
+from blockwalk.methods import METHODS, method
+from blockwalk.plan import Estimator, Plan, Timing
+from blockwalk.program import (
+    INVARIANTS,
+    Lane,
+    OpKind,
+    Pool,
+    Program,
+    Shape,
+    StepKind,
+    over_budget,
+    shared_slots,
+    used_unfetched,
+)
+from blockwalk.state import Codec, ModelSpec, ParamSpec, StateKind, UnitSpec
+
+
+def toy(layers: int, *, lora: bool, tied: bool, hidden: int = 64, vocab: int = 1000) -> ModelSpec:
+    """A decoder's units without a model: an embedding, ``layers`` blocks of one matrix and one norm, a head."""
+
+    def param(name: str, shape: tuple[int, ...], matrix: bool = True) -> ParamSpec:
+        return ParamSpec(name, shape, "float32", not lora, matrix)
+
+    def block(i: int) -> UnitSpec:
+        adapter = (ParamSpec(f"layers.{i}.lora_A", (1, hidden), "float32", True),) if lora else ()
+        own = (param(f"layers.{i}.weight", (hidden, hidden)), param(f"layers.{i}.norm", (hidden,), False))
+        return UnitSpec(f"layers.{i}", "block", own + adapter)
+
+    head = () if tied else (param("head", (vocab, hidden)),)
+    return ModelSpec(
+        "toy",
+        UnitSpec("prologue", "prologue", (param("embedding", (vocab, hidden)),)),
+        tuple(block(i) for i in range(layers)),
+        UnitSpec("epilogue", "epilogue", (param("norm", (hidden,), False), *head)),
+        hidden,
+        vocab,
+        tied=(("head", "embedding"),) if tied else (),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    name = draw(st.sampled_from(sorted(METHODS)))
+    plan = method(name)
+    backprop = plan.estimator is Estimator.BACKPROP
+    changes: dict[str, object] = {"prefetch": draw(st.integers(0, 4))}
+    changes["gradient_accumulation_steps"] = draw(st.integers(1, 3))
+    if backprop:
+        changes["accumulation_order"] = draw(st.sampled_from(["micro_batch", "block"]))
+        changes["recompute"] = draw(st.sampled_from(["all", "none", "auto"]))
+        changes["budget"] = draw(st.sampled_from([None, 10**5, 10**7]))
+        changes["frozen"] = draw(st.sampled_from(["device × raw", "host × bf16", "disk × int4", "disk × raw"]))
+        changes["trainable"] = draw(st.sampled_from(["device × raw", "host × fp32", "disk × fp32"]))
+        changes["activation"] = draw(st.sampled_from(["device", "host", "disk"]))
+    elif plan.update.timing is Timing.DEFERRED:
+        changes["zo.kind"] = draw(st.sampled_from(["spsa", "fzoo", "hizoo"]))
+        changes["zo.queries"] = draw(st.integers(1, 4))
+        changes["trainable"] = draw(st.sampled_from(["host × raw", "disk × bf16", "disk × fp8"]))
+    return method(name, **changes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    plan=plans(),
+    layers=st.integers(1, 7),
+    lora=st.booleans(),
+    tied=st.booleans(),
+    kind=st.sampled_from(list(StepKind)),
+    entries=st.integers(0, 5),
+    flush=st.booleans(),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_every_rule_holds_for_every_plan(
+    plan: Plan, layers: int, lora: bool, tied: bool, kind: StepKind, entries: int, flush: bool, device: str
+) -> None:
+    model = toy(layers, lora=lora, tied=tied)
+    costs = Costs((("block", UnitCost(10, 30, 20, 100, 200)),))
+    program = compile(plan, model, kind, Shape(2, 16), costs=costs, pending=Pending(entries, flush), device=device)
+    for rule in INVARIANTS:
+        assert rule(program) == []
+    forwards = [op for op in program.ops if op.kind is OpKind.FORWARD]
+    passes = forward_passes(plan) if kind is StepKind.TRAIN and plan.estimator is Estimator.ZEROTH_ORDER else 1
+    micro_batches = 1 if kind is StepKind.EVALUATE else plan.gradient_accumulation_steps
+    expected = 0 if kind is StepKind.FLUSH else layers * passes * micro_batches
+    assert len(forwards) == expected
+
+
+def _without(program: Program, index: int) -> Program:
+    """The program with every dependency on one op removed."""
+    ops = tuple(dataclasses.replace(op, deps=tuple(d for d in op.deps if d != index)) for op in program.ops)
+    return dataclasses.replace(program, ops=ops, _peaks={})
+
+
+def test_a_forward_that_does_not_wait_for_its_fetch_is_found() -> None:
+    program = compile(method("zo2"), toy(4, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8))
+    fetch = next(op.index for op in program.ops if op.kind is OpKind.FETCH)
+    assert used_unfetched(program) == []
+    assert any("does not wait" in line for line in used_unfetched(_without(program, fetch)))
+
+
+def test_a_slot_filled_too_early_is_found() -> None:
+    program = compile(method("zo2"), toy(4, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8))
+    evict = next(op.index for op in program.ops if op.kind is OpKind.EVICT)
+    assert shared_slots(program) == []
+    assert shared_slots(_without(program, evict))
+
+
+@pytest.mark.parametrize("codec", [Codec.INT4, Codec.INT8, Codec.BF16, Codec.RAW])
+def test_fetched_bytes_are_the_stored_bytes_of_two_walks(codec: Codec) -> None:
+    """Closed form: forward and backward fetch each block once, but the last block stays for its backward turn."""
+    model = toy(6, lora=True, tied=True)
+    program = compile(method("mebp", frozen=f"disk × {codec}"), model, StepKind.TRAIN, Shape(1, 8))
+    block = model.blocks[0].nbytes(codec, trainable=False)
+    ends = model.prologue.nbytes(codec) + model.prologue.nbytes(codec) + model.epilogue.nbytes(codec)
+    fetched = sum(op.nbytes for op in program.ops if op.kind is OpKind.FETCH)
+    assert fetched == 11 * block + ends
+
+
+def test_activation_bytes_are_saved_and_loaded_once() -> None:
+    """Closed form: L blocks × B·S·D elements × bytes, out and back."""
+    model = toy(5, lora=True, tied=False)
+    program = compile(method("mebp"), model, StepKind.TRAIN, Shape(2, 8))
+    for kind in (OpKind.SAVE, OpKind.LOAD):
+        moved = [op.nbytes for op in program.ops if op.kind is kind]
+        assert moved == [2 * 8 * 64 * 4] * 5
+
+
+def test_flush_every_divides_the_bytes_stored() -> None:
+    """Closed form: a steady run of k steps writes every block once."""
+    plan = method("zo2", update={"flush_every": 4})
+    model = toy(5, lora=False, tied=True)
+    stored = 0
+    for step in range(4):
+        pending = Pending(step + 1, flush=step == 3)
+        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), pending=pending)
+        stored += program.bytes_by_lane().get(Lane.STORE, 0)
+    assert stored == sum(block.nbytes() for block in model.blocks)
+
+
+def test_auto_recompute_keeps_what_the_budget_holds() -> None:
+    """Closed form: resident bytes + the worst transient + saved × kept blocks ≤ budget."""
+    model = toy(8, lora=True, tied=True)
+    cost = UnitCost(forward_transient=1000, backward_transient=9000, saved=5000)
+    costs = Costs((("block", cost),))
+    held = resident(method("mebp"), model).get(Pool.DEVICE, 0)
+    for kept in (0, 1, 3, 8):
+        plan = method("mebp", budget=held + 9000 + 5000 * kept + 100)
+        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), costs=costs)
+        assert sum(op.keep_graph for op in program.ops if op.kind is OpKind.FORWARD) == kept
+        assert over_budget(program, plan.budget) == []
+        assert over_budget(program, held + 8999)
+
+
+def test_a_tied_head_is_updated_once() -> None:
+    program = compile(method("plain"), toy(3, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8))
+    updated = [op.unit for op in program.ops if op.kind is OpKind.UPDATE]
+    assert sorted(updated) == [0, 1, 2, 3, 4]
+    assert all(op.part is StateKind.TRAINABLE for op in program.ops if op.kind is OpKind.UPDATE)
+
+
+def test_printed_schedule_has_a_line_for_every_op() -> None:
+    program = compile(method("mebp"), toy(3, lora=True, tied=True), StepKind.TRAIN, Shape(1, 8))
+    assert len(str(program).splitlines()) == len(program.ops) + 2
