@@ -42,10 +42,12 @@ class Anatomy:
 def canonical_name(name: str, adapters: tuple[str, ...] = ()) -> str:
     """A parameter's or module's name in the plain model: without what PEFT puts around and between.
 
-    ``adapters`` are the names of the model's adapters ("default").
+    ``adapters`` are the names of the model's adapters ("default"). An adapter's own parameters keep ``base_layer``, which
+    tells apart the adapters of several fused expert weights of one module; so their names are those of PEFT's files.
     """
     parts = name.removeprefix("base_model.model.").split(".")
-    return ".".join(part for part in parts if part != "base_layer" and part not in adapters)
+    dropped = set(adapters) if ".lora_" in name else {*adapters, "base_layer"}
+    return ".".join(part for part in parts if part not in dropped)
 
 
 def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:

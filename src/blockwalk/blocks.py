@@ -257,6 +257,7 @@ class CutModel:
             prefix, _, leaf = name.rpartition(".")
             alias, unit = canonical_name(name, self.adapters), self._unit_of(name)
             canonical = canonical_of.setdefault(id(param), alias)
+            assert canonical not in home or self._placeholders[canonical] is param, f"two parameters named {canonical}"
             slot = _Slot(modules[prefix], leaf)
             self._slots[unit].setdefault(canonical, []).append(slot)
             if canonical not in home:
@@ -398,7 +399,10 @@ class CutModel:
                 if name in self._trainable:
                     value = value if value.requires_grad else value.detach().requires_grad_(True)
                     leaves[name] = value
-                placed = value
+                    placed = value
+                else:
+                    # A Parameter, as PEFT's parametrizations of expert weights ask for.
+                    placed = nn.Parameter(value, requires_grad=False)
             else:
                 assert name not in self._trainable, f"{name} is trained: bind it as a tensor"
                 placed = LazyParameter(value, self.device)

@@ -1,0 +1,203 @@
+"""LoRA adapters through PEFT, on models whose base weights are not there.
+
+Any ``LoraConfig`` that leaves the base weights alone; what would read or change them is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockwalk.anatomy import canonical_name
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+"""PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""
+
+_ACCEPTED = frozenset(
+    [
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "fan_in_fan_out",
+        "bias",
+        "use_rslora",
+        "init_lora_weights",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "loftq_config",
+        "runtime_config",
+        "lora_bias",
+        "target_parameters",
+    ]
+)
+"""Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
+_WHY = {
+    "use_dora": "DoRA divides by the norm of W + B·A, so every step needs each base weight whole",
+    "modules_to_save": "it trains copies of base modules; use full fine-tuning for these",
+    "trainable_token_indices": "it trains rows of the base embedding; use full fine-tuning for these",
+    "layer_replication": "it changes the sequence of layers",
+}
+
+
+def _refuse(config: Any) -> None:
+    """Raise ValueError for a ``LoraConfig`` that does not leave the base weights alone."""
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes "
+            "them; set it to True (PEFT's default), 'gaussian' or False"
+        )
+    if config.bias != "none":
+        raise ValueError(f"bias = {config.bias!r} trains base parameters; set it to 'none'")
+    plain = type(config)()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _ACCEPTED and value != getattr(plain, field.name) and value:
+            why = _WHY.get(field.name, "Blockwalk trains plain LoRA")
+            raise ValueError(f"{field.name} = {value!r} is not supported: {why}")
+
+
+@contextmanager
+def _weightless(model: nn.Module) -> Iterator[None]:
+    """Let PEFT see float32 weights on the CPU where there are none, so that it makes real adapters in float32.
+
+    Each stand-in takes one element of memory. PEFT's decision what is trained is carried over to the placeholders.
+    """
+    stand_ins: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    twins: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                twin = twins.setdefault(id(param), nn.Parameter(torch.zeros(()).expand(param.shape)))
+                stand_ins.append((module, leaf, param, twin))
+                module._parameters[leaf] = twin
+    try:
+        yield
+    finally:
+        for module, leaf, param, twin in stand_ins:
+            param.requires_grad_(twin.requires_grad)
+            module._parameters[leaf] = param
+
+
+def lora_config(
+    rank: int = 8,
+    alpha: float = 16.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    **settings: Any,
+) -> Any:
+    """A PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
+    from peft import LoraConfig
+
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        lora_dropout=dropout,
+        **settings,
+    )
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    *,
+    seed: int = 0,
+    config: Any = None,
+) -> Any:
+    """Put a LoRA adapter on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
+
+    The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
+    ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``config``, a ``LoraConfig``, takes the
+    place of the four settings before. Raises ValueError for a configuration that does not leave the base weights alone.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config = config if config is not None else lora_config(rank, alpha, target_modules, dropout)
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"add_lora takes a peft.LoraConfig, not a {type(config).__name__}")
+    _refuse(config)
+    with torch.random.fork_rng(devices=[]), _weightless(model):
+        torch.default_generator.manual_seed(seed)
+        wrapped: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+    for param in wrapped.parameters():
+        if param.requires_grad and param.dtype != torch.float32:
+            param.data = param.data.float()
+    return wrapped
+
+
+def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The adapter's own parameters of a ``PeftModel``, by canonical name."""
+    adapters = tuple(model.peft_config)
+    return {canonical_name(name, adapters): p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Write an adapter in PEFT's format (``adapter_model.safetensors``, ``adapter_config.json``).
+
+    ``state`` holds the adapter's parameters by canonical name; names of other parameters are ignored. Raises
+    ValueError where one of the adapter's parameters is missing.
+    """
+    from safetensors.torch import save_file
+
+    names = adapter_parameters(model)
+    missing = sorted(names.keys() - state.keys())
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(names)} adapter parameters are missing, the first is {missing[0]}")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    tensors = {f"base_model.model.{name}": state[name].detach().cpu().contiguous() for name in names}
+    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    (config,) = model.peft_config.values()
+    was, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(target))
+    finally:
+        config.inference_mode = was
+
+
+def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = True) -> Any:
+    """Put a saved LoRA adapter on a model: what :func:`add_lora` answers, with the saved values (in float32).
+
+    Raises ValueError where the folder's tensors are not those that its configuration asks for.
+    """
+    from peft import PeftConfig
+    from safetensors.torch import load_file
+
+    path = Path(folder) / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no PEFT adapter: there is no {WEIGHTS_FILE}")
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = not trainable
+    wrapped = add_lora(model, config=config)
+    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(path).items()}
+    params = adapter_parameters(wrapped)
+    if saved.keys() != params.keys():
+        odd = sorted(saved.keys() ^ params.keys())
+        raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")
+    for name, param in params.items():
+        if param.shape != saved[name].shape:
+            raise ValueError(f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this model")
+        param.data = saved[name].float()
+    return wrapped

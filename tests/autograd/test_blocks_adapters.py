@@ -1,0 +1,145 @@
+"""Oracle: plain PEFT on the whole model. The same adapter at the same seed, the same logits, loss and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_architectures import SEED, assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+
+from blockwalk.adapters import add_lora, load_adapter, lora_config, save_adapter
+from blockwalk.anatomy import canonical_name
+from blockwalk.blocks import CutModel
+from blockwalk.skeleton import build_skeleton
+
+
+def canonical(model) -> dict[str, torch.Tensor]:
+    return {canonical_name(n, ("default",)): p.detach() for n, p in model.named_parameters()}
+
+
+def controlled(model, batch, layers, *, seeded: bool):
+    loss, logits, grads = control(model, batch, layers, seeded=seeded)
+    return loss, logits, {canonical_name(name, ("default",)): grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
+    """Oracle: `get_peft_model` on the float32 model after `torch.manual_seed`."""
+    from peft import get_peft_model
+
+    config = tiny_config(model_type)
+    torch.manual_seed(5)
+    theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4))
+    before = torch.get_rng_state()
+    ours = add_lora(build_skeleton(config, torch.bfloat16).model, 4, seed=5)
+    assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
+    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    assert mine
+    assert all(p.is_meta for p in ours.parameters() if not p.requires_grad)
+    for name, param in theirs.named_parameters():
+        assert param.requires_grad == (name in mine), name
+        if param.requires_grad:
+            assert mine[name].dtype == torch.float32
+            assert torch.equal(mine[name], param), name
+
+
+def tiny_model_before_seed(config):
+    model = tiny_model(config)
+    torch.manual_seed(5)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt", "gpt2", "gemma3_text", "qwen3_moe"])
+def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
+    """Oracle: autograd of the whole PeftModel, in training mode with dropout in the adapter (and the model's own)."""
+    config = tiny_config(model_type)
+    dropout = 0.0 if model_type == "qwen3_moe" else 0.2  # PEFT adapts fused experts, and these without dropout only
+    model = add_lora(tiny_model(config), 3, dropout=dropout, seed=1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.2)
+    cut = CutModel(add_lora(build_skeleton(config).model, 3, dropout=dropout))
+    cut.take_parameters()
+    model.train()
+    cut.model.train()
+    batch = tiny_batch(config.vocab_size)
+    layers = [model.get_base_model().get_submodule(block.name) for block in cut.spec().blocks]
+    walked = walk(cut, canonical(model), batch)
+    assert len(walked[2]) == len([p for p in model.parameters() if p.requires_grad])
+    assert_same(walked, controlled(model, batch, layers, seeded=True), 2e-6)
+
+
+def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
+    """Oracle: `PeftModel.from_pretrained` gives the logits of the model that was saved; so does `load_adapter`."""
+    from peft import PeftModel
+
+    config = tiny_config("llama")
+    trained = add_lora(tiny_model(config), 4, alpha=12.0, seed=3)
+    with torch.no_grad():
+        for name, param in trained.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    trained.eval()
+    batch = {"input_ids": tiny_batch(config.vocab_size)["input_ids"]}
+    save_adapter(trained, canonical(trained), tmp_path)
+    base = tiny_model(config)
+    assert not torch.equal(base.eval()(**batch).logits, trained(**batch).logits)
+    theirs = PeftModel.from_pretrained(base, str(tmp_path)).eval()
+    assert torch.equal(theirs(**batch).logits, trained(**batch).logits)
+    ours = load_adapter(tiny_model(config), tmp_path).eval()
+    assert torch.equal(ours(**batch).logits, trained(**batch).logits)
+    partial = dict(list(canonical(trained).items())[:-8])
+    with pytest.raises(ValueError, match="missing"):
+        save_adapter(trained, partial, tmp_path / "partial")
+    with pytest.raises(ValueError, match=r"names differ|is \["):
+        load_adapter(tiny_model(tiny_config("opt")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"init_lora_weights": "eva"}, "init_lora_weights"),
+        ({"init_lora_weights": "orthogonal"}, "init_lora_weights"),
+        ({"use_dora": True}, "norm of W"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    ],
+)
+def test_configurations_that_touch_base_weights_are_refused(settings: dict, reason: str) -> None:
+    """Oracle: PEFT's documentation of these settings: each reads, changes or trains base weights."""
+    config = lora_config(4, **settings)
+    with pytest.raises(ValueError, match=reason):
+        add_lora(build_skeleton(tiny_config("llama")).model, config=config)
+
+
+def test_lora_on_the_head_is_described(seed: int = SEED) -> None:
+    """Oracle: autograd of the whole PeftModel with an adapter on the output embedding."""
+    config = tiny_config("llama")
+    targets = ["lm_head", "q_proj"]
+    model = add_lora(tiny_model(config), 3, target_modules=targets, seed=1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.2)
+    cut = CutModel(add_lora(build_skeleton(config).model, 3, target_modules=targets))
+    cut.take_parameters()
+    head = cut.head
+    assert head.lora == ("lm_head.lora_A.weight", "lm_head.lora_B.weight", 16 / 3)
+    assert (head.weight, head.custom, head.tied) == ("lm_head.weight", False, False)
+    values = canonical(model)
+    batch = tiny_batch(config.vocab_size)
+    with torch.no_grad():
+        cut.bind(0, {spec.name: values[spec.name] for spec in cut.spec().prologue.params})
+        prologue = cut.prologue(batch)
+        hidden = prologue.hidden_BSD
+        for call, unit in zip(prologue.calls, cut.spec().blocks, strict=True):
+            cut.bind(call.unit, {spec.name: values[spec.name] for spec in unit.params})
+            hidden = cut.forward(call, hidden)
+        cut.bind(cut.epilogue_index, {"model.norm.weight": values["model.norm.weight"]})
+        normed = cut.head_input(prologue, hidden, batch)
+        down, up, factor = head.lora
+        logits = normed @ (values[head.weight] + factor * values[up] @ values[down]).T
+        torch.testing.assert_close(logits, model(**batch).logits)
