@@ -1,0 +1,350 @@
+"""Cross-entropy over vocabulary chunks: the loss and its gradients without the logits ever being whole in memory.
+
+Shapes: N tokens, D hidden, V vocabulary, n and v the tokens and vocabulary rows of one chunk, R trained columns of the
+head.
+
+For one token with hidden state h and label y the logits are those of the models themselves (gemma2, cohere, granite,
+muse): l_j = c·tanh(s·(h·W_j + b_j)/c), without the tanh where there is no soft cap c. The label's column is kept
+out of every sum over the vocabulary, and the loss is written over the *rest*, Z = log Σ_{j≠y} exp l_j:
+
+    loss    = log(1 + exp(Z − l_y))
+    q       = 1 − p_y = 1 / (1 + exp(l_y − Z))
+    dl/dh   = s·q·( Σ_{j≠y} exp(l_j − Z)·d_j·W_j  −  d_y·W_y ),    d_j = 1 − (l_j/c)², or 1
+
+which is the textbook p − y without its cancellation: the gradient of a token that the model already predicts keeps
+all its digits although p·W is accumulated in 16-bit products.
+
+With a frozen head, loss and dl/dh come out of *one* pass over the vocabulary, as in flash attention with K = V = W
+(Dao et al. 2022, algorithm 1): a running maximum m, the sum of exp(l − m) and the accumulated exp(l − m)·W, rescaled
+when m grows. A head or a bias that is trained takes two passes, since its gradient needs every token's Z first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from blockwalk.state import Weight
+
+CPU_BUDGET = 16 << 20
+DEVICE_BUDGET = 256 << 20
+"""Bytes of scratch that chunk sizes aim at, one chunk of the head included: on a processor, on an accelerator."""
+
+_LIFT = 1 << 18
+"""Elements of the float32 scratch through which 16-bit products are added up."""
+
+_LOWEST = -1e30
+"""Where running maxima start: finite, so that m − m is 0 for a token that has seen nothing but −∞."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """The loss summed over tokens that count (0-d float64, on the hidden state's device), how many those are, and
+    ``grad_scale``·d(loss_sum)/d(hidden) in the hidden state's dtype [N, D] (None where no gradient was asked for)."""
+
+    loss_sum: Tensor
+    tokens: int
+    grad_hidden_ND: Tensor | None
+
+
+class LossScratch:
+    """Buffers that are kept from call to call, each grown to the largest that was asked of it."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, *shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """An uninitialised contiguous tensor [*shape] on ``like``'s device: valid until ``name`` is taken again."""
+        numel = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < numel or buffer.dtype != dtype or buffer.device != like.device:
+            self._buffers.pop(name, None)  # free before allocating: the old and the new one never stand side by side
+            buffer = self._buffers[name] = torch.empty(numel, dtype=dtype, device=like.device)
+        return buffer[:numel].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held now."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The output layer, its logit transform, and the scratch in which its logits are computed."""
+
+    weight: Weight
+    bias: Tensor | None
+    scale: float
+    soft_cap: float | None
+    wide: torch.dtype
+    scratch: LossScratch
+
+    def logits(self, h_nD: Tensor, weight_vD: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, v] of the rows from ``start``, and their slope d where there is a soft cap: wide, scratch."""
+        shape, narrow = (len(h_nD), len(weight_vD)), h_nD.dtype
+        l_nv = self.scratch.take("logits", *shape, like=h_nD, dtype=self.wide)
+        if narrow == self.wide:
+            torch.mm(h_nD, weight_vD.t(), out=l_nv)
+        else:  # the products in the compute dtype, everything after them in float32: as the models' own losses have it
+            l_nv.copy_(torch.mm(h_nD, weight_vD.t(), out=self.scratch.take("narrow", *shape, like=h_nD, dtype=narrow)))
+        if self.bias is not None:
+            l_nv.add_(self.bias[start : start + shape[1]])
+        if self.soft_cap is None:
+            return (l_nv if self.scale == 1.0 else l_nv.mul_(self.scale)), None
+        l_nv.mul_(self.scale / self.soft_cap).tanh_()
+        slope_nv = self.scratch.take("slope", *shape, like=h_nD, dtype=self.wide)
+        torch.mul(l_nv, l_nv, out=slope_nv).neg_().add_(1.0)
+        return l_nv.mul_(self.soft_cap), slope_nv
+
+    def add_product(self, into: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
+        """into += alpha·left·right, a product in the compute dtype added up in the wide one, without a temporary."""
+        if left.dtype == self.wide:
+            into.addmm_(left, right, alpha=alpha)
+            return
+        product = self.scratch.take("product", *into.shape, like=into, dtype=left.dtype)
+        torch.mm(left, right, out=product)
+        # an add_ of mixed dtypes would allocate a float32 copy of the whole product
+        rows = max(1, _LIFT // into.shape[1])
+        for at in range(0, len(into), rows):
+            part, onto = product[at : at + rows], into[at : at + rows]
+            onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
+
+    def narrowed(self, l_nv: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same matrix in the compute dtype, in the buffer that the logits' product no longer needs."""
+        if dtype == self.wide:
+            return l_nv
+        return self.scratch.take("narrow", *l_nv.shape, like=l_nv, dtype=dtype).copy_(l_nv)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What a pass over the vocabulary has gathered on n tokens."""
+
+    maximum_n: Tensor
+    rest_n: Tensor
+    """Σ_{j≠y} exp(l_j − maximum), float64."""
+    label_logit_n: Tensor
+
+    @property
+    def excess_n(self) -> Tensor:
+        """Z − l_y, float64."""
+        return self.rest_n.log() + self.maximum_n - self.label_logit_n
+
+    @property
+    def loss_n(self) -> Tensor:
+        """log(1 + exp(Z − l_y)), float64: all digits of a small loss, where Z − l_y alone would leave its rounding."""
+        return torch.logaddexp(self.excess_n, torch.zeros_like(self.rest_n))
+
+    @property
+    def miss_n(self) -> Tensor:
+        """q = 1 − p_y, float64."""
+        return self.excess_n.sigmoid()
+
+    @property
+    def weight_n(self) -> Tensor:
+        """What turns exp(l_j − maximum) into p_j: q/rest, float64 (0 where the rest has vanished)."""
+        return self.miss_n / self.rest_n.clamp_min(1e-300)
+
+
+def chunk_sizes(
+    tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, soft_cap: bool, budget: int = CPU_BUDGET
+) -> tuple[int, int]:
+    """Tokens and vocabulary rows of one chunk for about ``budget`` bytes of scratch: a third for a chunk of the head, a
+    third for its logits, a third for the sums [n, D].
+
+    The vocabulary chunk rests on the head alone, so that a token's loss is the same whatever it is batched with.
+    """
+    third, size = budget // 3, dtype.itemsize
+    wide = max(size, 4)
+    vocab_chunk = min(vocab_size, max(256, third // (hidden_size * size) // 256 * 256))
+    logit = wide * (2 if soft_cap else 1) + (size if size < wide else 0)
+    token_chunk = max(32, min(third // (vocab_chunk * logit), third // (hidden_size * (wide + 2 * size))))
+    parts = -(-tokens // token_chunk)
+    return -(-tokens // parts), vocab_chunk
+
+
+@torch.no_grad()
+def chunked_cross_entropy(
+    hidden_ND: Tensor,
+    labels_N: Tensor,
+    head: Weight,
+    *,
+    grad_scale: float | None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    ignore_index: int = -100,
+    head_grad: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    vocab_chunk: int | None = None,
+    scratch: LossScratch | None = None,
+) -> LossResult:
+    """The summed cross-entropy of ``labels_N`` under soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap).
+
+    Args:
+        hidden_ND: hidden states after the final norm, in the head's dtype (the compute dtype).
+        labels_N: integers, already shifted: row i of the hidden states predicts label i. Best on the CPU, where they
+            are sorted: labels on an accelerator cost a synchronisation.
+        head: the output matrix [V, D].
+        grad_scale: multiplies every gradient, 1/(tokens of the whole accumulated batch) for a mean loss; None computes
+            the loss alone.
+        bias: [V], any floating dtype, added in float32.
+        scale: factor on the logits (cohere's ``logit_scale``, 1/granite's ``logits_scaling``).
+        soft_cap: gemma2's ``final_logit_softcapping``; it applies after ``scale``.
+        head_grad: float32 [V, R] (float64 for a float64 model), to which ``grad_scale``·d(loss_sum)/d(last R columns of
+            the head) is added. R = D is the whole head, tied or not; a head with LoRA is [W, B] on [h, s·h·Aᵀ], where R
+            is the rank.
+        bias_grad: float32 [V], likewise for the bias.
+        vocab_chunk: vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says.
+        scratch: buffers to keep for the next call.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a label outside the vocabulary.
+    """
+    kept_n, labels_n = _kept(hidden_ND, labels_N, head, ignore_index, soft_cap)
+    if grad_scale is None and (head_grad is not None or bias_grad is not None):
+        raise ValueError("head_grad and bias_grad need a grad_scale: without one only the loss is computed")
+    device, dtype, tokens = hidden_ND.device, hidden_ND.dtype, len(labels_n)
+    grad_ND = None if grad_scale is None else torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    if tokens == 0:
+        return LossResult(loss_sum, 0, grad_ND)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, grad in (("head_grad", head_grad), ("bias_grad", bias_grad)):
+        if grad is not None and grad.dtype != wide:
+            raise ValueError(f"{name} is {grad.dtype}: gradients of a {dtype} model are accumulated in {wide}")
+    scratch = scratch or LossScratch()
+    layer = _Head(head, bias, scale, soft_cap, wide, scratch)
+    vocab_size, hidden_size = head.shape
+    budget = CPU_BUDGET if device.type == "cpu" else DEVICE_BUDGET
+    capped = soft_cap is not None
+    token_chunk, chunk = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=capped, budget=budget)
+    edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
+    two_passes = head_grad is not None or bias_grad is not None
+
+    for first in range(0, tokens, token_chunk):
+        part_n = labels_n[first : first + token_chunk]
+        # tokens are in the order of their labels: those whose label lies in a vocabulary chunk are one slice of rows
+        bounds = torch.searchsorted(part_n, torch.tensor(edges)).tolist()
+        part_n, index_n = part_n.to(device), kept_n[first : first + token_chunk].to(device)
+        h_nD = scratch.take("hidden", len(part_n), hidden_size, like=hidden_ND, dtype=dtype)
+        torch.index_select(hidden_ND, 0, index_n, out=h_nD)
+        sum_nD = None
+        if grad_scale is not None:
+            sum_nD = scratch.take("sum", *h_nD.shape, like=h_nD, dtype=wide).zero_()
+        rows = _forward(layer, h_nD, part_n, edges, bounds, None if two_passes else sum_nD)
+        loss_sum += rows.loss_n.sum()
+        if sum_nD is None or grad_scale is None or grad_ND is None:
+            continue
+        if two_passes:
+            _backward(layer, h_nD, part_n, edges, bounds, rows, sum_nD, head_grad, bias_grad, grad_scale)
+            sum_nD.mul_(grad_scale)
+        else:
+            _finish(layer, part_n, rows, sum_nD, grad_scale)
+        grad_ND.index_copy_(0, index_n, sum_nD if dtype == wide else h_nD.copy_(sum_nD))
+    return LossResult(loss_sum, tokens, grad_ND)
+
+
+def _kept(
+    hidden_ND: Tensor, labels_N: Tensor, head: Weight, ignore_index: int, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The tokens that count, by label: their indices and labels, both on the CPU."""
+    vocab_size, hidden_size = head.shape
+    if labels_N.ndim != 1 or hidden_ND.shape != (len(labels_N), hidden_size):
+        raise ValueError(
+            f"hidden states {tuple(hidden_ND.shape)} and labels {tuple(labels_N.shape)} do not fit a head "
+            f"{tuple(head.shape)}: they are [tokens, hidden] and [tokens]"
+        )
+    if hidden_ND.dtype != head.dtype:
+        raise ValueError(f"hidden states are {hidden_ND.dtype}, the head {head.dtype}: give both in the compute dtype")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}: a soft cap is positive; None switches it off")
+    labels_N = labels_N.to("cpu", torch.int64)
+    kept_n = (labels_N != ignore_index).nonzero().squeeze(1)
+    labels_n, order_n = labels_N[kept_n].sort(stable=True)
+    if len(labels_n) and (labels_n[0] < 0 or labels_n[-1] >= vocab_size):
+        wrong = int(labels_n[0] if labels_n[0] < 0 else labels_n[-1])
+        raise ValueError(
+            f"label {wrong} is outside the vocabulary of {vocab_size} tokens; "
+            f"positions without a loss are marked with ignore_index = {ignore_index}"
+        )
+    return kept_n[order_n], labels_n
+
+
+def _forward(
+    layer: _Head, h_nD: Tensor, labels_n: Tensor, edges: list[int], bounds: list[int], sum_nD: Tensor | None
+) -> _Rows:
+    """One pass over the vocabulary; with ``sum_nD``, Σ_{j≠y} exp(l_j − maximum)·d_j·W_j is accumulated there."""
+    maximum_n = torch.full_like(h_nD[:, 0], _LOWEST, dtype=layer.wide)
+    rest_n = torch.zeros_like(maximum_n, dtype=torch.float64)
+    label_logit_n = torch.empty_like(maximum_n)
+    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
+        weight_vD = layer.weight.rows(start, stop)
+        l_nv, slope_nv = layer.logits(h_nD, weight_vD, start)
+        if low < high:
+            column = (labels_n[low:high] - start).unsqueeze(1)
+            label_logit_n[low:high] = l_nv[low:high].gather(1, column).squeeze(1)
+            l_nv[low:high].scatter_(1, column, -math.inf)
+        higher_n = torch.maximum(maximum_n, l_nv.amax(1))
+        shrink_n = maximum_n.sub_(higher_n).exp_()
+        l_nv.sub_(higher_n.unsqueeze(1)).exp_()
+        rest_n.mul_(shrink_n).add_(l_nv.sum(1))
+        if sum_nD is not None:
+            if slope_nv is not None:
+                l_nv.mul_(slope_nv)
+            sum_nD.mul_(shrink_n.unsqueeze(1))
+            layer.add_product(sum_nD, layer.narrowed(l_nv, h_nD.dtype), weight_vD)
+        maximum_n = higher_n
+    return _Rows(maximum_n, rest_n, label_logit_n)
+
+
+def _finish(layer: _Head, labels_n: Tensor, rows: _Rows, sum_nD: Tensor, grad_scale: float) -> None:
+    """Turn one pass's sums into ``grad_scale``·dl/dh, in place."""
+    factor = layer.scale * grad_scale
+    sum_nD.mul_((rows.weight_n * factor).to(layer.wide).unsqueeze(1))
+    label_n = -factor * rows.miss_n
+    if layer.soft_cap is not None:
+        label_n = label_n * (1.0 - (rows.label_logit_n.double() / layer.soft_cap) ** 2)
+    label_n = label_n.to(layer.wide)
+    step = max(1, _LIFT // sum_nD.shape[1])
+    for at in range(0, len(labels_n), step):
+        weight_nD = layer.weight.gather(labels_n[at : at + step]).to(layer.wide)
+        sum_nD[at : at + step].addcmul_(weight_nD, label_n[at : at + step].unsqueeze(1))
+
+
+def _backward(
+    layer: _Head,
+    h_nD: Tensor,
+    labels_n: Tensor,
+    edges: list[int],
+    bounds: list[int],
+    rows: _Rows,
+    sum_nD: Tensor,
+    head_grad: Tensor | None,
+    bias_grad: Tensor | None,
+    grad_scale: float,
+) -> None:
+    """The second pass: dl/d(h·Wᵀ + b) chunk by chunk, added to dl/dh and to the gradients of head and bias."""
+    # the factor 1/tokens is applied when adding up in float32: in float16 the probabilities would underflow with it
+    weight_n1 = (rows.weight_n * layer.scale).to(layer.wide).unsqueeze(1)
+    label_n1 = (rows.miss_n * -layer.scale).to(layer.wide).unsqueeze(1)
+    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
+        weight_vD = layer.weight.rows(start, stop)
+        g_nv, slope_nv = layer.logits(h_nD, weight_vD, start)
+        g_nv.sub_(rows.maximum_n.unsqueeze(1)).exp_().mul_(weight_n1)
+        if low < high:
+            g_nv[low:high].scatter_(1, (labels_n[low:high] - start).unsqueeze(1), label_n1[low:high])
+        if slope_nv is not None:
+            g_nv.mul_(slope_nv)
+        if bias_grad is not None:
+            bias_grad[start:stop].add_(g_nv.sum(0), alpha=grad_scale)
+        narrow_nv = layer.narrowed(g_nv, h_nD.dtype)
+        layer.add_product(sum_nD, narrow_nv, weight_vD)
+        if head_grad is not None:
+            trained_nR = h_nD[:, h_nD.shape[1] - head_grad.shape[1] :]
+            layer.add_product(head_grad[start:stop], narrow_nv.t(), trained_nR, grad_scale)

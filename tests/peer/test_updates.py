@@ -1,0 +1,231 @@
+"""Oracle: peer libraries. Update rules against torch.optim, clipping against torch.nn.utils, schedules against transformers."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockwalk.plan import OptimizerSettings
+from blockwalk.schedules import make_schedule
+from blockwalk.updates import (
+    NORM_CHUNK,
+    UPDATE_CHUNK,
+    Rule,
+    clip_coefficient,
+    global_norm,
+    make_rule,
+    norm_of_sums,
+    square_sums,
+)
+
+
+def peer_optimizer(options: OptimizerSettings, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    common = {"lr": options.learning_rate, "weight_decay": options.weight_decay, "foreach": False, "fused": False}
+    if options.name == "adamw":
+        return torch.optim.AdamW(params, betas=options.betas, eps=options.eps, **common)
+    return torch.optim.SGD(params, momentum=options.momentum if options.name == "momentum" else 0.0, **common)
+
+
+def zero_state(rule: Rule, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(param) for name in rule.states}
+
+
+CASES = [
+    OptimizerSettings("sgd"),
+    OptimizerSettings("sgd", weight_decay=0.1),
+    OptimizerSettings("momentum"),
+    OptimizerSettings("momentum", momentum=0.5, weight_decay=0.02),
+    OptimizerSettings("adamw"),
+    OptimizerSettings("adamw", betas=(0.85, 0.98), eps=1e-6, weight_decay=0.3),
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o.name}-{o.weight_decay}")
+def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(options: OptimizerSettings) -> None:
+    """Oracle: torch.optim (foreach=False, fused=False), parameters and states, under a schedule that moves the rate."""
+    torch.manual_seed(1)
+    rule, rate = make_rule(options), make_schedule("cosine", 3e-2, 5, 50)
+    shapes = [(), (1,), (7, 3), (2, 65, 31), (UPDATE_CHUNK + 13,)]
+    ours = [torch.randn(shape) for shape in shapes]
+    theirs = [param.clone().requires_grad_() for param in ours]
+    states = [zero_state(rule, param) for param in ours]
+    optimizer = peer_optimizer(options, theirs)
+    for step in range(50):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        for param, peer, state in zip(ours, theirs, states, strict=True):
+            peer.grad = torch.randn_like(param) * 10.0 ** float(torch.randint(-6, 3, ()))
+            rule.apply_(param, peer.grad.clone(), state, step=step + 1, lr=rate(step))
+        optimizer.step()
+    for param, peer, state in zip(ours, theirs, states, strict=True):
+        assert torch.equal(param, peer.detach())
+        for name, tensor in state.items():
+            assert torch.equal(tensor, optimizer.state[peer][name]), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_slices_updated_alone_are_the_whole(data: st.DataObject) -> None:
+    """Oracle: torch.optim on the whole parameter, against ours on slices of it, cut anywhere and taken in any order."""
+    options = data.draw(st.sampled_from(CASES))
+    numel = data.draw(st.integers(1, 300))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, numel), max_size=5)) - {numel}), numel]
+    slices = data.draw(st.permutations(list(pairwise(cuts))))
+    torch.manual_seed(numel)
+    rule, param = make_rule(options), torch.randn(numel)
+    peer, state = param.clone().requires_grad_(), zero_state(rule, param)
+    optimizer = peer_optimizer(options, [peer])
+    for step in range(1, 4):
+        peer.grad = torch.randn(numel)
+        optimizer.step()
+        for a, b in slices:
+            part = {name: tensor[a:b] for name, tensor in state.items()}
+            rule.apply_(param[a:b], peer.grad[a:b], part, step=step, lr=options.learning_rate)
+    assert torch.equal(param, peer.detach())
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    """Oracle: torch.optim on the same transposed gradient, which must also be left as it was."""
+    torch.manual_seed(0)
+    param, grad, options = torch.randn(5, 9), torch.randn(9, 5).t(), OptimizerSettings("adamw")
+    peer, before = param.clone().requires_grad_(), grad.clone()
+    peer.grad = grad
+    peer_optimizer(options, [peer]).step()
+    rule = make_rule(options)
+    rule.apply_(param, grad, zero_state(rule, param), step=1, lr=options.learning_rate)
+    assert torch.equal(param, peer.detach())
+    assert torch.equal(grad, before)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 3 * NORM_CHUNK), min_size=1, max_size=4), st.integers(-12, 12))
+def test_global_norm_and_clipping(sizes: list[int], magnitude: int) -> None:
+    """Oracle: torch.linalg.vector_norm in float64, and the gradients that torch.nn.utils.clip_grad_norm_ leaves."""
+    torch.manual_seed(sum(sizes))
+    grads = [torch.randn(size) * 2.0**magnitude for size in sizes]
+    norm = global_norm(grads)
+    assert norm == pytest.approx(float(torch.linalg.vector_norm(torch.cat(grads).double())), rel=1e-13)
+    params = [torch.zeros_like(grad) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    torch.nn.utils.clip_grad_norm_(params, 2.5, foreach=False)
+    for param, grad in zip(params, grads, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(grad * clip_coefficient(norm, 2.5), param.grad, rtol=1e-6, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_norm_does_not_know_how_it_was_sliced(data: st.DataObject) -> None:
+    """Oracle: math.fsum over the chunks' own float64 sums, in one thread and unsliced; compared bit for bit."""
+    sizes = data.draw(st.lists(st.integers(1, 4 * NORM_CHUNK), min_size=1, max_size=3))
+    torch.manual_seed(sizes[0])
+    grads = [torch.randn(size) for size in sizes]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = math.sqrt(
+            math.fsum(float(chunk.double().pow(2).sum()) for grad in grads for chunk in grad.split(NORM_CHUNK))
+        )
+        torch.set_num_threads(data.draw(st.integers(1, 4)))
+        assert global_norm(grads) == expected
+        shards = []
+        for grad in grads:
+            cut = data.draw(st.integers(0, len(grad) // NORM_CHUNK)) * NORM_CHUNK
+            shards += [square_sums(grad[:cut]), square_sums(grad[cut:])]
+        assert norm_of_sums(data.draw(st.permutations(shards))) == expected
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite(bad: float) -> None:
+    """Oracle: torch.nn.utils.get_total_norm and the clamped coefficient of clip_grad_norm_: inf clips to 0, NaN stays."""
+    grads = [torch.randn(5), torch.tensor([1.0, bad])]
+    theirs = torch.nn.utils.get_total_norm(grads, foreach=False)
+    coefficient = torch.clamp(1.0 / (theirs + 1e-6), max=1.0)
+    norm = global_norm(grads)
+    assert norm == pytest.approx(float(theirs), nan_ok=True)
+    assert clip_coefficient(norm, 1.0) == pytest.approx(float(coefficient), nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "specific", "min_ratio"),
+    [
+        ("constant", "constant_with_warmup", {}, 0.0),
+        ("linear", "linear", {}, 0.0),
+        ("linear", "polynomial", {"lr_end": 3e-3 * 0.25, "power": 1.0}, 0.25),
+        ("cosine", "cosine", {}, 0.0),
+        ("cosine", "cosine_with_min_lr", {"min_lr_rate": 0.1}, 0.1),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_schedules_are_those_of_transformers(
+    name: str, peer: str, specific: dict[str, float], min_ratio: float, warmup: int
+) -> None:
+    """Oracle: transformers.get_scheduler, every step of a run."""
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-3)
+    scheduler = get_scheduler(peer, optimizer, warmup, 40, scheduler_specific_kwargs=specific)
+    ours, theirs = make_schedule(name, 3e-3, warmup, 40, min_ratio), []
+    for _ in range(41):
+        theirs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    # transformers writes the polynomial's line otherwise: the last digits differ there
+    assert [ours(step) for step in range(41)] == (pytest.approx(theirs, rel=1e-12) if min_ratio else theirs)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(0.1, 40), (0.033, 40), (0.5, 7), (3, 40)])
+def test_a_warmup_below_one_is_a_ratio(warmup: float, total: int) -> None:
+    """Oracle: transformers.TrainingArguments.get_warmup_steps."""
+    from transformers import TrainingArguments
+
+    steps = TrainingArguments(output_dir="unused", warmup_steps=warmup, report_to=[]).get_warmup_steps(total)
+    ratio, counted = make_schedule("linear", 1.0, warmup, total), make_schedule("linear", 1.0, steps, total)
+    assert [ratio(step) for step in range(total)] == [counted(step) for step in range(total)]
+
+
+def test_the_last_rate_stays() -> None:
+    """Oracle: closed form. After total_steps the rate is min_ratio of the highest (a cosine would climb again)."""
+    for name in ("linear", "cosine"):
+        rate = make_schedule(name, 2.0, 2, 10, 0.25)
+        assert [rate(step) for step in (10, 11, 25, 1000)] == [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (OptimizerSettings("adam"), "'adam'; there are sgd, momentum and adamw"),
+        (OptimizerSettings("adamw", betas=(0.9, 1.0)), "betas is"),
+        (OptimizerSettings("momentum", momentum=0.0), "the rule is sgd"),
+        (OptimizerSettings("sgd", weight_decay=-1.0), "weight_decay is -1.0"),
+    ],
+)
+def test_rules_that_cannot_be(options: OptimizerSettings, message: str) -> None:
+    """Oracle: torch.optim refuses the same numbers (momentum 0 and the name apart); the message names the setting."""
+    with pytest.raises(ValueError, match=message):
+        make_rule(options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cosin", 1.0), "'cosin'; there are constant, linear, cosine"),
+        (("linear", 1.0), "total_steps is 0"),
+        (("constant", 1.0, 0.1), "total_steps is 0"),
+        (("linear", 1.0, 11, 10), "warmup_steps is 11, more than the 10"),
+        (("linear", 1.0, 2.5, 10), "warmup_steps is 2.5"),
+        (("linear", math.nan, 0, 10), "learning_rate is nan"),
+        (("linear", 1.0, 0, 10, 1.5), "min_ratio is 1.5"),
+    ],
+)
+def test_schedules_that_cannot_be(arguments: tuple[str, float], message: str) -> None:
+    """Oracle: closed form. Each call breaks the one rule that the message names."""
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
