@@ -76,7 +76,7 @@ class Engine:
         self._bound: dict[str, torch.Tensor | Weight] = {}
         for index, unit in enumerate(self.spec.units):
             self._place_frozen(index)
-            self._place_trainables([p for p in unit.params if p.trainable])
+            self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._held.clear()
 
     # ---- binding at construction ------------------------------------------------------------------------------------
@@ -107,9 +107,10 @@ class Engine:
             return DenseWeight(weight, self.compute_dtype)
         return weight.to(self.compute_dtype)
 
-    def _place_trainables(self, params: list[ParamSpec]) -> None:
+    def _place_trainables(self, index: int, params: list[ParamSpec]) -> None:
         """Masters and optimizer states of a unit, on their tiers; the values come from the source or the module."""
-        masters = self._allocate(self.plan.trainable.tier, {p.name: (p.shape, self._master_dtype(p)) for p in params})
+        shapes = {p.name: (p.shape, self._master_dtype(p)) for p in params}
+        masters = self._allocate(index, self.plan.trainable.tier, shapes)
         for p in params:
             if p.name in self._held:
                 masters[p.name].copy_(self._held.pop(p.name))
@@ -118,7 +119,7 @@ class Engine:
                 self.source.read_into(p.name, masters[p.name])
         self.masters |= masters
         states = {f"{p.name}\0{s}": (p.shape, torch.float32) for p in params for s in self.rule.states}
-        for key, tensor in self._allocate(self.plan.optimizer_state.tier, states).items():
+        for key, tensor in self._allocate(index, self.plan.optimizer_state.tier, states).items():
             name, _, state = key.partition("\0")
             self.moments.setdefault(name, {})[state] = tensor
 
@@ -129,23 +130,29 @@ class Engine:
         return dtype
 
     def _allocate(
-        self, tier: Tier, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        self, unit: int, tier: Tier, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> dict[str, torch.Tensor]:
         if tier is Tier.DISK and self.device.type == "cpu":
-            return self.scratch.zeros(shapes)
+            return self.scratch.zeros(shapes, group=unit)
         where = torch.device("cpu") if tier is Tier.HOST else self.device
         return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
 
     # ---- the ops that move state ------------------------------------------------------------------------------------
 
     def fetch(self, op: Op) -> Callable[[], None]:
-        """FETCH: make a mapped unit's pages resident."""
-        assert op.part is StateKind.FROZEN and self.source is not None
+        """FETCH: make the pages of a unit's frozen parameters, or of its masters and optimizer states, resident."""
+        if op.part is StateKind.TRAINABLE:
+            return lambda: self.scratch.will_need(op.unit)
+        assert self.source is not None
         source, names = self.source, [p.name for p in self._frozen[op.unit]]
         return lambda: _discard(source.prefetch(names))
 
+    def store(self, op: Op) -> Callable[[], None]:
+        """STORE: hand a unit's masters and optimizer states, written in place, to the kernel."""
+        return lambda: self.scratch.dont_need(op.unit)
+
     def evict(self, op: Op) -> Callable[[], None]:
-        """EVICT: give a mapped unit's pages back."""
+        """EVICT: give the pages of a unit's frozen parameters back."""
         source, names = self.source, [p.name for p in self._frozen[op.unit]]
         return (lambda: source.release(names)) if source is not None else (lambda: None)
 
@@ -216,7 +223,9 @@ class Engine:
             raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
-                raise ValueError(f"{name!r} is {tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here")
+                raise ValueError(
+                    f"{name!r} is {tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
+                )
             tensor.copy_(state[name])
 
     def close(self) -> None:
@@ -247,7 +256,7 @@ def _open(
     stored = config.dtype or torch.float32
     dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype)
-    return skeleton.model, open_source(Path(model), plan.frozen.codec, workdir), dtype
+    return skeleton.model, open_source(Path(model), plan.frozen.codec, skeleton.model, workdir), dtype
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:

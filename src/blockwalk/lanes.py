@@ -80,7 +80,7 @@ class Lanes:
                     if earlier.event is not None:
                         stream.wait_event(earlier.event)
                 work()
-                mark.event = torch.cuda.Event()
+                mark.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 mark.event.record(stream)
         mark.ended = time.perf_counter()
 
@@ -89,5 +89,5 @@ class Lanes:
         if lane is Lane.COMPUTE:
             return nullcontext()
         if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self.device)
+            self._streams[lane] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._streams[lane])

@@ -262,7 +262,7 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             f"backpropagation keeps trainables in 16 or 32 bits, not {plan.trainable.codec}; use fp32 or bf16",
         ),
         (
-            not zeroth_order and mesh.world > 1 and (mesh.z2 % mesh.z3 or mesh.z1 % mesh.z2 or mesh.world % mesh.z1),
+            not zeroth_order and any((mesh.z2 % mesh.z3, mesh.z1 % mesh.z2, mesh.world % mesh.z1)),
             f"groups must be nested: z3={mesh.z3} must divide z2={mesh.z2}, that z1={mesh.z1}, and that the"
             f" world={mesh.world}; change mesh.z1, mesh.z2 or mesh.z3",
         ),
@@ -325,7 +325,12 @@ def setting_names(plan: Plan | None = None) -> list[str]:
 
 def did_you_mean(key: str, known: list[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest known name, or nothing."""
-    aliases = {"lr": "learning_rate", "eps": "epsilon", "rank": "lora.rank", "accumulation": "gradient_accumulation_steps"}
+    aliases = {
+        "lr": "learning_rate",
+        "eps": "epsilon",
+        "rank": "lora.rank",
+        "accumulation": "gradient_accumulation_steps",
+    }
     last = key.rpartition(".")[2]
     if last in aliases:
         return next((f"; did you mean {name!r}?" for name in known if name.endswith(aliases[last])), "")
@@ -372,7 +377,9 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
     try:
         return cast(value)
     except (TypeError, ValueError) as error:
-        names = ", ".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else getattr(hint, "__name__", hint)
+        names = (
+            ", ".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else getattr(hint, "__name__", hint)
+        )
         raise ValueError(f"{key} is {value!r}, which is no {names}: {error}") from None
 
 

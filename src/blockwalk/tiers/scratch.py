@@ -7,7 +7,6 @@ needed. Nothing here outlives the process; what must survive is written by :mod:
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import tempfile
 from collections.abc import Hashable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from blockwalk.state import Tier
+from blockwalk.tiers.disk import MappedFile
 
 _ALIGN = 64
 
@@ -23,31 +23,50 @@ _ALIGN = 64
 class ScratchMaps:
     """Tensors in shared maps of unlinked files, in one folder. All of them read zero at first."""
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = Path(folder) if folder is not None else Path(tempfile.gettempdir())
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[Hashable, list[MappedFile]] = {}
 
-    def zeros(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
-        """One map holding a tensor for each name, side by side. The pages cost nothing until they are written."""
+    def zeros(
+        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
+    ) -> dict[str, torch.Tensor]:
+        """One map holding a tensor for each name, side by side. The pages cost no memory until they are written."""
         offsets, total = {}, 0
         for name, (shape, dtype) in shapes.items():
             offsets[name] = total
             total += -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
-        whole = self.bytes(max(total, 1))
+        if not total:
+            return {}
+        file = self._new_file(total)
+        self._files.setdefault(group, []).append(file)
         return {
-            name: whole[offsets[name] : offsets[name] + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            name: file.view(offsets[name], math.prod(shape) * dtype.itemsize, dtype, shape)
             for name, (shape, dtype) in shapes.items()
         }
 
     def bytes(self, nbytes: int) -> torch.Tensor:
         """A mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
+        with self._new_file(nbytes) as file:
+            return file.bytes_P
+
+    def will_need(self, group: Hashable) -> None:
+        """Map a group's pages, blocking, so that computing with its tensors takes no page fault."""
+        for file in self._files.get(group, ()):
+            file.will_need([(0, file.nbytes)])
+
+    def dont_need(self, group: Hashable) -> None:
+        """Unmap a group's pages: the kernel writes the dirty ones when it likes, and reading one maps it again."""
+        for file in self._files.get(group, ()):
+            file.dont_need([(0, file.nbytes)])
+
+    def _new_file(self, nbytes: int) -> MappedFile:
         handle, path = tempfile.mkstemp(prefix="blockwalk-", suffix=".scratch", dir=self.folder)
+        os.close(handle)
         try:
-            os.unlink(path)
-            os.truncate(handle, nbytes)
-            return torch.frombuffer(mmap.mmap(handle, nbytes), dtype=torch.uint8)
+            return MappedFile(path, writable=True, length=nbytes)
         finally:
-            os.close(handle)
+            os.unlink(path)
 
 
 class Activations:

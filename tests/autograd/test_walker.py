@@ -1,0 +1,167 @@
+"""Oracle: the model's own forward, autograd and torch.optim over the whole model in memory."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from blockwalk.methods import method
+from blockwalk.walker import Walker
+
+
+def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) -> nn.Module:
+    """A random ``transformers`` model of a few thousand parameters in evaluation-stable float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common: dict[str, Any] = {"vocab_size": 101, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}
+    sizes: dict[str, dict[str, Any]] = {
+        "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+        "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32},
+        "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
+        "gemma2": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 4,
+        },
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(kind, **common, **sizes[kind], max_position_embeddings=64, **changes)
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+def random_batch(batch: int = 4, sequence: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 101, (batch, sequence), generator=generator)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    labels[0, 7:] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+
+def own_gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the model's own forward, by name."""
+    model = copy.deepcopy(model).train()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {"name": "plain"},
+    "recomputed": {"name": "plain", "recompute": "all"},
+    "mapped": {"name": "mebp", "frozen": "disk × raw"},
+    "mapped, host activations": {"name": "mebp", "frozen": "disk × raw", "activation": "host", "prefetch": 3},
+    "accumulated": {"name": "plain", "gradient_accumulation_steps": 2},
+    "accumulated by block": {"name": "mebp", "frozen": "disk × raw", "gradient_accumulation_steps": 4, "accumulation_order": "block"},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "gemma2"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_full_gradients_are_those_of_autograd(kind: str, tied: bool, plan: dict[str, Any], tmp_path: Path) -> None:
+    dropout = {"opt": {"dropout": 0.0}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
+    model = tiny_model(kind, tied=tied, **dropout.get(kind, {}))
+    batch = random_batch()
+    loss, expected = own_gradients(model, batch)
+    with Walker(copy.deepcopy(model), method(**plan), workdir=tmp_path, device="cpu") as walker:
+        gradients = walker.gradients(batch)
+        evaluated = walker.evaluate(batch)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = expected[name].norm()
+        assert (gradient - expected[name]).norm() <= 2e-6 * scale + 1e-9, name
+    assert evaluated.loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_twenty_steps_are_those_of_torch_adamw(plan: dict[str, Any], tmp_path: Path) -> None:
+    """Control: torch.optim.AdamW on the model's own gradients; weights after 20 steps to rounding."""
+    model = tiny_model("llama", tied=True)
+    control = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(control.parameters(), lr=1e-3, weight_decay=0.01, foreach=False, fused=False)
+    settings = {**plan, "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01}}
+    losses, own = [], []
+    with Walker(copy.deepcopy(model), method(**settings), workdir=tmp_path, device="cpu") as walker:
+        for step in range(20):
+            batch = random_batch(seed=step)
+            losses.append(walker.step(batch).loss)
+            loss = control(**batch, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(float(loss.detach()))
+        masters = walker.state_dict()
+    assert losses == pytest.approx(own, rel=1e-5)
+    for name, parameter in control.named_parameters():
+        difference = (masters[name] - parameter.detach()).norm() / parameter.detach().norm()
+        assert difference < 1e-4, name
+
+
+def test_clipping_is_that_of_torch(tmp_path: Path) -> None:
+    """Control: torch.nn.utils.clip_grad_norm_ before torch.optim.SGD."""
+    model = tiny_model("llama")
+    control = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(control.parameters(), lr=0.1)
+    plan = method("plain", optimizer={"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.05})
+    with Walker(copy.deepcopy(model), plan, workdir=tmp_path, device="cpu") as walker:
+        for step in range(3):
+            batch = random_batch(seed=step)
+            result = walker.step(batch)
+            control(**batch, use_cache=False).loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(control.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert result.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        masters = walker.state_dict()
+    for name, parameter in control.named_parameters():
+        assert torch.allclose(masters[name], parameter.detach(), rtol=1e-6, atol=1e-7), name
+
+
+def test_all_plans_give_the_same_bits_after_five_steps(tmp_path: Path) -> None:
+    """Oracle: the plan with everything resident. Where bytes live changes nothing that is computed."""
+    model = tiny_model("llama", tied=True)
+    ends = {}
+    for name, plan in PLANS.items():
+        if "accumulated" in name:
+            continue
+        with Walker(copy.deepcopy(model), method(**plan), workdir=tmp_path / name, device="cpu") as walker:
+            losses = [walker.step(random_batch(seed=step)).loss for step in range(5)]
+            ends[name] = (losses, {key: t.clone() for key, t in walker.engine.masters.items()})
+    losses, masters = ends.pop("plain")
+    for name, (other_losses, other) in ends.items():
+        assert other_losses == losses, name
+        assert all(torch.equal(other[key], masters[key]) for key in masters), name
+
+
+def test_dropout_is_recomputed_with_the_same_masks(tmp_path: Path) -> None:
+    """Oracle: the same step with every graph kept, so that nothing is recomputed."""
+    model = tiny_model("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    batch = random_batch()
+    found = []
+    for recompute in ("none", "all"):
+        with Walker(copy.deepcopy(model), method("plain", recompute=recompute), workdir=tmp_path, device="cpu") as walker:
+            found.append(walker.gradients(batch))
+    _, without = own_gradients(model.eval(), batch)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    name = "transformer.wte.weight"
+    assert (found[0][name] - without[name]).norm() > 0.1 * without[name].norm(), "dropout changed nothing"
+
+
+def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
+    batch = random_batch()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with (
+        Walker(tiny_model("llama"), method("plain"), workdir=tmp_path, device="cpu") as walker,
+        pytest.raises(ValueError, match="every label of this step is ignored"),
+    ):
+        walker.step(batch)
