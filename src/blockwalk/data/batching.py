@@ -1,0 +1,200 @@
+"""Batches in an order that is a pure function of (seed, epoch): resumable, and the same for any number of ranks.
+
+The *global* batch is the unit. It is padded to its own longest row before it is cut into shards or micro-batches, so
+each rank's rows hold the same values whatever the world size. B batch, S sequence, C classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from blockwalk.data.encode import Choices, Encoded
+
+Batch = dict[str, torch.Tensor]
+"""``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt."""
+
+IGNORE = -100
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """A permutation of ``range(count)``: the ranks of ``count`` Philox words keyed by blake2b(seed, epoch).
+
+    It rests on the bit generator alone, whose stream numpy keeps the same between versions; ``Generator.permutation``
+    carries no such promise (NEP 19).
+    """
+    digest = hashlib.blake2b(f"blockwalk data {seed} {epoch}".encode(), digest_size=16).digest()
+    words = np.random.Philox(key=np.frombuffer(digest, dtype=np.uint64)).random_raw(count)
+    return np.argsort(words, kind="stable").astype(np.int64)
+
+
+class Batches(Iterator[Batch]):
+    """An endless iterator of global batches of exactly ``batch_size`` rows.
+
+    Every example comes once an epoch; a batch that an epoch cannot fill goes on with the next epoch's first examples.
+    ``padding_multiple`` rounds S up, for fewer shapes. ``shuffle=False`` keeps the file's order.
+    """
+
+    def __init__(
+        self, dataset: Encoded, batch_size: int, seed: int = 0, *, shuffle: bool = True, padding_multiple: int = 1
+    ) -> None:
+        if batch_size < 1 or padding_multiple < 1:
+            raise ValueError(f"batch size and padding multiple must be at least 1: {batch_size}, {padding_multiple}")
+        if len(dataset) == 0:
+            raise ValueError("the data set has no example")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.padding_multiple = padding_multiple
+        self.epoch = 0
+        self.position = 0
+        """Examples of this epoch that were given out."""
+        self._order = self._epoch_order()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches until every example has come at least once."""
+        return -(-len(self.dataset) // self.batch_size)
+
+    def __next__(self) -> Batch:
+        return collate(self.dataset, self.next_rows(), self.padding_multiple)
+
+    def next_rows(self) -> list[int]:
+        """The example numbers of the next batch; moves on."""
+        rows: list[int] = []
+        while len(rows) < self.batch_size:
+            if self.position == len(self.dataset):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._epoch_order()
+            taken = self._order[self.position : self.position + self.batch_size - len(rows)]
+            rows += taken.tolist()
+            self.position += len(taken)
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iterator stands, as JSON values, with what the order depends on."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "data": self.dataset.fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place. Raises ``ValueError`` if seed, shuffling or data differ: the order would be another."""
+        for name, ours in self.state_dict().items():
+            if name not in ("epoch", "position") and state[name] != ours:
+                raise ValueError(f"cannot resume: data {name} was {state[name]!r} and is now {ours!r}")
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> npt.NDArray[np.int64]:
+        count = len(self.dataset)
+        return epoch_order(count, self.seed, self.epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+
+
+def in_order(dataset: Encoded, batch_size: int, *, padding_multiple: int = 1) -> Iterator[Batch]:
+    """Every example once, in file order, for evaluation; the last batch may be shorter."""
+    for start in range(0, len(dataset), batch_size):
+        yield collate(dataset, range(start, min(start + batch_size, len(dataset))), padding_multiple)
+
+
+def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) -> Batch:
+    """The examples named as one batch, padded on the right to the longest, rounded up to ``padding_multiple``."""
+    examples = [dataset[row] for row in rows]
+    longest = max(len(ids) for ids, _ in examples)
+    shape = (len(examples), -(-longest // padding_multiple) * padding_multiple)
+    input_ids = np.full(shape, dataset.pad_id, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, IGNORE, dtype=np.int64)
+    for b, (ids, in_loss) in enumerate(examples):
+        input_ids[b, : len(ids)] = ids
+        attention_mask[b, : len(ids)] = 1
+        labels[b, : len(ids)] = np.where(in_loss, ids, IGNORE)
+    arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def loss_tokens(batch: Batch) -> int:
+    """Tokens that the loss is a mean over: labels from the second on, since a model predicts the next one."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def shard(batch: Batch, rank: int, world: int) -> Batch:
+    """The rows of one rank: consecutive, in rank order, sizes differing by at most one; padding is left as it is."""
+    count = len(batch["input_ids"])
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not in a world of {world}")
+    if world > count:
+        raise ValueError(f"a global batch of {count} rows cannot be cut for {world} ranks; raise batch_size")
+    rows = slice(rank * count // world, (rank + 1) * count // world)
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """``count`` cuts of a batch, in order, sizes differing by at most one."""
+    rows = len(batch["input_ids"])
+    if not 1 <= count <= rows:
+        raise ValueError(f"{rows} rows cannot be cut into {count} micro-batches; lower gradient_accumulation_steps")
+    return [shard(batch, i, count) for i in range(count)]
+
+
+def pack(dataset: Encoded, length: int) -> Encoded:
+    """Examples joined end to end, in file order, and cut into rows of ``length`` tokens (the last may be shorter).
+
+    Nothing but the examples' own begin and end tokens separates them: positions run on, and attention reaches back
+    across the border, as is usual in pretraining. (An example's first token is never learnt, so the step over a border
+    is not.) A row without anything to learn is dropped.
+    """
+    if length < 2:
+        raise ValueError(f"packed rows must hold at least 2 tokens, not {length}")
+    total = len(dataset.token_ids)
+    starts = np.append(np.arange(0, total, length, dtype=np.int64), total)
+    packed = Encoded(dataset.token_ids, dataset.in_loss, starts, dataset.pad_id, dataset.report)
+    return packed.select(row for row in range(len(packed)) if packed[row][1][1:].any())
+
+
+@dataclass(frozen=True)
+class LabelWordBatch:
+    """Examples with every label word, and their right classes: row ``b * C + c`` is example b with word c."""
+
+    batch: Batch
+    """Each tensor [B · C, S]; labels cover the label word alone."""
+    targets_B: torch.Tensor
+    classes: int
+
+    def scores(self, row_losses: torch.Tensor) -> torch.Tensor:
+        """[B, C] log-probabilities of the label words, from :func:`row_losses` [B · C]."""
+        return -row_losses.float().view(-1, self.classes)
+
+    def correct(self, row_losses: torch.Tensor) -> int:
+        """How many of the B examples have their right class ranked first."""
+        return int((self.scores(row_losses).argmax(dim=1).cpu() == self.targets_B).sum())
+
+    def cross_entropy(self, row_losses: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy among the label words alone (MeZO's classification objective), float32 scalar."""
+        scores_BC = self.scores(row_losses)
+        return torch.nn.functional.cross_entropy(scores_BC, self.targets_B.to(scores_BC.device))
+
+
+def label_word_batch(choices: Choices, rows: Sequence[int], padding_multiple: int = 1) -> LabelWordBatch:
+    """The examples named, each with every label word."""
+    classes = choices.classes
+    batch = collate(choices.rows, [row * classes + c for row in rows for c in range(classes)], padding_multiple)
+    return LabelWordBatch(batch, torch.from_numpy(choices.targets[list(rows)]), classes)
+
+
+def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """[B] the cross-entropy summed over each row's learnt tokens, in float32."""
+    losses = torch.nn.functional.cross_entropy(
+        logits_BSV[:, :-1].float().transpose(1, 2), labels_BS[:, 1:], ignore_index=IGNORE, reduction="none"
+    )
+    return losses.sum(dim=1)

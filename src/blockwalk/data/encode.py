@@ -1,0 +1,327 @@
+"""Tokens and loss masks: a record becomes a row of token ids and, for each, whether it is learnt.
+
+Every format is first *rendered* to one text with the character spans that are learnt; the text is then tokenised once,
+as a whole, and a token is learnt if it touches such a span. So the tokens are those that the model meets at inference,
+and no format has tokenising rules of its own. The first token of a row is never learnt: nothing precedes it.
+
+    format            begin, end added   learnt                              too long
+    messages          by the template    each assistant turn with its end    cut on the right
+    completion        yes, yes           the completion and the end          prompt cut on the left, then right
+    classification    yes, no            the label word                      prompt cut on the left
+    text              yes, yes           all of it                           cut on the right
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from blockwalk.data.formats import Format, Record, Template, detect_format
+
+Tokenizer = Any
+"""A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
+
+CHUNK = 256
+"""Texts that are tokenised in one call."""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer saved in a model's folder (or on the hub under that name)."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no tokenizer could be loaded: {error}") from error
+
+
+@dataclass(slots=True)
+class EncodeReport:
+    """What happened to a data set's records on their way to tokens (counts of records, turns and tokens)."""
+
+    records: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    turns_left_out: int = 0
+    longest: int = 0
+    max_length: int = 0
+
+    def warnings(self) -> list[str]:
+        """One sentence for each thing that a user should know of."""
+        lines = []
+        if self.truncated:
+            lines.append(
+                f"{self.truncated} of {self.records} records were longer than max_length = {self.max_length} tokens "
+                f"(the longest: {self.longest}) and were cut; raise data.max_length to keep them whole"
+            )
+        if self.dropped:
+            lines.append(
+                f"{self.dropped} of {self.records} records had no token to learn, after cutting, and were dropped"
+            )
+        if self.turns_left_out:
+            lines.append(
+                f"{self.turns_left_out} assistant turns are not learnt: they open the conversation, or the chat "
+                "template writes them differently once it goes on"
+            )
+        return lines
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples as tokens, end to end in flat arrays (T tokens in all, n examples)."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T] the ids."""
+    in_loss: npt.NDArray[np.bool_]
+    """[T] whether the token is learnt."""
+    starts: npt.NDArray[np.int64]
+    """[n + 1] example i is the slice ``starts[i]:starts[i + 1]``."""
+    pad_id: int
+    report: EncodeReport = field(default_factory=EncodeReport, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Ids and mask of one example, as views."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        row = slice(int(self.starts[index]), int(self.starts[index + 1]))
+        return self.token_ids[row], self.in_loss[row]
+
+    def select(self, rows: Iterable[int]) -> Encoded:
+        """The examples named, in that order."""
+        pairs = [self[int(row)] for row in rows]
+        return _flatten([ids for ids, _ in pairs], [mask for _, mask in pairs], self.pad_id, self.report)
+
+    def fingerprint(self) -> str:
+        """A digest of the contents, by which a resumed run knows its data again."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.token_ids, self.in_loss, self.starts):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Classification examples, each once with every label word: row ``i * classes + c`` is example i with word c."""
+
+    rows: Encoded
+    targets: npt.NDArray[np.int64]
+    """[n] the right class of each example."""
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def answered(self) -> Encoded:
+        """Each example with its right label word: what training learns."""
+        return self.rows.select(np.arange(len(self)) * self.classes + self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A record as text. ``spans`` are the learnt characters, ``prompt_end`` those that may be cut on the left."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    where: str
+    prompt_end: int = 0
+    begin: bool = True
+    end: bool = True
+
+
+def encode(
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    format: Format | str | None = None,
+    template: Template | None = None,
+) -> Encoded:
+    """Encode records of one format (``None``: that of the first record) for training.
+
+    ``max_length`` is in tokens. Raises ``ValueError``, naming file, line and field, where a record lacks what its
+    format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
+    """
+    records = iter(records)
+    first = next(records, None)
+    if first is None:
+        raise ValueError("the data set is empty: no record was found")
+    kind = Format(format) if format is not None else detect_format(first, template)
+    records = itertools.chain([first], records)
+    if kind is Format.CLASSIFICATION:
+        if template is None:
+            raise ValueError("format 'classification' needs a template with label words")
+        return encode_choices(records, tokenizer, template, max_length=max_length).answered()
+    report = EncodeReport(max_length=max_length)
+    if kind is Format.MESSAGES:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template: give 'prompt' and 'completion', or 'text', instead")
+        rendered: Iterator[_Rendered] = (_render_messages(record, tokenizer, report) for record in records)
+    elif kind is Format.COMPLETION:
+        rendered = (_render_pair(record.text("prompt"), record.text("completion"), record.where) for record in records)
+    else:
+        rendered = (_render_text(record) for record in records)
+    ids, masks = [], []
+    for row, mask in _tokenize(rendered, tokenizer, report):
+        if mask.any():
+            ids.append(row)
+            masks.append(mask)
+        else:
+            report.dropped += 1
+    if not ids:
+        raise ValueError(f"none of {report.records} records has a token to learn within {max_length} tokens")
+    return _flatten(ids, masks, _pad_id(tokenizer), report)
+
+
+def encode_choices(records: Iterable[Record], tokenizer: Tokenizer, template: Template, *, max_length: int) -> Choices:
+    """Encode classification records with every label word, for :func:`blockwalk.data.batching.label_word_batch`.
+
+    Raises ``ValueError`` where a prompt leaves no room for the label word.
+    """
+    report = EncodeReport(max_length=max_length)
+    classes = len(template.words)
+    targets: list[int] = []
+
+    def rendered() -> Iterator[_Rendered]:
+        for record in records:
+            targets.append(template.class_index(record))
+            prompt = template.prompt(record)
+            for choice in range(classes):
+                yield _render_pair(prompt, template.continuation(choice), record.where, end=False)
+
+    rows = list(_tokenize(rendered(), tokenizer, report))
+    if not rows:
+        raise ValueError("the data set is empty: no record was found")
+    if not all(mask.any() for _, mask in rows):
+        raise ValueError(f"max_length = {max_length} tokens leaves no room for the label word; raise data.max_length")
+    report.records //= classes
+    report.truncated = -(-report.truncated // classes)
+    encoded = _flatten([row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report)
+    return Choices(encoded, np.asarray(targets, dtype=np.int64), classes)
+
+
+def _render_text(record: Record) -> _Rendered:
+    text = record.text("text")
+    return _Rendered(text, [(0, len(text))] if text else [], record.where)
+
+
+def _render_pair(prompt: str, completion: str, where: str, *, end: bool = True) -> _Rendered:
+    text = prompt + completion
+    return _Rendered(text, [(len(prompt), len(text))] if completion else [], where, prompt_end=len(prompt), end=end)
+
+
+def _render_messages(record: Record, tokenizer: Tokenizer, report: EncodeReport) -> _Rendered:
+    """The conversation as the chat template writes it; an assistant turn is what its own text adds to the turns before.
+
+    A template may write a turn differently once others follow (Qwen3 drops earlier reasoning). Such a turn is left out
+    of the loss and counted, since the model would never be asked to write it that way; so is one that opens the
+    conversation, since what the model would be given before it cannot be known.
+    """
+    messages = _checked_messages(record)
+    tools = record.fields.get("tools")
+
+    def render(count: int, *, ask: bool) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, add_generation_prompt=ask
+            )
+        except Exception as error:
+            raise ValueError(f"{record.where}: field 'messages': the chat template refused it: {error}") from error
+        return str(text)
+
+    whole = render(len(messages), ask=False)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(i, ask=True) if i else None
+        after = render(i + 1, ask=False) if i + 1 < len(messages) else whole
+        stop = _common_prefix(after, whole)
+        content = (message.get("content") or "").strip()
+        if before is not None and whole.startswith(before) and content in whole[len(before) : stop]:
+            spans.append((len(before), len(whole[:stop].rstrip())))
+        else:
+            report.turns_left_out += 1
+    return _Rendered(whole, spans, record.where, begin=False, end=False)
+
+
+def _checked_messages(record: Record) -> list[dict[str, Any]]:
+    if "messages" not in record.fields:
+        raise ValueError(f"{record.where}: no field 'messages'; it has {', '.join(map(repr, record.fields)) or 'none'}")
+    messages = record.fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{record.where}: field 'messages' must be a list of turns")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{record.where}: field 'messages'[{i}] must be an object with 'role' and 'content'")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise ValueError(f"{record.where}: field 'messages'[{i}]: 'content' must be a string")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{record.where}: field 'messages' has no assistant turn: there is nothing to learn")
+    return messages
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """Length of the longest common beginning."""
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)
+
+
+def _tokenize(
+    rendered: Iterable[_Rendered], tokenizer: Tokenizer, report: EncodeReport
+) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
+    """Ids and mask of each text, within ``report.max_length`` tokens."""
+    if report.max_length < 2:
+        raise ValueError(f"data.max_length must be at least 2 tokens, not {report.max_length}")
+    if not tokenizer.is_fast:
+        raise ValueError("the loss mask needs a fast tokenizer (tokenizer.json), which knows each token's characters")
+    added = tokenizer("")["input_ids"]
+    begin = added[:1] if added and added[0] == tokenizer.bos_token_id else []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rendered = iter(rendered)
+    while texts := list(itertools.islice(rendered, CHUNK)):
+        tokens = tokenizer(
+            [item.text for item in texts], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        for item, ids, offsets in zip(texts, tokens["input_ids"], tokens["offset_mapping"], strict=True):
+            mask = [any(a < stop and b > start for start, stop in item.spans) for a, b in offsets]
+            prompt = sum(b <= item.prompt_end for _, b in offsets) if item.prompt_end else 0
+            if item.begin:
+                ids, mask, prompt = begin + ids, [False] * len(begin) + mask, prompt + len(begin)
+            if item.end and ids[-1:] != end:
+                ids, mask = ids + end, mask + [bool(item.spans)] * len(end)
+            report.records += 1
+            report.longest = max(report.longest, len(ids))
+            if len(ids) > report.max_length:
+                report.truncated += 1
+                keep = len(begin) if item.begin else 0
+                spare = max(0, min(len(ids) - report.max_length, prompt - max(keep, 1))) if item.prompt_end else 0
+                ids, mask = (row[:keep] + row[keep + spare :] for row in (ids, mask))
+                ids, mask = ids[: report.max_length], mask[: report.max_length]
+            mask[:1] = [False] * len(mask[:1])
+            yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    """What fills rows up; masked, so any id will do where a tokenizer names none."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _flatten(
+    ids: list[npt.NDArray[np.int32]], masks: list[npt.NDArray[np.bool_]], pad_id: int, report: EncodeReport
+) -> Encoded:
+    starts = np.zeros(len(ids) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in ids], out=starts[1:])
+    return Encoded(np.concatenate(ids), np.concatenate(masks), starts, pad_id, report)

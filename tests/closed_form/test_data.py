@@ -1,0 +1,361 @@
+"""Oracle: closed forms. Orders against the definition of a permutation, masks and cuts against rows written by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from blockwalk.data.batching import (
+    Batch,
+    Batches,
+    collate,
+    epoch_order,
+    in_order,
+    label_word_batch,
+    loss_tokens,
+    micro_batches,
+    pack,
+    row_losses,
+    shard,
+)
+from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
+from blockwalk.data.formats import Format, Record, Template, detect_format, read_records
+
+SPECIAL = ["<pad>", "<s>", "</s>"]
+PAD, BEGIN, END = 0, 1, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, begin token added: a row's length is its number of characters, and one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytewise = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def rows_of(lengths: list[int]) -> Encoded:
+    """Example i holds the token 10 + i, ``lengths[i]`` times, all but the first learnt."""
+    return Encoded(
+        np.concatenate([np.full(n, 10 + i, dtype=np.int32) for i, n in enumerate(lengths)]),
+        np.concatenate([np.arange(n) > 0 for n in lengths]),
+        np.cumsum([0, *lengths]),
+        PAD,
+    )
+
+
+def learnt(encoded: Encoded, tokenizer: Any, index: int = 0) -> tuple[str, str]:
+    """A row as text, and the part of it that is learnt."""
+    ids, mask = encoded[index]
+    return tokenizer.decode(ids), tokenizer.decode(ids[mask])
+
+
+def jsonl(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(1, 300), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_epoch_order_is_a_permutation_and_a_function_of_seed_and_epoch(count: int, seed: int, epoch: int) -> None:
+    order = epoch_order(count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+    assert np.array_equal(order, epoch_order(count, seed, epoch))
+    if count > 20:  # 20! orders: no chance of an accident
+        assert not np.array_equal(order, epoch_order(count, seed + 1, epoch))
+        assert not np.array_equal(order, epoch_order(count, seed, epoch + 1))
+
+
+def test_epoch_order_is_the_same_on_every_machine_and_version() -> None:
+    """Golden values: a run begun with another numpy must be resumable."""
+    assert epoch_order(10, 0, 0).tolist() == [4, 5, 7, 6, 8, 3, 9, 1, 2, 0]
+
+
+@given(count=st.integers(1, 40), batch_size=st.integers(1, 50), seed=st.integers(0, 9))
+@settings(max_examples=50, deadline=None)
+def test_the_stream_is_the_epochs_end_to_end(count: int, batch_size: int, seed: int) -> None:
+    batches = Batches(rows_of([2] * count), batch_size, seed)
+    stream = [row for _ in range(4) for row in batches.next_rows()]
+    epochs = [row for epoch in range(math.ceil(4 * batch_size / count)) for row in epoch_order(count, seed, epoch)]
+    assert stream == epochs[: 4 * batch_size]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=20),
+    batch_size=st.integers(1, 7),
+    done=st.integers(0, 9),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_resumed_iterator_gives_the_batches_of_one_never_stopped(
+    lengths: list[int], batch_size: int, done: int, shuffle: bool
+) -> None:
+    whole = Batches(rows_of(lengths), batch_size, 3, shuffle=shuffle)
+    for _ in range(done):
+        next(whole)
+    saved = json.loads(json.dumps(whole.state_dict()))
+    resumed = Batches(rows_of(lengths), batch_size, 3, shuffle=shuffle)
+    resumed.load_state_dict(saved)
+    assert all(equal(next(whole), next(resumed)) for _ in range(5))
+
+
+def test_resuming_with_another_order_or_other_data_is_refused() -> None:
+    saved = Batches(rows_of([2, 3]), 1, seed=1).state_dict()
+    for other, name in (
+        (Batches(rows_of([2, 3]), 1, seed=2), "seed"),
+        (Batches(rows_of([2, 3]), 1, seed=1, shuffle=False), "shuffle"),
+        (Batches(rows_of([3, 2]), 1, seed=1), "data"),
+    ):
+        with pytest.raises(ValueError, match=f"data {name} was"):
+            other.load_state_dict(saved)
+
+
+# --- cuts ------------------------------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(2, 9), min_size=12, max_size=20), world=st.integers(1, 12), cuts=st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_shards_and_micro_batches_are_the_global_batch_cut(lengths: list[int], world: int, cuts: int) -> None:
+    batch = next(Batches(rows_of(lengths), 12, 5))
+    shards = [shard(batch, rank, world) for rank in range(world)]
+    sizes = [len(part["input_ids"]) for part in shards]
+    assert max(sizes) - min(sizes) <= 1
+    pieces = [piece for part in shards for piece in micro_batches(part, min(cuts, len(part["input_ids"])))]
+    assert equal({name: torch.cat([piece[name] for piece in pieces]) for name in batch}, batch)
+    assert sum(loss_tokens(piece) for piece in pieces) == loss_tokens(batch)
+
+
+def test_too_many_cuts_name_the_setting() -> None:
+    batch = collate(rows_of([2, 2]), [0, 1])
+    with pytest.raises(ValueError, match="2 rows cannot be cut for 3 ranks; raise batch_size"):
+        shard(batch, 0, 3)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        micro_batches(batch, 3)
+
+
+def test_collate_pads_on_the_right_to_the_longest() -> None:
+    batch = collate(rows_of([2, 3, 5]), [1, 0], padding_multiple=4)
+    assert {name: tensor.dtype for name, tensor in batch.items()} == dict.fromkeys(batch, torch.int64)
+    assert batch["input_ids"].tolist() == [[11, 11, 11, PAD], [10, 10, PAD, PAD]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 11, 11, -100], [-100, 10, -100, -100]]
+    assert loss_tokens(batch) == 3
+    assert collate(rows_of([2, 3, 5]), [1, 0])["input_ids"].shape == (2, 3)
+
+
+def test_evaluation_takes_every_example_once_in_order() -> None:
+    batches = list(in_order(rows_of([2, 3, 2, 4, 2]), 2))
+    assert [batch["input_ids"][:, 0].tolist() for batch in batches] == [[10, 11], [12, 13], [14]]
+    assert [batch["input_ids"].shape[1] for batch in batches] == [3, 4, 2]
+
+
+def test_packed_rows_are_the_examples_end_to_end() -> None:
+    packed = pack(rows_of([3, 4, 3]), 4)
+    assert [packed[i][0].tolist() for i in range(len(packed))] == [[10, 10, 10, 11], [11, 11, 11, 12], [12, 12]]
+    assert [packed[i][1].tolist() for i in range(len(packed))] == [
+        [False, True, True, False],  # the step from example 0 to example 1 is not learnt
+        [True, True, True, False],
+        [True, True],
+    ]
+    assert loss_tokens(collate(packed, [1])) == 2  # nor is a row's first token, though it is learnt where it follows
+    assert len(pack(rows_of([3, 4, 2]), 4)) == 2  # a last row of one token has nothing to learn
+
+
+# --- tokens and masks ------------------------------------------------------------------------------------------------
+
+
+def test_text_is_learnt_whole_with_its_end(tokenizer: Any) -> None:
+    encoded = encode([Record({"text": "abc"}, "x")], tokenizer, max_length=9)
+    assert learnt(encoded, tokenizer) == ("<s>abc</s>", "abc</s>")
+
+
+def test_the_first_token_of_a_row_is_not_learnt(tokenizer: Any) -> None:
+    """Nothing precedes it, with or without a begin token."""
+    without = copy.deepcopy(tokenizer)
+    without._tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    assert learnt(encode([Record({"text": "abc"}, "x")], without, max_length=9), without) == ("abc</s>", "bc</s>")
+
+
+def test_completion_is_learnt_with_its_end(tokenizer: Any) -> None:
+    encoded = encode([Record({"prompt": "1+1=", "completion": "2"}, "x")], tokenizer, max_length=9)
+    assert learnt(encoded, tokenizer) == ("<s>1+1=2</s>", "2</s>")
+
+
+@pytest.mark.parametrize(
+    ("max_length", "row", "in_loss"),
+    [
+        (9, "<s>abcdXYZ</s>", "XYZ</s>"),
+        (7, "<s>cdXYZ</s>", "XYZ</s>"),  # the prompt loses its left
+        (5, "<s>XYZ</s>", "XYZ</s>"),  # all of it, but the begin token stays
+        (3, "<s>XY", "XY"),  # and only then the completion its right
+    ],
+)
+def test_a_long_prompt_is_cut_on_its_left(tokenizer: Any, max_length: int, row: str, in_loss: str) -> None:
+    encoded = encode([Record({"prompt": "abcd", "completion": "XYZ"}, "x")], tokenizer, max_length=max_length)
+    assert learnt(encoded, tokenizer) == (row, in_loss)
+    assert encoded.report.truncated == (max_length < 9)
+    assert encoded.report.longest == 9
+
+
+def test_what_is_cut_or_dropped_is_counted(tokenizer: Any) -> None:
+    records = [Record({"text": text}, "x") for text in ("abcdefgh", "abc", "")]
+    encoded = encode(records, tokenizer, max_length=6)
+    assert [learnt(encoded, tokenizer, i)[0] for i in range(len(encoded))] == ["<s>abcde", "<s>abc</s>"]
+    cut, dropped = encoded.report.warnings()
+    assert cut.startswith("1 of 3 records were longer than max_length = 6 tokens (the longest: 10)")
+    assert dropped.startswith("1 of 3 records had no token to learn")
+    with pytest.raises(ValueError, match="none of 1 records"):
+        encode(records[2:], tokenizer, max_length=6)
+
+
+def test_label_word_alone_is_learnt(tokenizer: Any) -> None:
+    template = Template("{title}: {text} It was {label}. Really.", ("bad", "good"))
+    record = Record({"title": "A", "text": "b", "label": 1}, "x")
+    assert learnt(encode([record], tokenizer, max_length=40, template=template), tokenizer) == (
+        "<s>A: b It was good",
+        " good",
+    )
+    choices = encode_choices([record], tokenizer, template, max_length=40)
+    assert [learnt(choices.rows, tokenizer, c)[1] for c in range(2)] == [" bad", " good"]
+    assert choices.targets.tolist() == [1]
+    short = encode_choices([record], tokenizer, template, max_length=8)
+    assert [learnt(short.rows, tokenizer, c) for c in range(2)] == [("<s>was bad", " bad"), ("<s>as good", " good")]
+
+
+def test_classes_are_numbers_or_words() -> None:
+    template = Template("{text} {label}", ("bad", "good"))
+    assert [template.class_index(Record({"label": label}, "x")) for label in (0, 1, "bad", "good")] == [0, 1, 0, 1]
+    for label in (2, -1, True, "fine", None):
+        with pytest.raises(ValueError, match=r"f\.jsonl line 3: field 'label' is"):
+            template.class_index(Record({"label": label}, "f.jsonl line 3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("{text} It was", ("a", "b"), "must hold {label} once"),
+        ("{label} {text} {label}", ("a", "b"), "must hold {label} once"),
+        ("It was {label}", ("a", "b"), "must name a field"),
+        ("{text} {label", ("a", "b"), "expected '}'"),
+        ("{text} {label}", ("a",), "two or more different words"),
+        ("{text} {label}", ("a", "a"), "two or more different words"),
+    ],
+)
+def test_templates_that_make_no_sense_are_refused(text: str, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Template(text, words)
+
+
+def test_scores_are_log_probabilities_of_label_words(tokenizer: Any) -> None:
+    """Against probabilities chosen by hand: a model that says "y" with probability p after anything, "n" with q."""
+    template = Template("{text}{label}", ("n", "yy"))
+    records = [Record({"text": "ab", "label": label}, "x") for label in (0, 1, 1)]
+    batch = label_word_batch(encode_choices(records, tokenizer, template, max_length=20), [0, 2])
+    yes, no = tokenizer.convert_tokens_to_ids(["y", "n"])
+    probabilities = torch.full((len(tokenizer),), 0.1 / (len(tokenizer) - 2))
+    probabilities[yes], probabilities[no] = 0.7, 0.2
+    losses = row_losses(probabilities.log().expand(*batch.batch["labels"].shape, -1), batch.batch["labels"])
+    n, yy = math.log(0.2), 2 * math.log(0.7)
+    torch.testing.assert_close(batch.scores(losses), torch.tensor([[n, yy], [n, yy]]))
+    assert batch.correct(losses) == 1
+    expected = -(n + yy) / 2 + math.log(math.exp(n) + math.exp(yy))
+    assert batch.cross_entropy(losses).item() == pytest.approx(expected, rel=1e-6)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_and_parquet_hold_the_same_records(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    jsonl(tmp_path / "a.jsonl", rows[0], "", rows[1])
+    assert [record.fields for record in read_records(tmp_path / "a.jsonl")] == rows
+    assert [record.where[-6:] for record in read_records(tmp_path / "a.jsonl")] == ["line 1", "line 3"]
+    assert [record.fields for record in read_records(tmp_path / "b.parquet")] == rows
+    assert [record.fields for record in read_records(tmp_path)] == rows + rows  # a folder: its files in order
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"messages": []}, Format.MESSAGES),
+        ({"prompt": "", "completion": ""}, Format.COMPLETION),
+        ({"text": ""}, Format.TEXT),
+    ],
+)
+def test_format_follows_from_the_fields(fields: dict[str, Any], kind: Format) -> None:
+    assert detect_format(Record(fields, "x")) is kind
+    assert detect_format(Record(fields, "x"), Template("{text} {label}", ("a", "b"))) is Format.CLASSIFICATION
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: expected a JSON object, not list"),
+        ({"completion": "b"}, "line 2: no field 'prompt'; it has 'completion'"),
+        ({"prompt": 1, "completion": "b"}, "line 2: field 'prompt' must be a string, not int"),
+    ],
+)
+def test_errors_name_file_line_and_field(tokenizer: Any, tmp_path: Path, line: Any, message: str) -> None:
+    file = jsonl(tmp_path / "d.jsonl", {"prompt": "a", "completion": "b"}, line)
+    with pytest.raises(ValueError, match=f"d.jsonl {message}"):
+        encode(read_records(file), tokenizer, max_length=9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": "hello"}, "field 'messages' must be a list of turns"),
+        ({"messages": [{"content": "a"}]}, r"field 'messages'\[0\] must be an object with 'role' and 'content'"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"field 'messages'\[0\]: 'content' must be a string"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "field 'messages' has no assistant turn"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}] * 2},
+            ".*the chat template refused it: one at a time",
+        ),
+        ({"question": "a"}, "expected the field 'messages'"),
+        ({"text": "a", "label": 1}, "text with a label needs a template and label words"),
+    ],
+)
+def test_records_that_make_no_sense_are_refused(tokenizer: Any, fields: dict[str, Any], message: str) -> None:
+    tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+    with pytest.raises(ValueError, match=f"f line 8: {message}"):
+        encode([Record(fields, "f line 8")], tokenizer, max_length=9)
+
+
+def test_sources_that_are_not_there_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    for source, message in (
+        (tmp_path / "none.jsonl", "no such file"),
+        (tmp_path, "no .jsonl"),
+        (jsonl(tmp_path / "a.csv", ""), "expected a file that ends in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(read_records(source))
+    with pytest.raises(ValueError, match="the data set is empty"):
+        encode(read_records(jsonl(tmp_path / "e.jsonl")), tokenizer, max_length=9)
+    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+        load_tokenizer(tmp_path)
