@@ -19,34 +19,14 @@ from blockwalk.anatomy import canonical_name
 WEIGHTS_FILE = "adapter_model.safetensors"
 """PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""
 
-_ACCEPTED = frozenset(
-    [
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "r",
-        "target_modules",
-        "exclude_modules",
-        "lora_alpha",
-        "lora_dropout",
-        "fan_in_fan_out",
-        "bias",
-        "use_rslora",
-        "init_lora_weights",
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "loftq_config",
-        "runtime_config",
-        "lora_bias",
-        "target_parameters",
-    ]
-)
+# fmt: off
+_ACCEPTED = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+    "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern", "loftq_config", "runtime_config", "lora_bias", "target_parameters",
+}
+# fmt: on
 """Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
 _WHY = {
     "use_dora": "DoRA divides by the norm of W + B·A, so every step needs each base weight whole",
@@ -109,7 +89,7 @@ def lora_config(
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
         target_modules=targets,
         lora_dropout=dropout,
         **settings,
@@ -140,7 +120,7 @@ def add_lora(
     _refuse(config)
     with torch.random.fork_rng(devices=[]), _weightless(model):
         torch.default_generator.manual_seed(seed)
-        wrapped: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+        wrapped: Any = get_peft_model(model, config)
     for param in wrapped.parameters():
         if param.requires_grad and param.dtype != torch.float32:
             param.data = param.data.float()

@@ -51,11 +51,17 @@ def canonical_name(name: str, adapters: tuple[str, ...] = ()) -> str:
 
 
 def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose class ``_no_split_modules`` names, outermost only, in the order of ``named_modules``."""
+    """Members of module lists whose class ``_no_split_modules`` names, outermost only, in the order of ``named_modules``.
+
+    Where it names none of them, the members of the outermost lists take their place.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    members = {name: module for name, module in model.named_modules() if name.rpartition(".")[0] in lists}
+    chosen = {name: m for name, m in members.items() if type(m).__name__ in classes} or members
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ in classes and not any(name.startswith(f"{outer}.") for outer in found):
+    for name, module in chosen.items():
+        if not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
 
@@ -120,9 +126,7 @@ def watch(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> li
 def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> Anatomy:
     """The anatomy that a trace shows. Raises ValueError for a model that is no sequence of layers, with the reason."""
     if not trace.calls:
-        raise ValueError(
-            f"no decoder layer was called: _no_split_modules names {sorted(getattr(model, '_no_split_modules', None) or ())}"
-        )
+        raise ValueError("no layer of it is called: it has no list of decoder layers")
     if len(set(trace.calls)) < len(trace.calls):
         times = max(trace.calls.count(name) for name in trace.calls)
         raise ValueError(

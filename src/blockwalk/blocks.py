@@ -71,7 +71,7 @@ class Prologue:
     leaves: tuple[torch.Tensor, ...]
     """Their stand-ins in the calls, in the same order."""
     stand_ins: Mapping[str, tuple[Any, ...]]
-    """Shapes of what the prologue's modules answered, as zero-stride tensors: the epilogue's pass runs on them."""
+    """What the prologue's modules answered, on the meta device: the epilogue's pass runs on zeros of these shapes."""
 
     def backward(
         self, grad_hidden_BSD: torch.Tensor | None, grad_leaves: Sequence[torch.Tensor | None] | None = None
@@ -118,9 +118,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that takes one element of memory."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _quantizable(module: nn.Module, leaf: str, param: torch.Tensor, name: str) -> bool:
@@ -514,7 +513,7 @@ class CutModel:
 
         def note(name: str) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs.setdefault(name, []).append(rebuild(output, _stand_in, name))
+                outputs.setdefault(name, []).append(rebuild(output, _shape_of, name))
 
             return hook
 
@@ -595,8 +594,11 @@ class CutModel:
 
             return stub
 
+        def zeros(shape: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(shape, device=self.device)
+
         def piece_stub(name: str) -> Callable[..., Any]:
-            return lambda *_args, **_kwargs: queues[name].pop(0)
+            return lambda *_args, **_kwargs: rebuild(queues[name].pop(0), zeros, name)
 
         def head_stub(hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
             caught.append(hidden)

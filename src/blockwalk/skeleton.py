@@ -6,7 +6,6 @@ And the same configuration with small dimensions, on which the cutting of a mode
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +40,7 @@ def load_config(path_or_config: Any) -> Any:
 
 
 def model_class(config: Any) -> type[nn.Module]:
-    """The causal language model class of a configuration; only its modelling module is imported (~90 MB saved elsewhere).
+    """The causal language model class of a configuration; no other modelling module is imported.
 
     Raises ValueError where ``transformers`` has none.
     """
@@ -55,6 +54,12 @@ def model_class(config: Any) -> type[nn.Module]:
     found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     first: type[nn.Module] = found[0] if isinstance(found, list | tuple) else found
     return first
+
+
+def model_config(config: Any, cls: type[nn.Module]) -> Any:
+    """The part of a configuration that a class is built from: its text configuration where the class wants only that."""
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text is not None and getattr(cls, "config_class", None) is text else config
 
 
 @contextmanager
@@ -96,7 +101,7 @@ def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None) -> Ske
     """
     config = load_config(path_or_config)
     cls = model_class(config)
-    importlib.import_module(cls.__module__)
+    config = model_config(config, cls)
     dtype = dtype or config.dtype or torch.float32
     with _parameters_on_meta():
         model: nn.Module = cls._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
@@ -104,27 +109,30 @@ def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None) -> Ske
 
 
 _SIZES = {
-    64: "hidden_size d_model n_embd embedding_dim emb_dim attention_hidden_size lru_width word_embed_proj_dim embedding_size "
-    "input_embedding_size output_embedding_size max_position_embeddings n_positions n_ctx max_seq_len context_length "
-    "max_target_positions model_max_length block_multiple_of",
-    96: "intermediate_size ffn_dim n_inner dff dim_ff ffn_hidden_size dense_intermediate_size decoder_ffn_dim "
-    "encoder_ffn_dim intermediate_size_mlp feed_forward_size d_inner",
-    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size shared_intermediate_size "
-    "shared_experts_intermediate_size expert_ffn_hidden_size hidden_size_per_layer_input dim_model_base router_hidden_size "
-    "rel_extent attention_head_dim qk_head_dim ple_embed_dim",
-    16: "head_dim dim_head d_head attention_head_size kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim kv_lora_rank "
-    "swa_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_headdim mamba_head_dim "
-    "mamba_d_state ssm_state_size state_size laurel_rank index_head_dim adapter_rank rotary_dim d_rel hc_lowrank",
+    64: """hidden_size d_model n_embd embedding_dim emb_dim attention_hidden_size lru_width word_embed_proj_dim
+        embedding_size input_embedding_size output_embedding_size max_position_embeddings n_positions n_ctx max_seq_len
+        context_length max_target_positions model_max_length block_multiple_of""",
+    96: """intermediate_size ffn_dim n_inner dff dim_ff ffn_hidden_size dense_intermediate_size decoder_ffn_dim
+        encoder_ffn_dim intermediate_size_mlp feed_forward_size d_inner""",
+    32: """moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size
+        shared_intermediate_size shared_experts_intermediate_size expert_ffn_hidden_size hidden_size_per_layer_input
+        dim_model_base router_hidden_size rel_extent attention_head_dim qk_head_dim ple_embed_dim""",
     24: "q_lora_rank o_lora_rank",
-    8: "mamba_n_heads mamba_num_heads n_mamba_heads mamba_dt_rank time_step_rank chunk_size mamba_chunk_size block_size "
-    "index_topk gated_norm_rank",
-    4: "sliding_window window_size local_attention sliding_window_size attention_window_size attention_chunk_size "
-    "linear_num_heads index_n_heads num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num "
-    "keep_window_size num_heads",
-    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts n_group n_groups mamba_n_groups "
-    "mamba_ngroups num_expert_group sliding_window_pattern _sliding_window_pattern no_rope_layer_interval o_groups "
-    "global_attn_every_n_layers attn_layer_period layer_group_size linear_num_key_heads heads_per_ngram max_window_layers",
-    1: "topk_group first_k_dense_replace num_dense_layers attn_layer_offset moe_layer_start_index num_nextn_predict_layers",
+    16: """head_dim dim_head d_head attention_head_size kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim
+        kv_lora_rank swa_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_headdim
+        mamba_head_dim mamba_d_state ssm_state_size state_size laurel_rank index_head_dim adapter_rank rotary_dim d_rel
+        hc_lowrank""",
+    8: """mamba_n_heads mamba_num_heads n_mamba_heads mamba_dt_rank time_step_rank chunk_size mamba_chunk_size block_size
+        index_topk gated_norm_rank""",
+    4: """sliding_window window_size local_attention sliding_window_size attention_window_size attention_chunk_size
+        linear_num_heads index_n_heads num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num
+        keep_window_size num_heads""",
+    2: """num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts n_group n_groups mamba_n_groups
+        mamba_ngroups num_expert_group sliding_window_pattern _sliding_window_pattern no_rope_layer_interval o_groups
+        global_attn_every_n_layers attn_layer_period layer_group_size linear_num_key_heads heads_per_ngram
+        max_window_layers""",
+    1: """topk_group first_k_dense_replace num_dense_layers attn_layer_offset moe_layer_start_index
+        num_nextn_predict_layers""",
     160: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     1024: "ngram_vocab_size_base split_ngram_parts",
 }
@@ -171,6 +179,16 @@ def _shrink_values(values: dict[str, Any]) -> dict[str, Any]:
             small[name] = min(value, _LARGEST[name])
         else:
             small[name] = value
+    inner = small.get("hidden_size", 0) * small.get("mamba_expand", small.get("expand", 0))
+    for count, width in (
+        ("mamba_n_heads", "mamba_d_head"),
+        ("mamba_num_heads", "mamba_head_dim"),
+        ("num_heads", "head_dim"),
+    ):
+        if inner and isinstance(small.get(count), int) and isinstance(small.get(width), int):
+            small[count] = inner // small[width]
+    if small.get("mamba_d_ssm"):
+        small["mamba_d_ssm"] = inner
     if isinstance(small.get("eos_token_id"), list):
         small["eos_token_id"] = [2]
     rope = small.get("rope_parameters")
@@ -203,15 +221,19 @@ def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, list | tuple) and len(value) == count and count > 1 and name not in _OF_LAYERS
     }
-    kinds = list(zip(*per_layer.values(), strict=True)) if per_layer else []
-    kept = sorted(kinds.index(kind) for kind in set(kinds))
+    own = {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
+    kinds = [(*kind, repr(own.get(i))) for i, kind in enumerate(zip(range(count), *per_layer.values(), strict=True))]
+    kept = sorted({kind[1:]: i for i, kind in reversed(list(enumerate(kinds)))}.values())
     shared = values.get("num_kv_shared_layers") or 0
     if shared:
         # Layers that reuse keys and values stand at the end: a twin of every kind for them to reuse.
         kept = kept + kept
         values = {**values, "num_kv_shared_layers": len(kept) // 2}
-    kept += [i for i in range(count) if i not in kept][: max(0, 3 - len(kept))]
-    kept = kept if shared else sorted(kept)
+    else:
+        kept = sorted([*kept, *[i for i in range(count) if i not in kept][: max(0, 3 - len(kept))]])
+    if own:
+        settings_of = {new: own[old] for new, old in enumerate(kept) if old in own}
+        values = {**values, "per_layer_config": {i: _shrink_values(dict(item)) for i, item in settings_of.items()}}
     small = {name: [value[i] for i in kept] if name in per_layer else value for name, value in values.items()}
     for name in _LAYERS:
         if isinstance(values.get(name), int):

@@ -100,6 +100,8 @@ def _study_and_keep(key: str, model: Any, verify: bool) -> Anatomy | str:
         verdict = study(type(model), model.config, verify=verify)
     except Exception as error:  # whatever a model raises when it is run in pieces is the reason to refuse it
         verdict = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "meta" in verdict:
+            verdict = f"a unit reads a parameter that another one owns ({verdict})"
     kept = {"refused": verdict} if isinstance(verdict, str) else asdict(verdict)
     try:
         _file(key).parent.mkdir(parents=True, exist_ok=True)
@@ -265,14 +267,14 @@ def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[s
     leaves = bind(last)
     logits = cut.logits(prologue, hidden.detach(), batch, SEED + last).detach()
     loss = cut.own_loss(prologue, hidden, batch, SEED + last)
-    loss.backward()
+    torch.autograd.backward(loss)
     cut.unbind(last)
     collect(leaves)
     grad = hidden.grad
     for call in reversed(prologue.calls):
         leaves = bind(call.unit)
         hidden = inputs.pop().requires_grad_(True)
-        cut.forward(call, hidden, SEED + call.unit).backward(grad)
+        torch.autograd.backward(cut.forward(call, hidden, SEED + call.unit), grad)
         cut.unbind(call.unit)
         collect(leaves)
         grad = hidden.grad

@@ -19,14 +19,59 @@ from blockwalk.skeleton import build_skeleton, model_class, shrink
 SEED = 11
 
 
-def table() -> dict[str, dict]:
-    """Architecture → settings beside its defaults; dimensions come from `shrink`."""
-    return {
-        "llama": {},
-        "qwen2": {"tie_word_embeddings": True},
-        "opt": {},
-        "gpt2": {},
-    }
+TABLE: dict[str, dict] = {
+    # Architecture → settings beside its defaults; dimensions come from `shrink`, which keeps a layer of every kind.
+    "apertus": {},
+    "bloom": {},
+    "cohere": {},
+    "cohere2": {},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v3": {},
+    "exaone4": {},
+    "falcon": {},
+    "falcon_h1": {},
+    "gemma": {},
+    "gemma2": {"tie_word_embeddings": False},
+    "gemma3_text": {},
+    "gemma4_text": {},
+    "glm4": {},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neo": {},
+    "gpt_neox": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "gpt_oss": {},
+    "gptj": {"resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "granite": {"logits_scaling": 4.0, "attention_dropout": 0.2},
+    "jamba": {},
+    "lfm2": {},
+    "llama": {"attention_dropout": 0.1},
+    "llama4_text": {},
+    "mamba": {},
+    "mistral": {},
+    "mixtral": {},
+    "modernbert-decoder": {},
+    "mpt": {},
+    "nanochat": {},
+    "olmo2": {},
+    "olmoe": {},
+    "openai-gpt": {},
+    "opt": {"word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phi": {"resid_pdrop": 0.1},
+    "phi3": {},
+    "phimoe": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "qwen3_next": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {"use_parallel_residual": True},
+    "starcoder2": {},
+    "xglm": {},
+    "xlstm": {},
+}
 
 
 def tiny_config(model_type: str, **settings: object):
@@ -154,7 +199,62 @@ def check(model_type: str, dtype: torch.dtype, tolerance: float, settings: dict,
     return cut
 
 
-@pytest.mark.parametrize("model_type", table())
+@pytest.mark.parametrize("model_type", TABLE)
 def test_walk_is_the_model_in_float32(model_type: str) -> None:
-    """Oracle: the model's own autograd, in training mode with its default dropout."""
-    check(model_type, torch.float32, 2e-6, table()[model_type])
+    """Oracle: the model's own autograd, in training mode, with whatever dropout the architecture has."""
+    check(model_type, torch.float32, 2e-6, TABLE[model_type])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "mixtral", "opt", "qwen3"])
+def test_walk_is_the_model_in_bfloat16(model_type: str) -> None:
+    """Oracle: the model's own autograd in bfloat16; only a tied weight's two gradients are added in another order."""
+    check(model_type, torch.bfloat16, 5e-3, TABLE[model_type], train=False)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "trocr", "xlnet"])
+def test_own_loss_where_the_head_is_custom(model_type: str) -> None:
+    """Oracle: the model's own autograd. These models' losses are not the shifted cross-entropy of a linear head."""
+    assert check(model_type, torch.float32, 1e-5, {}).head.custom
+
+
+def test_heads_are_described() -> None:
+    """Oracle: the formulas of the models' papers and configurations (soft cap 30, logits × 0.0625, logits / 4)."""
+
+    def head(model_type: str, **settings: object):
+        return CutModel(build_skeleton(tiny_config(model_type, **settings)).model).head
+
+    assert head("gemma2").soft_cap == 30.0
+    assert head("cohere").scale == 0.0625
+    assert head("granite", logits_scaling=4.0).scale == 0.25
+    qwen = head("qwen2", tie_word_embeddings=True)
+    assert (qwen.weight, qwen.tied, qwen.scale, qwen.soft_cap) == ("model.embed_tokens.weight", True, 1.0, None)
+    assert head("phi").bias == "lm_head.bias"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("hrm_text", {}, "looped"),
+        ("gemma3n_text", {}, "hands state to other layers"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits"),
+        ("opt", {"layerdrop": 0.1}, "layerdrop"),
+        ("xlm", {}, "cannot be walked"),
+        ("inkling2_text", {}, "cannot be walked"),
+    ],
+)
+def test_what_is_no_sequence_of_layers_is_refused(model_type: str, settings: dict, reason: str) -> None:
+    """Oracle: the models' own code: looped, sharing keys and values, skipping layers, reading every router, ..."""
+    with pytest.raises(ValueError, match=reason):
+        CutModel(build_skeleton(tiny_config(model_type, **settings)).model)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    """Oracle: `config.is_encoder_decoder`."""
+    from transformers import BartConfig, BartForConditionalGeneration, T5Config
+
+    with torch.device("meta"):
+        model = BartForConditionalGeneration(shrink(BartConfig()))
+    with pytest.raises(ValueError, match="encoder–decoder"):
+        CutModel(model)
+    with pytest.raises(ValueError, match="no causal language model"):
+        build_skeleton(T5Config())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_architectures import SEED, assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+from test_architectures import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 from blockwalk.adapters import add_lora, load_adapter, lora_config, save_adapter
 from blockwalk.anatomy import canonical_name
@@ -115,7 +115,7 @@ def test_configurations_that_touch_base_weights_are_refused(settings: dict, reas
         add_lora(build_skeleton(tiny_config("llama")).model, config=config)
 
 
-def test_lora_on_the_head_is_described(seed: int = SEED) -> None:
+def test_lora_on_the_head_is_described() -> None:
     """Oracle: autograd of the whole PeftModel with an adapter on the output embedding."""
     config = tiny_config("llama")
     targets = ["lm_head", "q_proj"]
