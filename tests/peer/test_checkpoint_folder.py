@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from blockwalk.safetensors_file import read_header
 from blockwalk.skeleton import build_skeleton
-from blockwalk.tiers.disk import CheckpointFolder, read_header
+from blockwalk.tiers.disk import CheckpointFolder
 
 SIZES = {
     "vocab_size": 96,
@@ -129,13 +130,18 @@ def test_raw_tensors_are_views_of_the_map(tmp_path: Path) -> None:
     assert view.flatten()[0].item() == 3.0, "a view outlives its source"
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
-def test_stored_in_another_dtype_than_the_models(stored: torch.dtype, tmp_path: Path) -> None:
-    """Oracle: torch's own cast of the stored tensors."""
-    folder = save_model("llama", tmp_path / "model", dtype=stored)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_dtype_is_the_one_stored_whatever_the_skeletons(family: str, tmp_path: Path) -> None:
+    """Oracle: ``from_pretrained`` in the stored dtype, and torch's own cast."""
+    folder = save_model(family, tmp_path / "model", dtype=torch.float16)
     source = CheckpointFolder(folder, build_skeleton(folder, dtype=torch.bfloat16).model)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(source.weights([name])[name], tensor.to(torch.bfloat16))
+    for name, theirs in loaded(folder).items():
+        ours = source.weights([name])[name]
+        assert ours.dtype == torch.float16
+        assert torch.equal(ours, theirs)
+        out = torch.empty(theirs.shape, dtype=torch.bfloat16)
+        source.read_into(name, out)
+        assert torch.equal(out, theirs.to(torch.bfloat16))
 
 
 def rewrite(folder: Path, change) -> None:

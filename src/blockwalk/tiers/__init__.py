@@ -21,14 +21,25 @@ class WeightSource(Protocol):
         """Every parameter and persistent buffer, by canonical name; a tied weight once."""
         ...
 
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the parameter that :meth:`weights` gives, decoded."""
+        ...
+
     def stored_nbytes(self, name: str) -> int:
         """Bytes that are read from the tier to fetch ``name``."""
         ...
 
     def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
         """The named parameters where they lie: zero-copy, read-only views of the map where the stored bytes are the
-        tensor's own (writing to one kills the process), a Weight where they are encoded, and a fresh tensor only where
-        they must be fused or cast."""
+        tensor's own (writing to one kills the process), a Weight where a matrix is encoded, and a fresh tensor where
+        :meth:`in_place` is false. Plain tensors are in the dtype that is stored."""
+        ...
+
+    def in_place(self, name: str) -> bool:
+        """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it, and for
+        encoded experts fused in three dimensions. Fetch such a one at its turn, and let go of it after."""
         ...
 
     def read_into(self, name: str, out: torch.Tensor) -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
 
-    from blockwalk.tiers.disk import StoredTensor
+    from blockwalk.safetensors_file import StoredTensor
 
 View = Callable[["StoredTensor"], torch.Tensor]
 
@@ -27,8 +27,8 @@ View = Callable[["StoredTensor"], torch.Tensor]
 class _Shapes:
     """All of a model that a converter may ask for: its parameters' shapes, as meta tensors, and its configuration."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config = model.config
+    def __init__(self, model: nn.Module) -> None:
+        self.config: Any = model.config
         self._tensors: dict[str, torch.Tensor] = {
             name: tensor.detach().to("meta") for name, tensor in model.state_dict(keep_vars=True).items()
         }
@@ -75,21 +75,15 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one parameter is made: of one stored tensor as it is, or of several by a conversion, then cast to ``dtype``.
+    """How one parameter is made: of one stored tensor as it is, or of several by a conversion. Its dtype is theirs.
 
     ``name`` is the parameter's name in the model, which for a tied weight need not be the canonical one.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     sources: tuple[StoredTensor, ...]
     conversion: Conversion | None = None
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the stored bytes are the parameter's own."""
-        return self.conversion is None and self.sources[0].dtype == self.dtype
 
     def misfit(self) -> str:
         """Why the sources do not make this parameter, or "" where they do."""
@@ -115,11 +109,11 @@ class Recipe:
             out.copy_(self.conversion.run(self.sources, [view(s) for s in self.sources])[self.name])
 
 
-def resolve(model: PreTrainedModel, stored: Mapping[str, StoredTensor], view: View, where: str) -> dict[str, Recipe]:
+def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, where: str) -> dict[str, Recipe]:
     """Recipes for every parameter and persistent buffer of ``model``, by canonical name.
 
     Args:
-        model: a plain transformers model on any device; only names, shapes and dtypes are read.
+        model: a plain transformers model on any device; only names and shapes are read.
         stored: the checkpoint's tensors, by their names in it.
         view: reads a stored tensor; used only where a checkpoint holds two tensors that the model ties, to compare.
         where: the checkpoint's name in messages.
@@ -132,8 +126,8 @@ def resolve(model: PreTrainedModel, stored: Mapping[str, StoredTensor], view: Vi
     misshaped = [text for text in (recipe.misfit() for recipe in recipes.values()) if text]
     recipes, missing = _untie(model, wanted, recipes, None if misshaped else view)
 
-    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
-    extra = _without(extra, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    missing = _without(missing, _patterns(model, "_keys_to_ignore_on_load_missing"))
+    extra = _without(extra, _patterns(model, "_keys_to_ignore_on_load_unexpected"))
     extra = _without(extra, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"))  # buffers that older versions saved
     if missing or misshaped:
         kinds = (("missing", missing), ("misshaped", misshaped), ("unknown to the model", extra))
@@ -149,24 +143,30 @@ def _some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
-def _without(names: Sequence[str], patterns: Iterable[str] | None) -> list[str]:
+def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
+    """A transformers model's list of regular expressions, which may be None."""
+    return tuple(getattr(model, attribute, None) or ())
+
+
+def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
     """The names that none of the regular expressions finds."""
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _match(
-    model: PreTrainedModel, wanted: dict[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+    model: nn.Module, wanted: dict[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Recipe], list[str]]:
     """Give each stored tensor to the parameter that it makes, by transformers' rules and in transformers' order
     (``convert_and_load_state_dict_in_model``); the second answer names those that make none."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    mapping = get_model_conversion_mapping(model)
+    plain: Any = model
+    mapping = get_model_conversion_mapping(plain)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, shapes = model.base_model_prefix, _Shapes(model)
+    prefix, shapes = plain.base_model_prefix, _Shapes(model)
 
     recipes: dict[str, Recipe] = {}
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
@@ -178,7 +178,7 @@ def _match(
         if name not in wanted:
             extra.append(key)
         elif pattern is None:
-            recipes[name] = Recipe(name, tuple(wanted[name].shape), wanted[name].dtype, (stored[key],))
+            recipes[name] = Recipe(name, tuple(wanted[name].shape), (stored[key],))
         else:
             groups.setdefault(name, []).append((pattern, stored[key]))
 
@@ -188,12 +188,12 @@ def _match(
         results = conversion.shapes(sources)
         for name in (target,) if isinstance(results, str) else results:
             if name in wanted:
-                recipes[name] = Recipe(name, tuple(wanted[name].shape), wanted[name].dtype, sources, conversion)
+                recipes[name] = Recipe(name, tuple(wanted[name].shape), sources, conversion)
     return recipes, extra
 
 
 def _untie(
-    model: PreTrainedModel, wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], view: View | None
+    model: nn.Module, wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], view: View | None
 ) -> tuple[dict[str, Recipe], list[str]]:
     """One recipe a tensor, under its canonical name and in the model's order; the second answer names the missing.
 

@@ -15,7 +15,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -24,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from blockwalk.safetensors_file import INDEX, StoredTensor, read_header
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
 
     from blockwalk.state import Weight
 
@@ -169,65 +170,6 @@ def _pages(ranges: Iterable[tuple[int, int]], limit: int) -> list[tuple[int, int
     return spans
 
 
-SAFETENSORS_DTYPE = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a safetensors file: its name there, and where its bytes lie (offset from the start of the file)."""
-
-    key: str
-    file: str
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def read_header(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, without reading them (format: 8 bytes little-endian length, JSON, data).
-
-    Raises:
-        ValueError: no such format, a truncated file, or a dtype that we do not know.
-    """
-    path = Path(path)
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"{path} is no safetensors file, or truncated: {size} bytes, header of {length}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
-    header.pop("__metadata__", None)
-    tensors: dict[str, StoredTensor] = {}
-    for key, entry in header.items():
-        start, stop = entry["data_offsets"]
-        if entry["dtype"] not in SAFETENSORS_DTYPE:
-            raise ValueError(f"{path}: {key} has dtype {entry['dtype']}, which we cannot read")
-        dtype, shape = SAFETENSORS_DTYPE[entry["dtype"]], tuple(entry["shape"])
-        if stop - start != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path}: {key} has {stop - start} bytes, but its shape {shape} in {dtype} says otherwise")
-        if 8 + length + stop > size:
-            raise ValueError(f"{path} is truncated: {key} ends at byte {8 + length + stop}, the file has {size}")
-        tensors[key] = StoredTensor(key, path.name, 8 + length + start, stop - start, dtype, shape)
-    return tensors
-
-
 def checkpoint_files(folder: str | os.PathLike[str]) -> list[str]:
     """The safetensors files of a model folder, by name: ``model.safetensors``, or those that its index lists.
 
@@ -239,11 +181,11 @@ def checkpoint_files(folder: str | os.PathLike[str]) -> list[str]:
         raise ValueError(f"{folder} is not a folder: give the path of a downloaded model (config.json, *.safetensors)")
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not index.is_file():
         found = sorted(p.name for p in folder.glob("*.bin"))
         hint = f"; {found[0]} must be converted to safetensors first" if found else ""
-        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json{hint}")
+        raise ValueError(f"{folder} has neither model.safetensors nor {INDEX}{hint}")
     files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
@@ -259,18 +201,20 @@ class CheckpointFolder:
 
     Args:
         path: the folder.
-        model: the same model on the meta device; its ``state_dict()`` says which names, shapes and dtypes are wanted.
+        model: the same transformers model on the meta device; its ``state_dict()`` says which names and shapes are
+            wanted. The dtype is the one stored.
 
     Raises:
         ValueError: tensors are missing or of the wrong shape, with their names; a quantised checkpoint; no safetensors;
             or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning.
     """
 
-    def __init__(self, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         from blockwalk.tiers import conversion
 
         self.path = Path(path)
-        if getattr(model.config, "quantization_config", None) is not None:
+        config: Any = model.config
+        if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
                 f"{self.path} is quantised already (quantization_config in its config.json): give the original one"
             )
@@ -292,6 +236,12 @@ class CheckpointFolder:
         recipe = self._recipes[name]
         return recipe.sources[0].key if recipe.conversion is None else None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._recipes[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._recipes[name].sources[0].dtype
+
     def stored_nbytes(self, name: str) -> int:
         return sum(stored.nbytes for stored in self._recipes[name].sources)
 
@@ -299,13 +249,16 @@ class CheckpointFolder:
         out: dict[str, torch.Tensor | Weight] = {}
         for name in names:
             recipe = self._recipes[name]
-            if recipe.is_view:
+            if recipe.conversion is None:
                 out[name] = self._view(recipe.sources[0])
             else:
-                fused = torch.empty(recipe.shape, dtype=recipe.dtype)
-                self.read_into(name, fused)
+                fused = torch.empty(recipe.shape, dtype=recipe.sources[0].dtype)
+                recipe.read_into(fused, self._view)
                 out[name] = fused
         return out
+
+    def in_place(self, name: str) -> bool:
+        return self._recipes[name].conversion is None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         recipe = self._recipes[name]

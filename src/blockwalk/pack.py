@@ -1,0 +1,55 @@
+"""``blockwalk pack`` and ``blockwalk merge``: streaming a model from one folder into another.
+
+Both hold a few rows of one parameter at a time and work on maps whose pages they give back, so that neither the model's
+size nor its largest matrix matters. Their output appears, synced, when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from blockwalk.state import Codec
+
+if TYPE_CHECKING:
+    pass
+
+Progress = Callable[[int, int], None]
+
+
+def pack(
+    model_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    codec: Codec,
+    group_size: int = 32,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint folder as a block store (docs/block-store.md), streaming and atomically.
+
+    Args:
+        model_dir: config.json, safetensors, tokenizer files.
+        out_dir: the store; it must not exist.
+        codec: for the quantizable parameters (bf16, fp16 and fp32: for all); ``raw`` copies.
+        group_size: elements to a scale, for int4: 32 or 64.
+        progress: called with (bytes written, bytes in all) now and then.
+
+    Raises:
+        ValueError: no such model, one that cannot be cut into blocks, tensors that do not fit it, an output that exists,
+            a disk that is too full, or a value that the codec cannot hold.
+    """
+    from blockwalk import files
+    from blockwalk.blocks import CutModel
+    from blockwalk.skeleton import build_skeleton
+    from blockwalk.tiers.disk import CheckpointFolder
+    from blockwalk.tiers.store_writer import write_store
+
+    files.refuse_existing(out_dir)
+    model = build_skeleton(model_dir).model
+    source = CheckpointFolder(model_dir, model)
+    try:
+        spec = CutModel(model).spec()
+        write_store(out_dir, source, spec, codec, group_size=group_size, copy_from=model_dir, progress=progress)
+    finally:
+        source.close()

@@ -1,0 +1,170 @@
+"""The disk tier, written: a block store with two generations of each unit, which a crash at any instant leaves readable.
+
+A unit's file has two areas. New contents go into the idle one and are synced; then the idle area's header, with a higher
+sequence number, is written and synced. A crash before that leaves the old header the newest; a torn header fails its
+checksum, and the other counts. Either way the contents are one whole generation, and the header says of which step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockwalk.state import Codec, ModelSpec
+from blockwalk.tiers.store import (
+    HEADER_PAGE,
+    INDEX,
+    StoredUnit,
+    UnitHeader,
+    read_index,
+    read_unit_header,
+)
+from blockwalk.tiers.store_writer import write_store
+
+if TYPE_CHECKING:
+    from blockwalk.state import Weight
+    from blockwalk.tiers import WeightSource
+
+
+class WritableStore:
+    """Units of a model that are read into buffers of bytes and written back, one at a time, from any lane.
+
+    Reading and writing let go of the GIL. Two lanes may work on different units at once; one unit is one lane's at a time.
+
+    Args:
+        path: a store of two generations, made by :meth:`create`.
+        sync: wait for the disk before a write counts. Without it a killed process still leaves every unit whole, but a
+            loss of power may not.
+
+    Raises:
+        ValueError: no such store, a damaged one, one packed for reading only, or one that another process has open.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, sync: bool = True) -> None:
+        self.path = Path(path)
+        self.sync = sync
+        self.index = read_index(self.path)
+        if self.index.generations != 2:
+            raise ValueError(f"{self.path} was packed for reading only: training writes need a writable copy of it")
+        self._fds: list[int] = []
+        self._headers: list[UnitHeader] = []
+        self._lock = _lock(self.path)
+        try:
+            for number, unit in enumerate(self.units):
+                file = self.path / unit.file
+                if not file.is_file():
+                    raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
+                self._fds.append(os.open(file, os.O_RDWR | getattr(os, "O_BINARY", 0)))
+                self._headers.append(read_unit_header(self._fds[-1], file, number, unit, 2))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        source: WeightSource,
+        spec: ModelSpec,
+        codec: Codec,
+        *,
+        group_size: int = 32,
+        sync: bool = True,
+        copy_from: str | os.PathLike[str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WritableStore:
+        """Copy a model once into a new writable store, streaming, atomically; its source is never written.
+
+        Args: as :func:`blockwalk.tiers.store_writer.write_store`.
+        """
+        write_store(
+            path, source, spec, codec, group_size=group_size, generations=2, copy_from=copy_from, progress=progress
+        )
+        return cls(path, sync=sync)
+
+    @property
+    def units(self) -> tuple[StoredUnit, ...]:
+        """The model's units in execution order, then the persistent buffers if there are any."""
+        return self.index.units
+
+    def step(self, unit: int) -> int:
+        """The step after which a unit was last written; 0 for a fresh copy."""
+        return self._headers[unit].step
+
+    def tensors(self, unit: int, bytes_P: torch.Tensor) -> dict[str, torch.Tensor | Weight]:
+        """What a unit's bytes hold: views of ``bytes_P`` (uint8 [nbytes]) for dense codecs, Weights over it for others."""
+        return {
+            param.name: param.open(bytes_P[param.offset : param.offset + param.nbytes], self.index.group_size)
+            for param in self.units[unit].params
+        }
+
+    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+        """Read a unit's newest contents into ``out_P`` (contiguous CPU uint8 [nbytes]); returns the step of them."""
+        header = self._headers[unit]
+        _transfer(os.preadv, self._fds[unit], self._buffer(unit, out_P), self.units[unit].area_offset(header.area))
+        return header.step
+
+    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+        """Write a unit's new contents (contiguous CPU uint8 [nbytes]), as they are after ``step``; durable on return."""
+        old = self._headers[unit]
+        new = UnitHeader(unit, 2, 1 - old.area, old.sequence + 1, step, old.nbytes)
+        fd = self._fds[unit]
+        _transfer(os.pwritev, fd, self._buffer(unit, data_P), self.units[unit].area_offset(new.area))
+        self._settle(fd)
+        _transfer(os.pwritev, fd, memoryview(new.pack()), new.area * HEADER_PAGE)
+        self._settle(fd)
+        self._headers[unit] = new
+
+    def _buffer(self, unit: int, bytes_P: torch.Tensor) -> memoryview:
+        nbytes = self.units[unit].nbytes
+        given = (bytes_P.dtype, tuple(bytes_P.shape), bytes_P.is_contiguous())
+        assert given == (torch.uint8, (nbytes,), True), f"unit {unit} moves as contiguous uint8 [{nbytes}], not {given}"
+        return bytes_P.numpy().data
+
+    def _settle(self, fd: int) -> None:
+        """Order the writes before this one before those after it."""
+        if self.sync:
+            getattr(os, "fdatasync", os.fsync)(fd)  # macOS has the latter alone
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> WritableStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, buffer: memoryview, offset: int) -> None:
+    """preadv or pwritev until the whole buffer has moved: the kernel moves at most 2 GiB a call."""
+    done = 0
+    while done < len(buffer):
+        moved = call(fd, [buffer[done:]], offset + done)
+        if moved <= 0:
+            raise OSError(f"a unit file ended at byte {offset + done}, {len(buffer) - done} bytes early")
+        done += moved
+
+
+def _lock(path: Path) -> int:
+    """Hold a store for this process (its index, locked, until the descriptor closes); −1 where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return -1
+    fd = os.open(path / INDEX, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ValueError(f"{path} is open for writing already, here or in another process") from None
+    return fd
