@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from blockwalk.anatomy import canonical_name
+from blockwalk.plan import did_you_mean
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 """PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""
@@ -85,6 +86,10 @@ def lora_config(
     """A PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
     from peft import LoraConfig
 
+    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known)}")
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     return LoraConfig(
         task_type="CAUSAL_LM",

@@ -20,7 +20,7 @@ from blockwalk.compile import epilogue_reads
 from blockwalk.plan import Plan
 from blockwalk.program import Op
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
-from blockwalk.tiers.codecs import DenseWeight
+from blockwalk.tiers.codecs import DenseWeight, EncodedWeight
 from blockwalk.tiers.scratch import ScratchMaps
 from blockwalk.updates import make_rule
 
@@ -37,7 +37,7 @@ class Engine:
     Args:
         model: a checkpoint folder, a block store, or a ``transformers`` model in memory.
         plan: where each kind of state lives.
-        lora: adapters to add; None trains what requires a gradient (everything, for a path).
+        lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
         device: where blocks compute; CUDA if there is one unless given.
         workdir: a folder for scratch maps and packed stores; a temporary one unless given.
 
@@ -50,7 +50,7 @@ class Engine:
         model: str | os.PathLike[str] | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | None,
+        lora: LoraSettings | str | os.PathLike[str] | None,
         device: torch.device,
         workdir: Path,
     ) -> None:
@@ -59,9 +59,7 @@ class Engine:
         self.source: WeightSource | None = None
         module, self.source, self.compute_dtype = _open(model, plan, workdir)
         if lora is not None:
-            from blockwalk.adapters import add_lora
-
-            module = add_lora(module, lora, seed=plan.seed)
+            module = _adapted(module, lora, plan.seed)
         self.module = module
         self.cut = CutModel(module).to(device)
         self.spec: ModelSpec = self.cut.spec()
@@ -74,6 +72,7 @@ class Engine:
         self._trainables = [tuple(p for p in unit.params if p.trainable) for unit in reads]
         self._frozen = [tuple(p for p in unit.params if not p.trainable) for unit in reads]
         self._bound: dict[str, torch.Tensor | Weight] = {}
+        self._assembled: dict[tuple[int, int, torch.Size], torch.Tensor] = {}
         for index, unit in enumerate(self.spec.units):
             self._place_frozen(index)
             self._place_trainables(index, [p for p in unit.params if p.trainable])
@@ -82,7 +81,8 @@ class Engine:
     # ---- binding at construction ------------------------------------------------------------------------------------
 
     def _place_frozen(self, index: int) -> None:
-        """Bind a unit's frozen parameters for good: mapped, or copied to the device."""
+        """Bind a unit's frozen parameters for good, mapped or copied to the device; what a source has to assemble (experts
+        stored one by one, and fused in the model) is left for the unit's turn."""
         for param in self._frozen[index]:
             if param.name in self._bound:
                 continue
@@ -90,12 +90,22 @@ class Engine:
                 weight: torch.Tensor | Weight = self._held.pop(param.name)
             else:
                 assert self.source is not None, f"{param.name} has no source"
+                if self._assembles(param) and self.plan.frozen.tier is not Tier.DEVICE:
+                    continue
                 weight = self.source.weights([param.name])[param.name]
             self._bound[param.name] = self._as_used(param, weight)
-        self.cut.bind(index, {p.name: self._bound[p.name] for p in self._frozen[index]})
+        self._bind_frozen(index)
+
+    def _bind_frozen(self, index: int) -> None:
+        self.cut.bind(index, {p.name: self._bound[p.name] for p in self._frozen[index] if p.name in self._bound})
+
+    def _assembles(self, param: ParamSpec) -> bool:
+        return self.source is not None and not param.trainable and not self.source.in_place(param.name)
 
     def _as_used(self, param: ParamSpec, weight: torch.Tensor | Weight) -> torch.Tensor | Weight:
         """A frozen parameter in the compute dtype: converted where it is small, a range at a time where it is a matrix."""
+        if isinstance(weight, EncodedWeight):
+            return weight.to(self.compute_dtype)
         if not isinstance(weight, torch.Tensor):
             return weight
         resident = self.plan.frozen.tier is Tier.DEVICE
@@ -140,12 +150,27 @@ class Engine:
     # ---- the ops that move state ------------------------------------------------------------------------------------
 
     def fetch(self, op: Op) -> Callable[[], None]:
-        """FETCH: make the pages of a unit's frozen parameters, or of its masters and optimizer states, resident."""
+        """FETCH: make the pages of a unit's frozen parameters, or of its masters and optimizer states, resident, and
+        assemble what the source does not hold in one piece."""
         if op.part is StateKind.TRAINABLE:
             return lambda: self.scratch.will_need(op.unit)
         assert self.source is not None
         source, names = self.source, [p.name for p in self._frozen[op.unit]]
-        return lambda: _discard(source.prefetch(names))
+        whole: dict[str, torch.Tensor] = {}
+        for place, param in enumerate(self._frozen[op.unit]):
+            if param.name not in self._bound:
+                key = (op.slot, place, torch.Size(param.shape))
+                if key not in self._assembled:
+                    self._assembled[key] = torch.empty(param.shape, dtype=self.compute_dtype)
+                whole[param.name] = self._assembled[key]
+        self.cut.bind(op.unit, whole)
+
+        def work() -> None:
+            source.prefetch(names)
+            for name, out in whole.items():
+                source.read_into(name, out)
+
+        return work
 
     def store(self, op: Op) -> Callable[[], None]:
         """STORE: hand a unit's masters and optimizer states, written in place, to the kernel."""
@@ -169,7 +194,7 @@ class Engine:
         """Let go of what :meth:`live` bound, where it was a copy."""
         if any(self.masters[p.name].dtype != self.compute_dtype for p in self._trainables[unit]):
             self.cut.unbind(unit)
-            self.cut.bind(unit, {p.name: self._bound[p.name] for p in self._frozen[unit]})
+            self._bind_frozen(unit)
 
     def add_gradients(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
         """Add to the float32 accumulators; None is a parameter that the loss does not depend on."""
@@ -233,10 +258,6 @@ class Engine:
             self.source.close()
 
 
-def _discard(_: object) -> None:
-    """A closure for a lane answers nothing."""
-
-
 def _open(
     model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
@@ -257,6 +278,18 @@ def _open(
     dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype)
     return skeleton.model, open_source(Path(model), plan.frozen.codec, skeleton.model, workdir), dtype
+
+
+def _adapted(module: nn.Module, lora: LoraSettings | str | os.PathLike[str], seed: int) -> nn.Module:
+    """The model with new adapters, or with those of a folder."""
+    from blockwalk import adapters
+
+    if isinstance(lora, str | os.PathLike):
+        saved: nn.Module = adapters.load_adapter(module, os.fspath(lora))
+        return saved
+    config = adapters.lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **lora.options)
+    added: nn.Module = adapters.add_lora(module, config=config, seed=seed)
+    return added
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:

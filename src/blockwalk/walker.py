@@ -66,7 +66,7 @@ class Walker:
         model: a checkpoint folder, a block store, or a ``transformers`` causal model in memory. Given a path, the weights
             are never all in memory unless the plan says so.
         plan: see :func:`blockwalk.method`.
-        lora: train these adapters instead of the model's own parameters.
+        lora: train these adapters (settings, or the folder of a saved adapter) instead of the model's own parameters.
         device: ``cpu`` or ``cuda``; CUDA where there is one unless given.
         workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
 
@@ -82,7 +82,7 @@ class Walker:
         model: str | os.PathLike[str] | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | None = None,
+        lora: LoraSettings | str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         workdir: str | os.PathLike[str] | None = None,
     ) -> None:
