@@ -253,6 +253,17 @@ class Engine:
                 )
             tensor.copy_(state[name])
 
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the adapter in PEFT's format, or every parameter as safetensors beside the configuration."""
+        if hasattr(self.module, "peft_config"):
+            from blockwalk.adapters import save_adapter
+
+            save_adapter(self.module, self.masters, folder)
+            return
+        from blockwalk.safetensors_file import save_model
+
+        save_model(folder, self.module, {**self._bound, **self.masters})
+
     def close(self) -> None:
         if self.source is not None:
             self.source.close()

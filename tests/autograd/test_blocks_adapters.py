@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_architectures import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 from blockwalk.adapters import add_lora, load_adapter, lora_config, save_adapter
 from blockwalk.anatomy import canonical_name
 from blockwalk.blocks import CutModel
 from blockwalk.skeleton import build_skeleton
+from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 
 def canonical(model) -> dict[str, torch.Tensor]:

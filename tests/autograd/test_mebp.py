@@ -1,0 +1,96 @@
+"""Oracle: autograd over the whole model in memory, its frozen weights decoded from the 4-bit store, with the same LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from blockwalk.adapters import add_lora, lora_config
+from blockwalk.config import LoraSettings
+from blockwalk.methods import method
+from blockwalk.pack import pack
+from blockwalk.state import Codec
+from blockwalk.tiers.store import BlockStore
+from blockwalk.walker import Walker
+from tests.models import random_batch, tiny_model
+
+LORA = LoraSettings(rank=4, alpha=8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("llama", tied=True, hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def decoded_model(folder: Path, store: Path) -> nn.Module:
+    """The checkpoint's model with every stored parameter decoded from the store."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    source = BlockStore(store)
+    for name, parameter in model.named_parameters():
+        source.read_into(name, parameter.data)
+    return model
+
+
+@pytest.mark.parametrize("codec", [Codec.INT4, Codec.INT8, Codec.BF16, Codec.RAW])
+@pytest.mark.parametrize("target", ["all-linear", ("q_proj", "v_proj")])
+def test_lora_gradients_are_those_of_autograd(folder: Path, tmp_path: Path, codec: Codec, target: Any) -> None:
+    store = tmp_path / "store"
+    pack(folder, store, codec)
+    lora = LoraSettings(rank=4, alpha=8, target_modules=target)
+    batch = random_batch()
+    with Walker(store, method("mebp", frozen=f"disk × {codec}"), lora=lora, workdir=tmp_path, device="cpu") as walker:
+        walker.step(batch)  # B starts at zero: after a step every adapter matrix has a gradient
+        state = {name: t.clone() for name, t in walker.engine.masters.items()}
+        gradients = walker.gradients(batch)
+    control = add_lora(decoded_model(folder, store), config=lora_config(4, 8, target), seed=0).train()
+    for name, parameter in control.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(state[name.removeprefix("base_model.model.").replace(".default", "")])
+    control(**batch, use_cache=False).loss.backward()
+    checked = 0
+    for name, parameter in control.named_parameters():
+        if parameter.requires_grad:
+            mine = gradients.pop(name.removeprefix("base_model.model.").replace(".default", ""))
+            assert parameter.grad is not None
+            assert (mine - parameter.grad).norm() <= 3e-6 * parameter.grad.norm(), name
+            checked += 1
+    assert not gradients
+    assert checked == 2 * 3 * (7 if target == "all-linear" else 2)
+
+
+def test_a_plain_folder_is_packed_once_and_trained(folder: Path, tmp_path: Path) -> None:
+    """Oracle: the run on the store that `pack` writes."""
+    pack(folder, tmp_path / "store", Codec.INT4)
+    ends = []
+    for model in (folder, tmp_path / "store"):
+        plan = method("mebp", optimizer={"learning_rate": 1e-2})
+        with Walker(model, plan, lora=LORA, workdir=tmp_path / "work", device="cpu") as walker:
+            losses = [walker.step(random_batch(seed=step)).loss for step in range(3)]
+            ends.append((losses, {name: t.clone() for name, t in walker.engine.masters.items()}))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[0][1][name], ends[1][1][name]) for name in ends[0][1])
+
+
+def test_the_adapter_loads_in_plain_peft_with_the_same_logits(folder: Path, tmp_path: Path) -> None:
+    """Oracle: peft.PeftModel over the decoded model."""
+    from peft import PeftModel
+
+    pack(folder, tmp_path / "store", Codec.INT4)
+    batch = random_batch()
+    plan = method("mebp", optimizer={"learning_rate": 1e-2})
+    with Walker(tmp_path / "store", plan, lora=LORA, workdir=tmp_path, device="cpu") as walker:
+        for step in range(5):
+            walker.step(random_batch(seed=step))
+        walker.save_pretrained(tmp_path / "adapter")
+        expected = walker.evaluate(batch)
+    peft = PeftModel.from_pretrained(decoded_model(folder, tmp_path / "store"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        loss = float(peft(**batch, use_cache=False).loss)
+    assert expected.loss == pytest.approx(loss, rel=1e-6)
