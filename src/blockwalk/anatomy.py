@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-PIECES_OF_ADAPTERS = ("prompt_encoder", "word_embeddings")
-"""Children that PEFT's prompt methods add beside the base model; they work before the first layer."""
-
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -39,13 +36,13 @@ class Anatomy:
     """Relative differences found when the walk was compared with the model's own run."""
 
 
-def canonical_name(name: str, adapters: tuple[str, ...] = ()) -> str:
+def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model.") -> str:
     """A parameter's or module's name in the plain model: without what PEFT puts around and between.
 
-    ``adapters`` are the names of the model's adapters ("default"). An adapter's own parameters keep ``base_layer``, which
+    ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An adapter's own parameters keep ``base_layer``, which
     tells apart the adapters of several fused expert weights of one module; so their names are those of PEFT's files.
     """
-    parts = name.removeprefix("base_model.model.").split(".")
+    parts = name.removeprefix(prefix).split(".")
     dropped = set(adapters) if ".lora_" in name else {*adapters, "base_layer"}
     return ".".join(part for part in parts if part not in dropped)
 

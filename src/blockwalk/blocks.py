@@ -173,6 +173,7 @@ class CutModel:
         self.adapters: tuple[str, ...] = tuple(getattr(model, "peft_config", ()))
         if len(self.adapters) > 1:
             raise ValueError(f"the model carries {len(self.adapters)} adapters {self.adapters}; Blockwalk trains one")
+        self._prefix = "".join(f"{name}." for name, module in model.named_modules() if name and module is self.base)
         self._refuse_settings()
         if anatomy is None:
             from blockwalk.verification import certified_anatomy
@@ -186,7 +187,7 @@ class CutModel:
         self._takes_use_cache = "use_cache" in signature or any(
             p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()
         )
-        named = [(name, canonical_name(name, self.adapters), module) for name, module in model.named_modules()]
+        named = [(name, self._canonical(name), module) for name, module in model.named_modules()]
         self._layers = [
             (name, canonical, module)
             for name, canonical, module in named
@@ -197,6 +198,9 @@ class CutModel:
         self._find_parameters()
         self._bound: dict[int, list[_Slot]] = {}
         self.head = self._head_spec()
+
+    def _canonical(self, name: str) -> str:
+        return canonical_name(name, self.adapters, self._prefix)
 
     def _refuse_settings(self) -> None:
         config = self.base.config
@@ -223,7 +227,7 @@ class CutModel:
         layers = {name: module for name, _, module in self._layers}
         self._pieces: list[tuple[str, int, nn.Module]] = []
         for name, module in pieces(self.model, layers):
-            canonical = canonical_name(name, self.adapters)
+            canonical = self._canonical(name)
             late = canonical in self.anatomy.epilogue
             self._pieces.append((name, self._epilogue_index if late else 0, module))
         self._prologue_pieces = [
@@ -244,7 +248,7 @@ class CutModel:
     def _find_parameters(self) -> None:
         """Resolve every parameter once: canonical name, unit, and the slots where it sits."""
         model, count = self.model, self._epilogue_index + 1
-        modules = dict(model.named_modules())
+        modules = dict(model.named_modules(remove_duplicate=False))
         canonical_of: dict[int, str] = {}
         home: dict[str, int] = {}
         tied: list[tuple[str, str]] = []
@@ -254,7 +258,7 @@ class CutModel:
         specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in range(count)]
         for name, param in model.named_parameters(remove_duplicate=False):
             prefix, _, leaf = name.rpartition(".")
-            alias, unit = canonical_name(name, self.adapters), self._unit_of(name)
+            alias, unit = self._canonical(name), self._unit_of(name)
             canonical = canonical_of.setdefault(id(param), alias)
             assert canonical not in home or self._placeholders[canonical] is param, f"two parameters named {canonical}"
             slot = _Slot(modules[prefix], leaf)

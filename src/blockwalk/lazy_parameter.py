@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from blockwalk.estimators.lazy import lazy_linear
 from blockwalk.state import Weight
 
 _TURNED = (torch.Tensor.t, torch.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
@@ -23,8 +24,6 @@ _METADATA = {
     torch.Tensor.numel,
     torch.Tensor.is_floating_point,
     torch.is_floating_point,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.__repr__,
     *(
         getattr(torch.Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "layout")
@@ -46,7 +45,7 @@ class LazyParameter(torch.Tensor):
     @staticmethod
     def __new__(cls, weight: Weight, device: torch.device, turned: bool = False) -> LazyParameter:
         shape = tuple(reversed(weight.shape)) if turned else weight.shape
-        made: LazyParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)  # type: ignore[attr-defined]
+        made: LazyParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)
         made.weight, made.turned = weight, turned
         return made
 
@@ -59,11 +58,14 @@ class LazyParameter(torch.Tensor):
         return whole_ND.t() if self.turned else whole_ND
 
     @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Beneath the torch functions there is no data to work on."""
+        raise AssertionError(f"{func} reached a lazily decoded weight")
+
+    @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from blockwalk.estimators.lazy import lazy_linear
-
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -73,9 +75,9 @@ class LazyParameter(torch.Tensor):
                 return _linear(*args, **kwargs)
             case F.embedding:
                 return _embedding(*args, **kwargs)
-            case torch.addmm if not kwargs and isinstance(args[2], cls) and not isinstance(args[1], cls):
+            case torch.addmm if not kwargs and args[0].ndim == 1 and _only(args[2], args[1]):
                 return lazy_linear(args[1], args[2].weight, args[0], transposed=not args[2].turned)
-        if func in _MATMULS and isinstance(args[1], cls) and not isinstance(args[0], cls):
+        if func in _MATMULS and _only(args[1], args[0]):
             return lazy_linear(args[0], args[1].weight, None, transposed=not args[1].turned)
         if func in _TURNED or (func in _SWAPPED and not kwargs):
             lazy = args[0]
@@ -84,9 +86,11 @@ class LazyParameter(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    from blockwalk.estimators.lazy import lazy_linear
+def _only(weight: Any, other: Any) -> bool:
+    return isinstance(weight, LazyParameter) and not isinstance(other, LazyParameter)
 
+
+def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(weight, LazyParameter):
         return F.linear(input.decoded() if isinstance(input, LazyParameter) else input, weight, bias)
     return lazy_linear(input, weight.weight, bias, transposed=weight.turned)
