@@ -1,0 +1,114 @@
+"""Linear layers whose frozen weight is never whole: it is decoded a chunk at a time, forward and backward.
+
+Each chunk is a range of *output* features of the product at hand, so that a slice of the result is complete in one
+matrix product: sums are never split over chunks, and the result is that of the undivided product. Forward, y = x·Wᵀ
+walks the rows of W [N, D]; backward, dX = dY·W walks its columns. Nothing is saved for backward but the provider.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from blockwalk.state import Weight
+
+CPU_CHUNK_BYTES = 4 << 20
+"""Of decoded weight. Measured with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB nothing is won."""
+CUDA_CHUNK_BYTES = 256 << 20
+_ALIGN = 64
+"""Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
+
+
+def lazy_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+    chunk_bytes: int | None = None,
+) -> torch.Tensor:
+    """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
+
+    Args:
+        x: [..., D] in the weight's dtype.
+        weight: the provider of W.
+        bias: [N], may be trained.
+        transposed: y = x·W instead of x·Wᵀ, for layers that keep W as [in, out] (D and N change places).
+        chunk_bytes: decoded bytes at a time, instead of the measured choice for the device.
+
+    Returns:
+        [..., N]: the bits of ``F.linear`` on the decoded weight, and in backward those of its gradients with respect to
+        ``x`` and ``bias``. The one exception found among 1,200 random shapes: float32 gradients of one to three rows of
+        ``x``, which another kernel of MKL may compute when the output is split (4e-7 relative).
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    n_in, n_out = weight.shape if transposed else weight.shape[::-1]
+    if x.shape[-1:] != (n_in,):
+        raise ValueError(f"the weight takes {n_in} input features, the input is {tuple(x.shape)}")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"the input is {x.dtype}, the weight {weight.dtype}: one compute dtype for both")
+    if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
+        raise ValueError(f"the bias is {tuple(bias.shape)} of {bias.dtype}, the output [..., {n_out}] of {x.dtype}")
+    y: torch.Tensor = _LazyLinear.apply(x, bias, weight, transposed, chunk_bytes)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _LazyLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: Weight,
+        transposed: bool,
+        chunk_bytes: int | None,
+    ) -> torch.Tensor:
+        ctx.weight, ctx.transposed, ctx.chunk_bytes = weight, transposed, chunk_bytes
+        return _product(x, weight, bias, by_rows=not transposed, chunk_bytes=chunk_bytes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=ctx.chunk_bytes)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+        return grad_x, grad_bias, None, None, None
+
+
+def _product(
+    a: torch.Tensor, weight: Weight, bias: torch.Tensor | None, *, by_rows: bool, chunk_bytes: int | None
+) -> torch.Tensor:
+    """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one new tensor."""
+    n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
+    # An expanded gradient (that of a sum) would be copied again by each product.
+    a_PI = a.reshape(-1, n_in).contiguous()
+    out_PO = torch.empty(a_PI.shape[0], n_out, dtype=a.dtype, device=a.device)
+    for start, stop in pairwise(_borders(n_in, n_out, a_PI, chunk_bytes)):
+        part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
+        out_Po = out_PO[:, start:stop]
+        if bias is None:
+            torch.mm(a_PI, part_IO, out=out_Po)
+        else:
+            torch.addmm(bias[start:stop], a_PI, part_IO, out=out_Po)
+    return out_PO.view(*a.shape[:-1], n_out)
+
+
+def _borders(n_in: int, n_out: int, a_PI: torch.Tensor, chunk_bytes: int | None) -> list[int]:
+    """Where the chunks of output features begin and end.
+
+    They are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so
+    narrow that another kernel, with another order of additions, would take it.
+    """
+    if chunk_bytes is None:
+        chunk_bytes = CUDA_CHUNK_BYTES if a_PI.is_cuda else CPU_CHUNK_BYTES
+    align = _ALIGN if a_PI.is_cuda else min(_ALIGN * torch.get_num_threads(), 1024)
+    chunks = -(-n_out * n_in * a_PI.element_size() // chunk_bytes)
+    chunks = max(min(chunks, n_out // align), 1)
+    return [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]

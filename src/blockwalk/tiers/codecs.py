@@ -1,0 +1,501 @@
+"""Codecs: a parameter as bytes on a tier, and back, any range of rows at a time; and its use without ever being whole.
+
+The bytes are described in :mod:`blockwalk.tiers.layout`.
+
+Values are float32 products rounded to nearest even in the output's dtype: the C kernel, torch on the CPU and torch on
+CUDA give the same bits.
+
+**Rounding** to codes is to nearest even or, where a ``rounding`` key is given, stochastic: the magnitude rounds up where
+its remainder, in 2^-16 of the code's step and truncated to that, plus the element's 16-bit draw reaches 2^16. The draw
+is a function of the key and of the element's index in the parameter, so that any slice rounds alone as it does within
+the whole. The expected value is the value to within 2^-16 of a step, exactly so for bf16 and for float16's normal
+numbers. At a learning rate of 1e-7 an update is far below a step: rounded to nearest it would always be lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+
+import torch
+
+from blockwalk import native as native_code
+from blockwalk.noise import NoiseKey, random_uint16, stochastic_round
+from blockwalk.state import Codec
+from blockwalk.tiers.layout import LARGEST_CODE, Layout
+
+_NATIVE_CODEC = {Codec.FP8: 0, Codec.INT8: 1, Codec.INT4: 2}
+_NATIVE_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_CPU_PIECE = 1 << 18
+_CUDA_PIECE = 1 << 26
+_THREAD_ELEMENTS = 1 << 15
+"""Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
+
+
+def encode(
+    tensor: torch.Tensor,
+    codec: Codec,
+    out: torch.Tensor,
+    *,
+    group_size: int = 32,
+    rounding: NoiseKey | None = None,
+    name: str = "the parameter",
+    check: bool = True,
+) -> torch.Tensor:
+    """The whole of ``tensor`` into ``out`` (uint8, 1-D, of the encoded size); the raw codec keeps its dtype. See
+    :func:`encode_rows`.
+    """
+    layout = Layout(tuple(tensor.shape), codec, str(tensor.dtype).removeprefix("torch."), group_size)
+    rows = tensor.reshape(layout.rows, layout.columns)
+    return encode_rows(rows, out, layout, 0, rounding=rounding, name=name, check=check)
+
+
+def decode(
+    buffer: torch.Tensor,
+    shape: tuple[int, ...],
+    codec: Codec,
+    out: torch.Tensor,
+    *,
+    group_size: int = 32,
+    dtype: str = "float32",
+) -> torch.Tensor:
+    """The whole parameter into ``out`` (contiguous, of its shape; any float dtype). ``dtype``: what raw holds."""
+    layout = Layout(shape, codec, dtype, group_size)
+    decode_rows(buffer, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
+    return out
+
+
+def encode_rows(
+    rows_RD: torch.Tensor,
+    buffer: torch.Tensor,
+    layout: Layout,
+    start: int,
+    *,
+    rounding: NoiseKey | None = None,
+    name: str = "the parameter",
+    check: bool = True,
+    native: bool = True,
+) -> torch.Tensor:
+    """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
+
+    Scales are computed anew from the values. Memory beyond the arguments is a few MB, however many rows there are.
+
+    Raises:
+        ValueError: a value that the codec cannot hold: not finite, or beyond float16 for fp16 and for int4's scales.
+            ``raw``, ``fp32`` and a source in the codec's own dtype are copied as they are. ``check=False`` leaves the
+            look at the values out, which on CUDA is a synchronisation; ``native=False`` takes torch's path throughout.
+    """
+    if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
+        raise ValueError(
+            f"{name} {layout.shape} in {layout.codec} takes {layout.nbytes} bytes (uint8), "
+            f"not {tuple(buffer.shape)} of {buffer.dtype}"
+        )
+    stop = start + rows_RD.shape[0]
+    if rows_RD.dim() != 2 or rows_RD.shape[1] != layout.columns or not 0 <= start <= stop <= layout.rows:
+        raise ValueError(
+            f"{name} is {layout.rows} rows of {layout.columns}: rows {start}:{stop} of shape {tuple(rows_RD.shape)} "
+            "do not fit"
+        )
+    if rounding is not None and layout.codec is Codec.INT4:
+        raise ValueError("int4 is for frozen parameters: it has no stochastic rounding; choose int8, fp8, fp16 or bf16")
+    if not rows_RD.numel():
+        return buffer
+    codes, scales = layout.codes(buffer), layout.scales(buffer)
+    if rows_RD.dtype == layout.code_dtype and not layout.groups:
+        codes[start:stop].copy_(rows_RD)
+        return buffer
+    piece = max((_CUDA_PIECE if rows_RD.is_cuda else _CPU_PIECE) // max(layout.columns, 1), 1)
+    for a in range(start, stop, piece):
+        b = min(a + piece, stop)
+        x_RD = rows_RD[a - start : b - start].contiguous()
+        if check and layout.code_dtype != torch.float32:
+            _check_values(x_RD, layout, a, name)
+        if layout.codec is Codec.INT4:
+            _encode_int4(x_RD.float(), scales[a:b], codes[a:b], layout)
+        elif layout.groups:
+            encode_scaled = _encode_native if native and _can_encode(rows_RD) else _encode_scaled
+            encode_scaled(x_RD.float(), scales[a:b], codes[a:b], layout.codec, rounding, a * layout.columns)
+        elif rounding is not None and layout.code_dtype in (torch.bfloat16, torch.float16):
+            stochastic_round(x_RD.float(), codes[a:b], rounding, a * layout.columns)
+        else:
+            codes[a:b].copy_(x_RD)
+    return buffer
+
+
+def decode_rows(
+    buffer: torch.Tensor,
+    layout: Layout,
+    start: int,
+    stop: int,
+    out: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    native: bool = True,
+) -> torch.Tensor:
+    """Rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
+
+    ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first]. Nothing is allocated
+    where the C kernel serves. ``native=False`` takes torch's path, as a machine without compiler does.
+    """
+    first, last = columns or (0, layout.columns)
+    assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
+    assert 0 <= first <= last <= layout.columns, (columns, layout)
+    assert out.shape == (stop - start, last - first), (out.shape, start, stop, first, last)
+    if native and _decode_native(buffer, layout, None, start, first, last, out):
+        return out
+    codes, scales = layout.codes(buffer), layout.scales(buffer)
+    if not layout.groups:
+        return out.copy_(codes[start:stop, first:last])
+    piece = max((_CUDA_PIECE if out.is_cuda else _CPU_PIECE) // max(last - first, 1), 1)
+    for a in range(start, stop, piece):
+        b = min(a + piece, stop)
+        _decode_torch(codes[a:b], scales[a:b], layout, first, last, out[a - start : b - start])
+    return out
+
+
+def gather_rows(
+    buffer: torch.Tensor, layout: Layout, index: torch.Tensor, out: torch.Tensor, *, native: bool = True
+) -> torch.Tensor:
+    """The rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
+
+    Raises:
+        IndexError: on a CPU, an index outside 0 … R − 1 (torch's own kernels check on CUDA).
+    """
+    if index.numel() and not index.is_cuda:
+        low, high = (int(value) for value in torch.aminmax(index))
+        if low < 0 or high >= layout.rows:
+            raise IndexError(f"rows {low} to {high} are asked of a parameter of {layout.rows} rows")
+    if native and _decode_native(buffer, layout, index, 0, 0, layout.columns, out):
+        return out
+    codes = layout.codes(buffer)
+    if not layout.groups:
+        return out.copy_(codes[index])
+    # index_select does not know float8: its rows are taken as bytes.
+    chosen = codes.view(torch.uint8)[index].view(layout.code_dtype)
+    _decode_torch(chosen, layout.scales(buffer)[index], layout, 0, layout.columns, out)
+    return out
+
+
+class Scratch:
+    """One buffer that weights decode into, for all of them: each call takes it anew.
+
+    It grows to the largest range asked for and is kept: give ``nbytes`` to have it so from the start. What it hands out
+    holds until the next call on any weight that shares it. One thread (on CUDA, one stream) at a time.
+    """
+
+    def __init__(self, nbytes: int = 0, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor [rows, columns]."""
+        nbytes = rows * columns * dtype.itemsize
+        if nbytes > self.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # first let go: the old and the new never stand together
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[:nbytes].view(dtype).view(rows, columns)
+
+
+_shared = threading.local()
+
+
+def shared_scratch(device: torch.device) -> Scratch:
+    """The calling thread's scratch on a device: what weights decode into unless they are given another."""
+    scratches: dict[torch.device, Scratch] = _shared.__dict__.setdefault("scratches", {})
+    if device not in scratches:
+        scratches[device] = Scratch(device=device)
+    return scratches[device]
+
+
+class EncodedWeight:
+    """A :class:`~blockwalk.state.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms.
+
+    ``buffer`` (uint8, 1-D, of the encoded size; a view of a file map will do) stays where it is. :meth:`rows` and
+    :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype = torch.bfloat16,
+        scratch: Scratch | None = None,
+    ) -> None:
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
+            raise ValueError(
+                f"a parameter {layout.shape} in {layout.codec} has {layout.nbytes} bytes (uint8), "
+                f"not {tuple(buffer.shape)} of {buffer.dtype}"
+            )
+        self.buffer, self.layout, self.dtype = buffer, layout, dtype
+        self._scratch = scratch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.rows, self.layout.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    def to(self, dtype: torch.dtype, scratch: Scratch | None = None) -> EncodedWeight:
+        """The same bytes, decoded to another dtype."""
+        return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        out = self._take(stop - start, self.layout.columns)
+        return decode_rows(self.buffer, self.layout, start, stop, out)
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        out = self._take(self.layout.rows, stop - start)
+        return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out, columns=(start, stop))
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(index.numel(), self.layout.columns, dtype=self.dtype, device=self.device)
+        gather_rows(self.buffer, self.layout, index.reshape(-1).to(torch.int64).contiguous(), out)
+        return out.view(*index.shape, self.layout.columns)
+
+    def _take(self, rows: int, columns: int) -> torch.Tensor:
+        return (self._scratch or shared_scratch(self.device)).take(rows, columns, self.dtype)
+
+
+class DenseWeight:
+    """A :class:`~blockwalk.state.Weight` over a dense tensor [N, D].
+
+    Where ``dtype`` is the tensor's own, ranges are views of the tensor itself, not to be written; otherwise they are
+    converted into ``scratch``.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, scratch: Scratch | None = None
+    ) -> None:
+        if tensor.dim() != 2:
+            raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
+        self.tensor, self.dtype = tensor, dtype or tensor.dtype
+        self._scratch = scratch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._as_used(self.tensor[start:stop])
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self._as_used(self.tensor[:, start:stop])
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return self.tensor[index].to(self.dtype)
+
+    def _as_used(self, part: torch.Tensor) -> torch.Tensor:
+        if part.dtype == self.dtype:
+            return part
+        scratch = self._scratch or shared_scratch(part.device)
+        return scratch.take(part.shape[0], part.shape[1], self.dtype).copy_(part)
+
+
+def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> None:
+    """Refuse what the codec cannot hold; ``start`` is the number of the first row."""
+    if not x_RD.dtype.is_floating_point:
+        return
+    limit = 2.0**127  # fp8 and int8: scale and code are rounded, their product must not overflow
+    if layout.codec is Codec.INT4:
+        limit = 8 * torch.finfo(torch.float16).max
+    elif not layout.groups:
+        limit = torch.finfo(layout.code_dtype).max
+    low, high = (value.item() for value in torch.aminmax(x_RD))
+    if -limit <= low and high <= limit:
+        return
+    magnitude_R = x_RD.abs().amax(dim=1)
+    row = int((~(magnitude_R <= limit)).nonzero()[0])
+    value = magnitude_R[row].item()
+    where = f"{name}, row {start + row}"
+    if not math.isfinite(value):
+        raise ValueError(f"{where} holds a value that is not finite: only raw and fp32 can store it")
+    raise ValueError(f"{where} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or fp32 for it")
+
+
+def _encode_int4(x_RD: torch.Tensor, scales_RG: torch.Tensor, codes: torch.Tensor, layout: Layout) -> None:
+    rows, half = x_RD.shape[0], layout.group_size // 2
+    padding = layout.groups * layout.group_size - layout.columns
+    if padding:
+        x_RD = torch.nn.functional.pad(x_RD, (0, padding))
+    x_RGK = x_RD.view(rows, layout.groups, layout.group_size)
+    low_RG, high_RG = torch.aminmax(x_RGK, dim=2)
+    largest_RG = torch.where(high_RG >= -low_RG, high_RG, low_RG)
+    scales_RG.copy_(largest_RG / -8)
+    # Codes fit the scale as it is stored. A group too small for float16 has scale 0 and decodes to zeros.
+    d_RG1 = scales_RG.float().unsqueeze(2)
+    steps_RGK = x_RGK.div(torch.where(d_RG1 == 0, math.inf, d_RG1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+    packed = steps_RGK[:, :, :half] | (steps_RGK[:, :, half:] << 4)
+    codes.copy_(packed.view(rows, layout.code_columns))
+
+
+def _encode_scaled(
+    x_RD: torch.Tensor,
+    scales_R1: torch.Tensor,
+    codes_RD: torch.Tensor,
+    codec: Codec,
+    rounding: NoiseKey | None,
+    first_element: int,
+) -> None:
+    """fp8 and int8: one scale a row."""
+    largest = LARGEST_CODE[codec]
+    low_R1, high_R1 = torch.aminmax(x_RD, dim=1, keepdim=True)
+    scales_R1.copy_(torch.maximum(high_R1, -low_R1) / largest)
+    steps_RD = x_RD / torch.where(scales_R1 == 0, math.inf, scales_R1)
+    if rounding is not None:
+        steps_RD = _round_stochastically(steps_RD, codec, rounding, first_element)
+    elif codec is Codec.INT8:
+        steps_RD.round_()
+    codes_RD.copy_(steps_RD.clamp_(-largest, largest))
+
+
+def _round_stochastically(
+    steps_RD: torch.Tensor, codec: Codec, rounding: NoiseKey, first_element: int
+) -> torch.Tensor:
+    """``steps_RD`` on the codes' grid: whole numbers for int8, three bits after the first one for e4m3."""
+    draws = torch.empty(steps_RD.numel(), dtype=torch.int32, device=steps_RD.device)
+    random_uint16(rounding, first_element, steps_RD.numel(), draws)
+    magnitude_RD = steps_RD.abs()
+    grid_RD: torch.Tensor | float = 1.0
+    if codec is Codec.FP8:
+        # The float32 exponent, not below e4m3's least one (−6), less the three bits: a power of two, so that the
+        # divisions and products by it are exact.
+        exponent_RD = (magnitude_RD.view(torch.int32) >> 23).clamp_(min=127 - 6)
+        grid_RD = ((exponent_RD - 3) << 23).view(torch.float32)
+    units_RD = magnitude_RD / grid_RD
+    whole_RD = units_RD.floor()
+    remainder_RD = units_RD.sub_(whole_RD).mul_(65536).to(torch.int32)
+    whole_RD += remainder_RD.add_(draws.view_as(remainder_RD)) >= 65536
+    return whole_RD.mul_(grid_RD).copysign_(steps_RD)
+
+
+def _can_encode(rows_RD: torch.Tensor) -> bool:
+    return rows_RD.device.type == "cpu" and _library() is not None
+
+
+def _encode_native(
+    x_RD: torch.Tensor,
+    scales_R1: torch.Tensor,
+    codes_RD: torch.Tensor,
+    codec: Codec,
+    rounding: NoiseKey | None,
+    first_element: int,
+) -> None:
+    """:func:`_encode_scaled` by the C kernel."""
+    library = _library()
+    assert library is not None
+    draws = None
+    if rounding is not None:
+        draws = torch.empty(x_RD.numel(), dtype=torch.uint16)
+        random_uint16(rounding, first_element, x_RD.numel(), draws)
+    library.blockwalk_encode(
+        _NATIVE_CODEC[codec],
+        x_RD.data_ptr(),
+        None if draws is None else draws.data_ptr(),
+        scales_R1.data_ptr(),
+        codes_RD.data_ptr(),
+        *x_RD.shape,
+        _openmp(),
+        min(torch.get_num_threads(), x_RD.numel() // _THREAD_ELEMENTS),
+    )
+
+
+def _decode_torch(
+    codes: torch.Tensor, scales: torch.Tensor, layout: Layout, first: int, last: int, out: torch.Tensor
+) -> None:
+    """Columns ``first:last`` of the rows whose codes and scales these are."""
+    if layout.codec is not Codec.INT4:
+        out.copy_(codes[:, first:last].float().mul_(scales))
+        return
+    rows, group = codes.shape[0], layout.group_size
+    a, b = first // group, -(-last // group)
+    bytes_RGH = codes.view(rows, layout.groups, group // 2)[:, a:b]
+    nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
+    values_RGK = nibbles_RGK.float().sub_(8).mul_(scales[:, a:b].float().unsqueeze(2))
+    out.copy_(values_RGK.view(rows, (b - a) * group)[:, first - a * group : last - a * group])
+
+
+def _decode_native(
+    buffer: torch.Tensor,
+    layout: Layout,
+    index: torch.Tensor | None,
+    start: int,
+    first: int,
+    last: int,
+    out: torch.Tensor,
+) -> bool:
+    """Decode with the C kernel where it can: False, and nothing written, where torch must."""
+    codec, dtype = _NATIVE_CODEC.get(layout.codec), _NATIVE_DTYPE.get(out.dtype)
+    if codec is None or dtype is None or buffer.device.type != "cpu" or not out.is_contiguous():
+        return False
+    library = _library()
+    if library is None:
+        return False
+    assert buffer.is_contiguous(), buffer.stride()
+    assert buffer.numel() == layout.nbytes, (buffer.shape, layout)
+    address = buffer.data_ptr()
+    threads = min(torch.get_num_threads(), out.numel() // _THREAD_ELEMENTS)
+    library.blockwalk_decode(
+        codec,
+        layout.group_size // 2 if layout.codec is Codec.INT4 else 0,
+        dtype,
+        address,
+        address + layout.scale_bytes,
+        layout.code_columns,
+        layout.groups,
+        None if index is None else index.data_ptr(),
+        start,
+        out.shape[0],
+        first,
+        last,
+        out.data_ptr(),
+        _openmp(),
+        threads,
+    )
+    return True
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = native_code.load("codecs")
+    if library is not None:
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.blockwalk_decode.restype = None
+        library.blockwalk_decode.argtypes = [
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
+            *(pointer, pointer, number, number),
+            *(pointer, number, number, number, number),
+            *(pointer, pointer, ctypes.c_int),
+        ]
+        library.blockwalk_encode.restype = None
+        library.blockwalk_encode.argtypes = [
+            *(ctypes.c_int, pointer, pointer, pointer, pointer),
+            *(number, number, pointer, ctypes.c_int),
+        ]
+    return library
+
+
+@functools.cache
+def _openmp() -> int | None:
+    """GOMP_parallel of the OpenMP runtime that torch runs its own operators on, or None where it has another.
+
+    A chunk decodes in tens of microseconds, between two products: handing it to Python threads takes as long, and they
+    would compete with torch's, which spin for a while after each product. The same team does both.
+    """
+    try:
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value

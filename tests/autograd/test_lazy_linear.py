@@ -1,0 +1,139 @@
+"""Oracle: ``F.linear`` on the decoded weight, and autograd through it, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from blockwalk.estimators.lazy import lazy_linear
+from blockwalk.state import Codec
+from blockwalk.tiers.codecs import DenseWeight, EncodedWeight, Scratch, encode
+from blockwalk.tiers.layout import Layout
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def encoded_weight(shape: tuple[int, int], codec: Codec, dtype: torch.dtype, seed: int = 0) -> EncodedWeight:
+    layout = Layout(shape, codec)
+    buffer = encode(random(*shape, seed=seed), codec, torch.empty(layout.nbytes, dtype=torch.uint8))
+    return EncodedWeight(buffer, layout, dtype)
+
+
+CASES = [
+    # x without its last dimension, [N, D], bias, transposed
+    ((2, 9), (200, 96), True, False),
+    ((2, 9), (200, 96), True, True),
+    ((300,), (192, 320), False, False),
+    ((300,), (192, 320), False, True),
+    ((), (64, 70), True, False),
+    ((1,), (256, 128), False, False),
+    ((2, 1, 16), (70, 33), True, True),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("leading", "shape", "has_bias", "transposed"), CASES)
+@pytest.mark.parametrize("codec", [Codec.INT4, Codec.INT8, Codec.BF16])
+def test_forward_and_gradients(
+    codec: Codec, leading: tuple[int, ...], shape: tuple[int, int], has_bias: bool, transposed: bool, dtype: torch.dtype
+) -> None:
+    """Oracle: F.linear and autograd, over one chunk and over several."""
+    weight = encoded_weight(shape, codec, dtype)
+    dense = weight.rows(0, shape[0]).clone()
+    n_in, n_out = shape if transposed else shape[::-1]
+    x = random(*leading, n_in, seed=1, dtype=dtype).requires_grad_()
+    bias = random(n_out, seed=2, dtype=dtype).requires_grad_() if has_bias else None
+    wrt = [x] if bias is None else [x, bias]
+    expected = F.linear(x, dense.t() if transposed else dense, bias)
+    grad_y = random(*leading, n_out, seed=3, dtype=dtype)
+    expected_grads = torch.autograd.grad(expected, wrt, grad_y)
+    for chunk_bytes in (None, 64 * n_in * dtype.itemsize):
+        y = lazy_linear(x, weight, bias, transposed=transposed, chunk_bytes=chunk_bytes)
+        assert torch.equal(y, expected)
+        for got, wanted in zip(torch.autograd.grad(y, wrt, grad_y), expected_grads, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_at_the_dimensions_of_a_model(dtype: torch.dtype) -> None:
+    """Oracle: F.linear and autograd, at dimensions where BLAS blocks its loops, cut as a large weight is cut."""
+    weight = encoded_weight((1088, 896), Codec.INT4, dtype)
+    dense = weight.rows(0, 1088).clone()
+    x = random(256, 896, seed=1, dtype=dtype).requires_grad_()
+    expected, y = F.linear(x, dense), lazy_linear(x, weight, chunk_bytes=1 << 19)
+    assert torch.equal(y, expected)
+    grad_y = random(256, 1088, seed=2, dtype=dtype)
+    assert torch.equal(*(torch.autograd.grad(each, x, grad_y)[0] for each in (y, expected)))
+
+
+def test_scratch_may_be_overwritten_before_backward() -> None:
+    """Oracle: autograd. Two layers share one scratch; the gradient of a sum is an expanded tensor."""
+    scratch = Scratch()
+    first, second = (
+        encoded_weight(shape, Codec.INT4, torch.float32, seed).to(torch.float32, scratch)
+        for seed, shape in enumerate([(160, 96), (64, 160)])
+    )
+    dense = [weight.rows(0, weight.shape[0]).clone() for weight in (first, second)]
+    x = random(5, 96, seed=3).requires_grad_()
+    loss = lazy_linear(lazy_linear(x, first, chunk_bytes=1 << 14), second).sum()
+    expected = F.linear(F.linear(x, dense[0]), dense[1]).sum()
+    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (loss, expected)))
+
+
+def test_nothing_is_saved_for_backward() -> None:
+    """Oracle: autograd's own hooks on what it saves; the dense layer saves its weight."""
+    weight = encoded_weight((96, 64), Codec.INT4, torch.float32)
+    dense = DenseWeight(weight.rows(0, 96).clone())
+    x = random(4, 64).requires_grad_()
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        F.linear(x, dense.tensor)
+        assert len(saved) == 1
+        lazy_linear(x, weight)
+        lazy_linear(x, dense)
+        assert len(saved) == 1
+
+
+def test_no_gradient_is_computed_that_nobody_asks_for() -> None:
+    """Oracle: autograd. A frozen input with a trained bias, as in bias-only fine-tuning."""
+    weight = encoded_weight((96, 64), Codec.INT4, torch.float32)
+    bias = random(96).requires_grad_()
+    y = lazy_linear(random(4, 64), weight, bias)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(bias.grad, torch.full((96,), 4.0))
+    assert not lazy_linear(random(4, 64), weight).requires_grad
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Oracle: the shapes and dtypes by hand."""
+    weight = encoded_weight((96, 64), Codec.INT4, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"64 input features, the input is \(4, 96\)"):
+        lazy_linear(random(4, 96, dtype=torch.bfloat16), weight)
+    with pytest.raises(ValueError, match=r"float32, the weight torch.bfloat16"):
+        lazy_linear(random(4, 64), weight)
+    with pytest.raises(ValueError, match=r"the bias is \(64,\)"):
+        lazy_linear(random(4, 64, dtype=torch.bfloat16), weight, random(64, dtype=torch.bfloat16))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda() -> None:
+    """Oracle: F.linear and autograd on the device, to rounding where its BLAS splits sums by shape."""
+    layout = Layout((1088, 896), Codec.INT4)
+    buffer = encode(random(1088, 896), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)).cuda()
+    weight = EncodedWeight(buffer, layout, torch.float32)
+    dense = weight.rows(0, 1088).clone()
+    x = random(256, 896, seed=1).cuda().requires_grad_()
+    for chunk_bytes in (None, 1 << 20):
+        y, expected = lazy_linear(x, weight, chunk_bytes=chunk_bytes), F.linear(x, dense)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+        grads = [torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
