@@ -1,0 +1,426 @@
+"""Counter-based perturbations: z as a function of (seed, step, query, parameter name, element), the same bits anywhere.
+
+A :class:`NoiseKey` is hashed to the key of a Philox 4x64-10 generator, whose counter is the index of the element in its
+parameter's flattened order over the draws that one counter gives. So any slice of any parameter can be had alone, on any
+tier, device, shard or thread. Values are Gaussian (16 bits a draw through an inverse-CDF table with variance 1, no tail
+beyond 4.325) or Rademacher (one bit a sign): ``noise_numpy.py`` defines the words, the table and the rounding, and says
+what the table does to the tails.
+
+Everywhere ``start`` is the index of the tensor's first element in the flattened parameter. With ``pitch`` (the length of
+the parameter's rows) a 2-D tensor [R, W] is a window: row r begins at ``start + r·pitch``, or at ``start +
+rows[r]·pitch`` where ``rows`` (int64 [R], same device) names rows. Of a parameter [N, D], columns a:b are ``start=a,
+pitch=D``, rows a:b are ``start=a·D``, and the rows of an embedding's tokens are ``start=0, pitch=D, rows=tokens``.
+
+On a CPU a C kernel does the work, or numpy where there is no compiler (``native=False`` forces it); on CUDA, Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from blockwalk import native as native_code
+from blockwalk import noise_numpy
+from blockwalk.noise_numpy import KINDS, cubic_coefficients, gaussian_table
+
+GENERATOR_VERSION = 1
+"""Of the words, the table and the key's derivation together: stands in every ledger, and in every key."""
+
+NoiseKind = Literal["gaussian", "rademacher"]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 3, torch.int32: 4}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_THREAD_ELEMENTS = 1 << 16
+"""Below this many elements for each thread, starting threads costs more than it saves."""
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """What one parameter's noise depends on.
+
+    ``name`` is the canonical parameter name. ``domain`` keeps uses apart that share the rest: ``"noise"`` for
+    perturbations, ``"rounding"`` for stochastic rounding. ``seed`` is any integer from 0 to 2^64 − 1; 0 is a seed.
+    """
+
+    seed: int
+    step: int
+    query: int
+    name: str
+    domain: str = "noise"
+
+    def __post_init__(self) -> None:
+        for field in ("seed", "step", "query"):
+            value = getattr(self, field)
+            if not 0 <= value < 2**64:
+                raise ValueError(f"{field} is {value}; choose a {field} from 0 to 2^64 − 1")
+
+    def philox_key(self) -> tuple[int, int]:
+        """The two 64-bit words of the key: BLAKE2b of 128 bits, personalised by "blockwalk-noise" and the version, of
+        seed, step and query (64-bit little-endian each), domain, a zero byte and name (UTF-8), read little-endian.
+        """
+        return _philox_key(self.seed, self.step, self.query, self.domain, self.name)
+
+
+def derive_seed(*parts: int | str | bytes) -> int:
+    """A seed from 0 to 2^63 − 1 out of any values, for generators that are not ours (a unit's dropout, a data order).
+
+    The BLAKE2b hash of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc") differ.
+    """
+    digest = hashlib.blake2b(digest_size=8, person=b"blockwalk-seed")
+    for part in parts:
+        tag = b"i" if isinstance(part, int) else b"s" if isinstance(part, str) else b"b"
+        body = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(tag + struct.pack("<Q", len(body)) + body)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def fill_(
+    out: torch.Tensor,
+    key: NoiseKey,
+    start: int = 0,
+    kind: NoiseKind = "gaussian",
+    *,
+    pitch: int | None = None,
+    rows: torch.Tensor | None = None,
+    native: bool = True,
+) -> torch.Tensor:
+    """``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or float16). Returns ``out``."""
+    return _write(None, out, key, start, 1.0, kind, None, pitch, rows, native)
+
+
+def add_scaled_(
+    target: torch.Tensor,
+    key: NoiseKey,
+    start: int,
+    scale: float,
+    kind: NoiseKind = "gaussian",
+    *,
+    rounding: NoiseKey | None = None,
+    pitch: int | None = None,
+    rows: torch.Tensor | None = None,
+    native: bool = True,
+) -> torch.Tensor:
+    """``target`` += scale·z, in float32: ``scale`` is rounded to float32, then the product, then the sum.
+
+    A target in bfloat16 or float16 is then rounded to nearest even or, with a ``rounding`` key, stochastically: the
+    magnitude rounds up where its remainder, in 2^-16 of the last place and truncated to that, plus the element's 16-bit
+    draw reaches 2^16. ``rounding`` has no effect on a float32 target. Returns ``target``.
+    """
+    return _write(target, target, key, start, scale, kind, rounding, pitch, rows, native)
+
+
+def perturbed(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    key: NoiseKey,
+    start: int,
+    scale: float,
+    kind: NoiseKind = "gaussian",
+    *,
+    rounding: NoiseKey | None = None,
+    pitch: int | None = None,
+    rows: torch.Tensor | None = None,
+    native: bool = True,
+) -> torch.Tensor:
+    """``out`` = cast(float32(source) + scale·z), as :func:`add_scaled_` but out of place; returns ``out``.
+
+    ``source`` and ``out`` are float32, bfloat16 or float16, of one shape, and may be one tensor; ``rows`` names the
+    noise's rows, the source has them gathered.
+    """
+    return _write(source, out, key, start, scale, kind, rounding, pitch, rows, native)
+
+
+def update_perturb_(
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    update_key: NoiseKey,
+    update_scale: float,
+    key: NoiseKey,
+    scale: float,
+    start: int = 0,
+    kind: NoiseKind = "gaussian",
+    *,
+    rounding: NoiseKey | None = None,
+) -> torch.Tensor:
+    """``weight`` += update_scale·z(update_key), rounded as :func:`add_scaled_` does; ``out`` = weight + scale·z(key).
+
+    ``out`` sees the rounded weight, and is itself rounded to nearest even. The same bits as the two calls, which is what
+    a CPU does; on CUDA one kernel reads and writes each weight once. Both contiguous. Returns ``out``.
+    """
+    if weight.device.type == "cuda":
+        from blockwalk import noise_cuda
+
+        return noise_cuda.update_perturb_(
+            weight, out, update_key, update_scale, key, scale, start, kind, rounding=rounding
+        )
+    add_scaled_(weight, update_key, start, update_scale, kind, rounding=rounding)
+    return perturbed(weight, out, key, start, scale, kind)
+
+
+def stochastic_round(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    rounding: NoiseKey,
+    start: int = 0,
+    *,
+    pitch: int | None = None,
+    rows: torch.Tensor | None = None,
+    native: bool = True,
+) -> torch.Tensor:
+    """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`add_scaled_` rounds; returns ``out``."""
+    return _write(source, out, None, start, 0.0, None, rounding, pitch, rows, native)
+
+
+def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, native: bool = True) -> torch.Tensor:
+    """Draws start … start + count − 1 of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
+    if out.dtype not in (torch.uint16, torch.int32) or out.shape != (count,) or not out.is_contiguous():
+        raise ValueError(
+            f"random_uint16 needs a contiguous uint16 or int32 tensor of {count} elements, not {out.dtype} {out.shape}"
+        )
+    _check_start(start)
+    if out.device.type == "cuda":
+        from blockwalk import noise_cuda
+
+        return noise_cuda.random_uint16(key, start, count, out)
+    library = _library() if native else None
+    if library is None:
+        out.copy_(torch.from_numpy(noise_numpy.draws(key.philox_key(), start, count)))
+        return out
+    k0, k1 = key.philox_key()
+
+    def work(a: int, b: int) -> None:
+        pointer = out.data_ptr() + a * out.element_size()
+        library.blockwalk_draws(pointer, _DTYPES[out.dtype], b - a, start + a, k0, k1)
+
+    native_code.parallel(work, count, _thread_count(count), _ALIGN)
+    return out
+
+
+class MezoNoise:
+    """The original MeZO's perturbations: one pass of torch's generator over the trainable parameters.
+
+    Each iteration over this object is one pass: a generator seeded with ``seed``, then one ``torch.normal(0, 1, size)``
+    in each parameter's own dtype and on its device, in the order given, which must be that of the deduplicated
+    ``named_parameters()`` for the original's draws. They are those that follow ``torch.manual_seed(seed)``, but the
+    process's own generators stay as they are. A draw depends on those before it: nothing here can be had alone.
+    """
+
+    def __init__(self, seed: int, parameters: Iterable[torch.Tensor]) -> None:
+        self.seed = seed
+        self._parameters = tuple(parameters)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generators: dict[torch.device, torch.Generator] = {}
+        for parameter in self._parameters:
+            device = parameter.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(self.seed)
+            yield torch.normal(
+                mean=0.0,
+                std=1.0,
+                size=tuple(parameter.shape),
+                generator=generators[device],
+                device=device,
+                dtype=parameter.dtype,
+            )
+
+
+class Window(NamedTuple):
+    """How a tensor's memory lies in its parameter: ``rows`` × ``width`` elements, in elements throughout."""
+
+    rows: int
+    width: int
+    pitch: int
+
+
+def window(tensor: torch.Tensor, other: torch.Tensor, pitch: int | None, rows: torch.Tensor | None) -> Window:
+    """The window of two tensors of one shape; refuses what the kernels could not walk."""
+    if tensor.shape != other.shape or tensor.device != other.device:
+        raise ValueError(
+            f"source and out must agree: {tuple(tensor.shape)} on {tensor.device}, {tuple(other.shape)} on {other.device}"
+        )
+    for each in (tensor, other):
+        if each.dtype not in _FLOATS:
+            raise ValueError(f"noise is added to float32, bfloat16 and float16 tensors, not {each.dtype}")
+    if pitch is None:
+        if rows is not None:
+            raise ValueError("rows needs pitch: the length of the parameter's rows")
+        if not (tensor.is_contiguous() and other.is_contiguous()):
+            raise ValueError("without pitch the tensor must be contiguous: pass the length of the parameter's rows")
+        return Window(1, tensor.numel(), 0)
+    if tensor.dim() != 2 or (tensor.shape[1] > 1 and (tensor.stride(1) != 1 or other.stride(1) != 1)):
+        raise ValueError(f"pitch needs a 2-D tensor with contiguous rows, not {tuple(tensor.shape)} {tensor.stride()}")
+    height, width = tensor.shape
+    if rows is not None:
+        if rows.shape != (height,) or rows.dtype != torch.int64 or rows.device != tensor.device:
+            raise ValueError(
+                f"rows must be {height} int64 indices on {tensor.device}, not {rows.dtype} {tuple(rows.shape)} "
+                f"on {rows.device}"
+            )
+    elif pitch == width and tensor.is_contiguous() and other.is_contiguous():
+        return Window(1, height * width, 0)
+    return Window(height, width, pitch)
+
+
+def _write(
+    source: torch.Tensor | None,
+    out: torch.Tensor,
+    key: NoiseKey | None,
+    start: int,
+    scale: float,
+    kind: NoiseKind | None,
+    rounding: NoiseKey | None,
+    pitch: int | None,
+    rows: torch.Tensor | None,
+    native: bool,
+) -> torch.Tensor:
+    """The one operation that the public ones name: out = cast(float32(source) + scale·z)."""
+    if kind not in KINDS:
+        raise ValueError(f"noise {kind!r} is not counter-based; choose gaussian or rademacher")
+    _check_start(start)
+    place = window(out if source is None else source, out, pitch, rows)
+    if place.rows * place.width == 0:
+        return out
+    if out.device.type == "cuda":
+        from blockwalk import noise_cuda
+
+        return noise_cuda.write(source, out, key, start, scale, kind, rounding, place, rows)
+    if out.device.type != "cpu":
+        raise ValueError(f"noise is made on cpu and cuda, not on {out.device.type}")
+    library = _library() if native else None
+    if library is not None:
+        _write_native(library, source, out, key, start, scale, kind, rounding, place, rows)
+    else:
+        _write_numpy(source, out, key, start, scale, kind, rounding, place, rows)
+    return out
+
+
+def _write_native(
+    library: ctypes.CDLL,
+    source: torch.Tensor | None,
+    out: torch.Tensor,
+    key: NoiseKey | None,
+    start: int,
+    scale: float,
+    kind: NoiseKind | None,
+    rounding: NoiseKey | None,
+    place: Window,
+    rows: torch.Tensor | None,
+) -> None:
+    k0, k1 = key.philox_key() if key is not None else (0, 0)
+    r0, r1 = rounding.philox_key() if rounding is not None else (0, 0)
+    index = rows.contiguous() if rows is not None else None
+    table = gaussian_table().ctypes.data
+    cubics = cubic_coefficients().ctypes.data
+    source_dtype = _DTYPES[source.dtype] if source is not None else 0
+    single = place.rows == 1 and index is None
+
+    def work(a: int, b: int) -> None:
+        """Rows a:b, or of a single row the elements a:b."""
+        first, count, width = (start + a, 1, b - a) if single else (start, b - a, place.width)
+        if not single and index is None:
+            first += a * place.pitch
+        source_stride = 1 if single else source.stride(0) if source is not None else 0
+        out_stride = 1 if single else out.stride(0)
+        library.blockwalk_noise(
+            source.data_ptr() + a * source_stride * source.element_size() if source is not None else None,
+            source_dtype,
+            source_stride,
+            out.data_ptr() + a * out_stride * out.element_size(),
+            _DTYPES[out.dtype],
+            out_stride,
+            count,
+            width,
+            first,
+            place.pitch,
+            index.data_ptr() + 8 * a if index is not None else None,
+            KINDS[kind],
+            k0,
+            k1,
+            scale,
+            rounding is not None,
+            r0,
+            r1,
+            cubics,
+            table,
+        )
+
+    threads = _thread_count(place.rows * place.width)
+    native_code.parallel(work, place.width if single else place.rows, threads, _ALIGN if single else 1)
+
+
+def _write_numpy(
+    source: torch.Tensor | None,
+    out: torch.Tensor,
+    key: NoiseKey | None,
+    start: int,
+    scale: float,
+    kind: NoiseKind | None,
+    rounding: NoiseKey | None,
+    place: Window,
+    rows: torch.Tensor | None,
+) -> None:
+    """The same bits row by row, through numpy's Philox."""
+    for r in range(place.rows):
+        first = start + (int(rows[r]) if rows is not None else r) * place.pitch
+        into = out[r] if place.pitch else out.view(-1)
+        x = torch.zeros(place.width)
+        if source is not None:
+            x.copy_(source[r] if place.pitch else source.view(-1))
+        if key is not None:
+            values = noise_numpy.gaussian if kind == "gaussian" else noise_numpy.rademacher
+            x += torch.from_numpy(values(key.philox_key(), first, place.width)).mul_(scale)
+        if rounding is None or into.dtype == torch.float32:
+            into.copy_(x)
+        else:
+            rounded = noise_numpy.round_bfloat16 if into.dtype == torch.bfloat16 else noise_numpy.round_float16
+            half = rounded(x.numpy(), noise_numpy.draws(rounding.philox_key(), first, place.width))
+            into.view(torch.int16).copy_(torch.from_numpy(half.view("int16")))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _philox_key(seed: int, step: int, query: int, domain: str, name: str) -> tuple[int, int]:
+    message = struct.pack("<QQQ", seed, step, query) + domain.encode() + b"\0" + name.encode()
+    person = f"blockwalk-noise{GENERATOR_VERSION}".encode()
+    return struct.unpack("<QQ", hashlib.blake2b(message, digest_size=16, person=person).digest())
+
+
+_ALIGN = 2048
+"""Elements between borders of threads: whole tiles of the C kernel."""
+
+
+def _thread_count(elements: int) -> int:
+    return max(1, min(torch.get_num_threads(), elements // _THREAD_ELEMENTS))
+
+
+def _check_start(start: int) -> None:
+    if start < 0:
+        raise ValueError(f"start is {start}; elements are counted from 0")
+
+
+@functools.cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer, long, word = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+    library.blockwalk_noise.restype = None
+    library.blockwalk_noise.argtypes = [
+        *(pointer, integer, long),  # source
+        *(pointer, integer, long),  # out
+        *(long, long, long, long, pointer),  # rows, width, start, pitch, row index
+        *(integer, word, word, ctypes.c_float),  # kind, key, scale
+        *(integer, word, word),  # rounding
+        *(pointer, pointer),  # coefficients, table
+    ]
+    library.blockwalk_draws.restype = None
+    library.blockwalk_draws.argtypes = [pointer, integer, long, long, word, word]
+    return library
+
+
+def _library() -> ctypes.CDLL | None:
+    library = native_code.load("noise")
+    return None if library is None else _declared(library)

@@ -1,0 +1,467 @@
+"""Oracles: Random123's published vectors, numpy's Philox, Φ⁻¹ of the standard library, and moments in closed form."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockwalk import native as native_code
+from blockwalk import noise, noise_numpy
+from blockwalk.noise import NoiseKey, add_scaled_, fill_, perturbed, random_uint16, stochastic_round, update_perturb_
+
+KEY = NoiseKey(seed=0, step=7, query=0, name="model.layers.0.self_attn.q_proj.weight")
+ROUNDING = NoiseKey(seed=0, step=7, query=0, name=KEY.name, domain="rounding")
+KINDS = ("gaussian", "rademacher")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HAS_COMPILER = native_code.load("noise") is not None
+PATHS = [pytest.param(True, marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler"), id="native"), False]
+
+PINNED_KEY = (0x4B688FF9EF26D91A, 0xDFE5F4A8C3624309)
+PINNED_VALUES = [0.36327868700027466, -1.1261557340621948, -1.0515210628509521, 1.0220437049865723]
+PINNED_SEED = 2345225987418141522
+
+# Random123, tests/kat_vectors: philox4x64 10 rounds, four words of counter, two of key, four of answer.
+PUBLISHED = """
+0000000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000
+16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b
+ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff ffffffffffffffff
+87b092c3013fe90b 438c3c67be8d0224 9cc7d7c69cd777b6 a09caebf594f0ba0
+243f6a8885a308d3 13198a2e03707344 a4093822299f31d0 082efa98ec4e6c89 452821e638d01377 be5466cf34e90c6c
+a528f45403e61d95 38c72dbd566e9788 a5a1610e72fd18b5 57bd43b5e52b7fe6
+"""
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
+    """The paper's definition with Python's integers."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, second = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
+        a, b, c, d = second >> 64 ^ b ^ k0, second % 2**64, first >> 64 ^ d ^ k1, first % 2**64
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) % 2**64, (k1 + 0xBB67AE8584CAA73B) % 2**64
+    return [a, b, c, d]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def awkward(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values of every magnitude that matters to 16-bit rounding: subnormal, ordinary, ties, overflowing."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-34, 18, (count,), generator=generator)
+    x[::7] = x[::7].half().float() + 2.0**-11  # near ties of float16
+    return x.to(dtype)
+
+
+def draws_of(key: NoiseKey, start: int, count: int) -> np.ndarray:
+    """The definition: draw e is the 16 bits at 16·(e mod 4) of word (e div 4) mod 4 of counter e div 16."""
+    words = [philox((c, 0, 0, 0), key.philox_key()) for c in range(start // 16, (start + count - 1) // 16 + 1)]
+    flat = [word >> 16 * lane & 0xFFFF for four in words for word in four for lane in range(4)]
+    return np.array(flat[start % 16 :][:count])
+
+
+def test_the_paper_s_definition_gives_the_published_vectors() -> None:
+    """Oracle: Random123's known-answer vectors, for the Philox that the other tests compare with."""
+    lines = [[int(word, 16) for word in line.split()] for line in PUBLISHED.split("\n") if line]
+    for question, answer in zip(lines[::2], lines[1::2], strict=True):
+        assert philox(tuple(question[:4]), (question[4], question[5])) == answer
+
+
+def test_words_are_philox_of_the_counter() -> None:
+    """Oracle: the definition above, for numpy's generator, whose counter steps before it is used."""
+    key = KEY.philox_key()
+    for counter in (0, 1, 2**40):
+        want = [word for c in range(counter, counter + 3) for word in philox((c, 0, 0, 0), key)]
+        assert noise_numpy.words(key, counter, 3).tolist() == want
+
+
+@pytest.mark.parametrize("native", PATHS)
+@pytest.mark.parametrize("start", [0, 3, 16, 2**34 + 5])
+def test_values_by_definition(native: bool, start: int) -> None:
+    """Oracle: the definition, element by element: 16-bit draws through the table, bits as signs."""
+    count = 700
+    draws = draws_of(KEY, start, count)
+    got = random_uint16(KEY, start, count, torch.empty(count, dtype=torch.int32), native=native)
+    assert got.tolist() == draws.tolist()
+    short = random_uint16(KEY, start, count, torch.empty(count, dtype=torch.uint16), native=native)
+    assert short.tolist() == draws.tolist()
+    z = fill_(torch.empty(count), KEY, start, "gaussian", native=native)
+    assert torch.equal(z, torch.from_numpy(noise_numpy.gaussian_table()[draws]))
+    signs = fill_(torch.empty(count), KEY, start, "rademacher", native=native)
+    for e in (start, start + 1, start + 63, start + 64, start + count - 1):
+        word = philox((e // 256, 0, 0, 0), KEY.philox_key())[e % 256 // 64]
+        assert signs[e - start] == 1 - 2 * (word >> e % 64 & 1)
+
+
+def test_table_is_the_inverse_normal() -> None:
+    """Oracle: statistics.NormalDist, and exact sums over the table for what its documentation claims."""
+    table = noise_numpy.gaussian_table()
+    inverse = NormalDist().inv_cdf
+    quantiles = np.array([-inverse((2 * m + 1) / 2**17) for m in range(1 << 15)])
+    assert np.abs(table[: 1 << 15] - quantiles).max() < 6.3e-5
+    assert np.array_equal(table[1 << 15 :], -table[: 1 << 15]), "antisymmetric: the mean and every odd moment are 0"
+    assert (np.diff(table[: 1 << 15]) < 0).all(), "m counts from the tail towards the middle"
+    assert table.min() == -table.max()
+    assert table.max() == np.float32(4.32497454)
+    moments = {k: math.fsum(float(z) ** k for z in table) / table.size for k in (2, 4, 6)}
+    assert abs(moments[2] - 1) < 2e-9
+    assert abs(moments[4] / moments[2] ** 2 - 2.99926) < 1e-5
+    assert abs(moments[6] - 14.973) < 1e-3
+    assert abs(1 / (2 * NormalDist().cdf(-4.325)) - 65_000) < 1000, "what the documentation says lies beyond"
+
+
+def test_cubics_go_through_the_quantiles() -> None:
+    """Oracle: −Φ⁻¹ at each segment's borders and inner Chebyshev extrema, times the documented scale."""
+    inverse = NormalDist().inv_cdf
+    for row, cubic in enumerate(np.roll(noise_numpy.cubic_coefficients().T.astype(float), 2, axis=0)):
+        exponent, second = divmod(row, 2)
+        for t in (0, 0.125, 0.375, 0.5):
+            p = 2.0**exponent * (1 + second / 2 + t) / 2**17
+            z = cubic @ [1, t, t**2, t**3]
+            assert abs(z + 1.0000128587 * inverse(p)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_look_independent(kind: str) -> None:
+    """Oracle: moments and correlations of n independent draws, within five standard deviations."""
+    n = 1 << 16
+    keys = [
+        KEY,
+        NoiseKey(1, 7, 0, KEY.name),
+        NoiseKey(0, 8, 0, KEY.name),
+        NoiseKey(0, 7, 1, KEY.name),
+        NoiseKey(0, 7, 0, "model.layers.1.self_attn.q_proj.weight"),
+        ROUNDING,
+        NoiseKey(2**63, 7, 0, KEY.name),
+    ]
+    assert len({key.philox_key() for key in keys}) == len(keys)
+    z = torch.stack([fill_(torch.empty(n), key, 0, kind) for key in keys]).double()
+    assert z.mean(1).abs().max() < 5 / n**0.5
+    kurtosis = {"gaussian": 2.99926, "rademacher": 1.0}[kind]
+    assert ((z**2).mean(1) - 1).abs().max() <= 5 * ((kurtosis - 1) / n) ** 0.5
+    correlation = z @ z.T / n - torch.eye(len(keys))
+    assert (correlation - correlation.diag().diag()).abs().max() < 5 / n**0.5
+    for lag in (1, 4, 16, 64, 256):
+        assert (z[:, lag:] * z[:, :-lag]).mean(1).abs().max() < 5 / (n - lag) ** 0.5
+
+
+def test_key_is_pinned() -> None:
+    """Oracle: a value written down when the generator was: ledgers hold seeds, so a key may never change silently."""
+    assert noise.GENERATOR_VERSION == 1
+    assert KEY.philox_key() == PINNED_KEY
+    assert fill_(torch.empty(4), KEY, 10**6).tolist() == PINNED_VALUES
+    assert noise.derive_seed("dropout", 3, b"x") == PINNED_SEED
+
+
+def test_seeds() -> None:
+    """Oracle: the documented range; 0 is a seed, and parts of a derived seed do not run into one another."""
+    assert NoiseKey(2**63, 0, 0, "w").philox_key() != NoiseKey(0, 0, 0, "w").philox_key()
+    for bad in (-1, 2**64):
+        with pytest.raises(ValueError, match="seed is"):
+            NoiseKey(bad, 0, 0, "w")
+    seeds = {noise.derive_seed(*p) for p in [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (b"1",), (1, 0), ()]}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("native", PATHS)
+@settings(max_examples=30, deadline=None)
+@given(start=st.integers(0, 2**40), count=st.integers(0, 6000), kind=st.sampled_from(KINDS), data=st.data())
+def test_a_slice_alone_is_the_slice_of_the_whole(
+    native: bool, start: int, count: int, kind: str, data: st.DataObject
+) -> None:
+    """Oracle: the whole, generated at once."""
+    whole = fill_(torch.empty(count), KEY, start, kind, native=native)
+    a = data.draw(st.integers(0, count))
+    b = data.draw(st.integers(a, count))
+    assert torch.equal(fill_(torch.empty(b - a), KEY, start + a, kind, native=native), whole[a:b])
+
+
+@pytest.mark.parametrize("native", PATHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows(native: bool, kind: str) -> None:
+    """Oracle: the whole parameter [N, D], generated at once, then sliced: rows, columns, named rows."""
+    height, width, begin = 37, 300, 5
+    whole = fill_(torch.empty(height, width), KEY, begin, kind, native=native)
+    rows = fill_(torch.empty(4, width), KEY, begin + 3 * width, kind, native=native)
+    assert torch.equal(rows, whole[3:7])
+    columns = fill_(torch.empty(height, 50), KEY, begin + 20, kind, pitch=width, native=native)
+    assert torch.equal(columns, whole[:, 20:70])
+    tokens = torch.tensor([5, 0, 36, 5])
+    named = fill_(torch.empty(4, width), KEY, begin, kind, pitch=width, rows=tokens, native=native)
+    assert torch.equal(named, whole[tokens])
+    weight = torch.randn(height, width)
+    into = torch.zeros(height, 2 * width)[:, 7:57]  # rows of a wider buffer
+    perturbed(weight[:, 20:70], into, KEY, begin + 20, 1e-3, kind, pitch=width, native=native)
+    assert torch.equal(into, weight[:, 20:70] + 1e-3 * whole[:, 20:70])
+    assert torch.equal(bits(fill_(torch.empty(0, width), KEY, 0, kind, pitch=width)), torch.empty(0, width).int())
+
+
+@pytest.mark.parametrize("native", PATHS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source_dtype", FLOATS)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_perturbed_rounds_as_torch_does(
+    native: bool, kind: str, source_dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    """Oracle: torch's float32 product, sum and conversion, one after another."""
+    n, start, scale = 5000, 11, 1e-3
+    source = awkward(n, source_dtype)
+    z = fill_(torch.empty(n), KEY, start, kind, native=native)
+    want = (source.float() + z * scale).to(out_dtype)
+    got = perturbed(source, torch.empty(n, dtype=out_dtype), KEY, start, scale, kind, native=native)
+    assert torch.equal(bits(got), bits(want))
+    if source_dtype == out_dtype:
+        assert torch.equal(bits(add_scaled_(source, KEY, start, scale, kind, native=native)), bits(want))
+
+
+@pytest.mark.parametrize("native", PATHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_rounding_by_definition(native: bool, dtype: torch.dtype) -> None:
+    """Oracle: neighbours and remainder in float64, rounded up where remainder + draw reaches 2^16."""
+    n, start = 4000, 9
+    x = awkward(n, torch.float32).clamp(-65000, 65000)
+    draws = torch.from_numpy(draws_of(ROUNDING, start, n))
+    magnitude = x.double().abs()
+    smallest = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}[dtype]
+    digits = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    unit = torch.maximum(2.0 ** (torch.frexp(magnitude).exponent.double() - 1 - digits), torch.tensor(smallest))
+    below = torch.floor(magnitude / unit)
+    up = torch.floor((magnitude / unit - below) * 2**16) + draws >= 2**16
+    want = torch.copysign((below + up) * unit, x.double()).to(dtype)
+    got = stochastic_round(x, torch.empty(n, dtype=dtype), ROUNDING, start, native=native)
+    assert torch.equal(bits(got), bits(want))
+    assert 0.3 < up.double().mean() < 0.7, "both directions were taken"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stochastic_updates_survive_where_nearest_ones_are_lost(dtype: torch.dtype) -> None:
+    """Oracle: the mean of many roundings of 1 + 2^-14, which is 1 + 2^-14 to five standard deviations."""
+    n, steps, change = 1 << 14, 4, 2.0**-14
+    total = 0.0
+    for step in range(steps):
+        one = torch.ones(n, dtype=dtype)
+        rounding = NoiseKey(0, step, 0, "w", "rounding")
+        source = torch.full((n,), 1 + change)
+        total += (stochastic_round(source, one, rounding).double() - 1).sum().item()
+        assert torch.equal(perturbed(source, one, KEY, 0, 0.0), torch.ones(n, dtype=dtype))
+    place = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    assert abs(total / (n * steps) - change) < 5 * (change * place / (n * steps)) ** 0.5
+
+
+def test_special_values() -> None:
+    """Oracle: IEEE 754: infinities stay, NaN stays NaN, with and without stochastic rounding."""
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45, 3e38] * 5)
+    for dtype in (torch.bfloat16, torch.float16):
+        for rounding in (None, ROUNDING):
+            for native in (True, False):
+                got = perturbed(
+                    special, torch.empty(35, dtype=dtype), KEY, 0, 0.0, rounding=rounding, native=native
+                ).float()
+                assert torch.equal(got[:2], special[:2])
+                assert got[2].isnan()
+                assert got[3:6].abs().max() <= 1e-44
+
+
+@pytest.mark.parametrize("rounding", [None, ROUNDING], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_update_then_perturb_is_both(dtype: torch.dtype, rounding: NoiseKey | None) -> None:
+    """Oracle: the two operations one after the other."""
+    pending = NoiseKey(0, 6, 0, KEY.name)
+    weight = awkward(1000, dtype)
+    want_weight = add_scaled_(weight.clone(), pending, 3, -1e-2, rounding=rounding)
+    want = perturbed(want_weight, torch.empty(1000, dtype=dtype), KEY, 3, 1e-3)
+    out = update_perturb_(weight, torch.empty(1000, dtype=dtype), pending, -1e-2, KEY, 1e-3, 3, rounding=rounding)
+    assert torch.equal(bits(weight), bits(want_weight))
+    assert torch.equal(bits(out), bits(want))
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+def test_threads_change_nothing() -> None:
+    """Oracle: one thread."""
+    n, start = (1 << 18) + 77, 5
+    source = torch.randn(n)
+    table = torch.randn(1100, 300)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            flat = perturbed(source, torch.empty(n, dtype=torch.bfloat16), KEY, start, 1e-3, rounding=ROUNDING)
+            window = perturbed(table[:, :250], torch.empty(1100, 250), KEY, start, 1e-3, "rademacher", pitch=300)
+            results.append((flat, window, random_uint16(KEY, 1, n, torch.empty(n, dtype=torch.int32))))
+    finally:
+        torch.set_num_threads(before)
+    for one, three in zip(*results, strict=True):
+        assert torch.equal(one, three)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the C kernel has one path on this processor")
+def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the same kernel compiled for this processor; here it is compiled without the widest vectors."""
+    n, start = 3001, 13
+    cases = [
+        (kind, source, out, rounding)
+        for kind in KINDS
+        for source in FLOATS
+        for out in FLOATS
+        for rounding in (None, ROUNDING)
+    ]
+
+    def run() -> list[torch.Tensor]:
+        return [
+            bits(perturbed(awkward(n, source), torch.empty(n, dtype=out), KEY, start, 1e-3, kind, rounding=rounding))
+            for kind, source, out, rounding in cases
+        ]
+
+    want = run()
+    monkeypatch.setenv("CC", f"{shutil.which('cc') or 'gcc'} -mno-avx512f")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_code, "_loaded", {})
+    got = run()
+    assert list(tmp_path.glob("native/noise-*.so")), "a second library was compiled"
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_refusals() -> None:
+    """Oracle: what the documentation asks of each argument."""
+    with pytest.raises(ValueError, match="gaussian or rademacher"):
+        fill_(torch.empty(4), KEY, 0, "uniform")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="float64"):
+        fill_(torch.empty(4, dtype=torch.float64), KEY)
+    with pytest.raises(ValueError, match="must agree"):
+        perturbed(torch.empty(4), torch.empty(5), KEY, 0, 1.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        fill_(torch.empty(4, 4).t()[:, :2], KEY)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        fill_(torch.empty(4, 4).t(), KEY, pitch=4)
+    with pytest.raises(ValueError, match="needs pitch"):
+        fill_(torch.empty(4, 4), KEY, rows=torch.arange(4))
+    with pytest.raises(ValueError, match="4 int64 indices"):
+        fill_(torch.empty(4, 4), KEY, pitch=4, rows=torch.arange(3))
+    with pytest.raises(ValueError, match="start is -1"):
+        fill_(torch.empty(4), KEY, -1)
+    with pytest.raises(ValueError, match="uint16 or int32"):
+        random_uint16(KEY, 0, 4, torch.empty(5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="not on meta"):
+        fill_(torch.empty(4, device="meta"), KEY)
+
+
+def test_mezo_noise_is_the_original_s() -> None:
+    """Oracle: the original's lines: torch.manual_seed, then torch.normal for each parameter."""
+    parameters = [torch.zeros(5, 7), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.float16)]
+    draws = noise.MezoNoise(0, parameters)
+    torch.manual_seed(99)
+    passes = [list(draws), list(draws)]
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(99)))
+    for got in passes:
+        torch.manual_seed(0)
+        for z, p in zip(got, parameters, strict=True):
+            want = torch.normal(mean=0, std=1, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+            assert torch.equal(z, want)
+
+
+def compare_triton(device: str) -> None:
+    """Every Triton kernel against the CPU's bits, on ``device``; in the interpreter the device is the CPU."""
+    from blockwalk import noise_cuda
+
+    def same(got: torch.Tensor, want: torch.Tensor) -> None:
+        assert torch.equal(bits(got).cpu(), bits(want)), (kind, source_dtype, out_dtype, rounding, start)
+
+    for kind in KINDS:
+        n = {"gaussian": 2100, "rademacher": 4150}[kind]  # two programs
+        start = 2**33 + 77  # neither on a counter's border nor within 32 bits
+        for source_dtype in FLOATS:
+            for out_dtype in FLOATS:
+                for rounding in (None, ROUNDING):
+                    source = awkward(n, source_dtype)
+                    on_device = source.to(device, copy=True)
+                    out = torch.empty(n, dtype=out_dtype, device=device)
+                    want = perturbed(source, out.cpu().clone(), KEY, start, 1e-3, kind, rounding=rounding)
+                    place = noise.Window(1, n, 0)
+                    same(noise_cuda.write(on_device, out, KEY, start, 1e-3, kind, rounding, place, None), want)
+                    if source_dtype != out_dtype:
+                        continue
+                    keys = NoiseKey(0, 6, 0, KEY.name), -1e-2, KEY, 1e-3, start, kind
+                    want = update_perturb_(source, want, *keys, rounding=rounding)
+                    noise_cuda.update_perturb_(on_device, out, *keys, rounding=rounding)
+                    same(on_device, source)
+                    same(out, want)
+        start = 512
+        out = noise_cuda.write(None, torch.empty(n, device=device), KEY, start, 1.0, kind, None, place, None)
+        same(out, fill_(torch.empty(n), KEY, start, kind))
+        start = 20
+        whole = fill_(torch.empty(40, 300), KEY, 0, kind)
+        columns = torch.empty(40, 60, device=device)[:, :50]
+        noise_cuda.write(None, columns, KEY, start, 1.0, kind, None, noise.Window(40, 50, 300), None)
+        same(columns.contiguous(), whole[:, 20:70].contiguous())
+        tokens = torch.tensor([5, 0, 39])
+        out = torch.empty(3, 300, device=device)
+        noise_cuda.write(None, out, KEY, 0, 1.0, kind, None, noise.Window(3, 300, 300), tokens.to(device))
+        same(out, whole[tokens])
+    for dtype in (torch.bfloat16, torch.float16):
+        x = awkward(n, torch.float32)
+        want = stochastic_round(x, torch.empty(n, dtype=dtype), ROUNDING, 3)
+        out = torch.empty(n, dtype=dtype, device=device)
+        noise_cuda.write(x.to(device), out, None, 3, 0.0, None, ROUNDING, noise.Window(1, n, 0), None)
+        same(out, want)
+    for dtype in (torch.int32, torch.uint16):
+        want = random_uint16(KEY, 9, n, torch.empty(n, dtype=dtype))
+        assert noise_cuda.random_uint16(KEY, 9, n, torch.empty(n, dtype=dtype, device=device)).tolist() == want.tolist()
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    """Oracle: the CPU's bits. The interpreter must be chosen before triton is imported, hence the process."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_noise as t; t.compare_triton('cpu')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_triton_kernels_on_a_gpu() -> None:
+    """Oracle: the CPU's bits."""
+    compare_triton("cuda")
+    weight = torch.randn(3000)
+    on_gpu = weight.cuda()
+    assert torch.equal(add_scaled_(on_gpu, KEY, 5, 1e-3).cpu(), add_scaled_(weight, KEY, 5, 1e-3))
+
+
+def test_compiled_kernels_have_no_fused_multiply_add() -> None:
+    """Oracle: the PTX that Triton writes for an H100: products and sums round separately, or bits differ from a CPU's."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    compiler = pytest.importorskip("triton.compiler")
+    from triton.backends.compiler import GPUTarget
+
+    from blockwalk import noise_cuda
+
+    kernel = noise_cuda._write_kernel
+    chosen = {"KIND": 1, "HAS_SOURCE": True, "HAS_ROWS": False, "ROUNDING": False, "ALIGNED": True}
+    constants = {**chosen, "COUNTERS": 128, "DRAWS": 16}
+    types = {"source": "*bf16", "out": "*bf16", "row_index": "*i64", "cubics": "*fp32", "scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in kernel.arg_names}
+    source = compiler.ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+    )
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=noise_cuda.COMPILE_OPTIONS)
+    instructions = re.findall(r"^\s+([a-z0-9.]+)\s", done.asm["ptx"], re.MULTILINE)
+    assert sum(name.startswith("mul") and "f32" in name for name in instructions) >= 4
+    assert not [name for name in instructions if name.startswith("fma")]
