@@ -39,8 +39,9 @@ class Anatomy:
 def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model.") -> str:
     """A parameter's or module's name in the plain model: without what PEFT puts around and between.
 
-    ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An adapter's own parameters keep ``base_layer``, which
-    tells apart the adapters of several fused expert weights of one module; so their names are those of PEFT's files.
+    ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An
+    adapter's own parameters keep ``base_layer``, which tells apart the adapters of several fused expert weights of one
+    module; so their names are those of PEFT's files.
     """
     parts = name.removeprefix(prefix).split(".")
     dropped = set(adapters) if ".lora_" in name else {*adapters, "base_layer"}

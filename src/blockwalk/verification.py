@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from blockwalk import anatomy as anatomy_room
-from blockwalk import arguments, blocks, skeleton
+from blockwalk import arguments, blocks, calls, heads, skeleton, units
 from blockwalk.anatomy import Anatomy, Trace, dissect, layer_candidates, watch
 from blockwalk.blocks import CutModel
 
@@ -66,7 +66,7 @@ def _key(model: Any, verify: bool) -> str:
         for key, value in model.config.to_dict().items()
         if key not in ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
     }
-    rooms = (anatomy_room, arguments, blocks, skeleton)
+    rooms = (anatomy_room, arguments, blocks, calls, heads, skeleton, units)
     code = [Path(str(room.__file__)).read_bytes() for room in rooms] + [Path(__file__).read_bytes()]
     facts = [
         type(model).__name__,
