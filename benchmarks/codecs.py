@@ -197,7 +197,9 @@ def main() -> int:
     if not args.check:
         return 0
     slow = [r for r in decoded if r["codec"].startswith("int4") and r["dtype"] == "bfloat16"]
-    missed = [f"{r['codec']} decodes at {r['rows_gb_per_s']:.1f} GB/s" for r in slow if r["rows_gb_per_s"] < DECODE_BOUND]
+    missed = [
+        f"{r['codec']} decodes at {r['rows_gb_per_s']:.1f} GB/s" for r in slow if r["rows_gb_per_s"] < DECODE_BOUND
+    ]
     missed += [f"{m} {w}: {v:.3f}" for m, each in ratios.items() for w, v in each.items() if v > LINEAR_BOUND]
     print("\n".join(["missed:", *missed]) if missed else "all bounds hold")
     return 1 if missed else 0

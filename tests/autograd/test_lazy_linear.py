@@ -31,6 +31,7 @@ CASES = [
     ((), (64, 70), True, False),
     ((1,), (256, 128), False, False),
     ((2, 1, 16), (70, 33), True, True),
+    ((256,), (264, 553), False, False),  # eight features beyond whole chunks: alone they would take another kernel
 ]
 
 

@@ -45,7 +45,9 @@ def roundtrip(tensor: torch.Tensor, codec: Codec, **options: object) -> torch.Te
     group_size = int(options.get("group_size", 32))  # type: ignore[call-overload]
     out = torch.empty(tensor.shape)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return decode(encoded(tensor, codec, **options), tuple(tensor.shape), codec, out, group_size=group_size, dtype=dtype)
+    return decode(
+        encoded(tensor, codec, **options), tuple(tensor.shape), codec, out, group_size=group_size, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 64), (4, 50), (2, 3, 96), (0, 64)])
@@ -142,11 +144,7 @@ def test_zero_and_tiny_rows(codec: Codec) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "value", "said"),
-    [
-        (codec, bad, "not finite")
-        for codec in (*STOCHASTIC, Codec.INT4)
-        for bad in (math.inf, -math.inf, math.nan)
-    ]
+    [(codec, bad, "not finite") for codec in (*STOCHASTIC, Codec.INT4) for bad in (math.inf, -math.inf, math.nan)]
     + [
         (Codec.FP16, 65520.0, "fp16 goes to 65504"),
         (Codec.BF16, -3.4e38, r"bf16 goes to 3.38953e\+38"),
@@ -214,11 +212,13 @@ def test_a_large_parameter_is_encoded_in_pieces() -> None:
     """Oracle: the encoding of its halves, each below the size of a piece."""
     x_RD = random(300, 1024)
     for codec in STOCHASTIC:
-        parts = torch.cat([encoded(half, codec) for half in x_RD.split(150)])
-        layout, half = Layout((300, 1024), codec), Layout((150, 1024), codec)
-        whole = encoded(x_RD, codec)
-        for i, part in enumerate(parts.split(half.nbytes)):
-            assert torch.equal(layout.codes(whole)[150 * i : 150 * (i + 1)].float(), half.codes(part).float())
+        for fast in (True, False):
+            layout = Layout((300, 1024), codec)
+            whole, parts = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
+            encode_rows(x_RD, whole, layout, 0, rounding=KEY, native=fast)
+            for start in (0, 150):
+                encode_rows(x_RD[start : start + 150], parts, layout, start, rounding=KEY, native=fast)
+            assert torch.equal(whole, parts)
 
 
 @pytest.mark.parametrize("codec", STOCHASTIC)
@@ -312,6 +312,31 @@ def test_the_kernel_and_torch_encode_alike(
 
 
 @needs_native
+@pytest.mark.parametrize("codec", SCALED)
+def test_the_kernel_and_torch_agree_on_subnormal_numbers(codec: Codec) -> None:
+    """Oracle: torch's arithmetic, where scales and products leave the normal numbers."""
+    for exponent in range(-44, -33):
+        x_RD = random(2, 128) * 10.0**exponent
+        for dtype in FLOATS:
+            outs = [torch.empty(2, 128, dtype=dtype) for _ in range(2)]
+            for out, fast in zip(outs, (True, False), strict=True):
+                decode_rows(encoded(x_RD, codec), Layout((2, 128), codec), 0, 2, out, native=fast)
+            assert torch.equal(*outs)
+
+
+@needs_native
+@pytest.mark.parametrize("codec", [Codec.FP8, Codec.INT8])
+def test_the_kernel_and_torch_round_alike(codec: Codec) -> None:
+    """Oracle: torch's arithmetic, on so many elements that every kind of tie of remainder and draw is among them."""
+    x_RD = random(1024, 1024)
+    layout = Layout((1024, 1024), codec)
+    buffers = [torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2)]
+    for buffer, fast in zip(buffers, (True, False), strict=True):
+        encode_rows(x_RD, buffer, layout, 0, rounding=KEY, native=fast)
+    assert torch.equal(*buffers)
+
+
+@needs_native
 def test_threads_share_the_rows() -> None:
     """Oracle: torch's arithmetic, for a range large enough for several threads."""
     x_RD = random(512, 512)
@@ -386,4 +411,6 @@ def test_cuda_gives_the_same_bits(codec: Codec) -> None:
             ours, theirs = (EncodedWeight(b, Layout((40, 300), codec), dtype) for b in (here, there))
             assert torch.equal(theirs.rows(3, 33).cpu(), ours.rows(3, 33))
             assert torch.equal(theirs.columns(33, 100).cpu(), ours.columns(33, 100))
-            assert torch.equal(theirs.gather(torch.tensor([3, 1], device="cuda")).cpu(), ours.gather(torch.tensor([3, 1])))
+            assert torch.equal(
+                theirs.gather(torch.tensor([3, 1], device="cuda")).cpu(), ours.gather(torch.tensor([3, 1]))
+            )

@@ -271,9 +271,7 @@ class DenseWeight:
     converted into ``scratch``.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, scratch: Scratch | None = None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, scratch: Scratch | None = None) -> None:
         if tensor.dim() != 2:
             raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
         self.tensor, self.dtype = tensor, dtype or tensor.dtype
@@ -352,7 +350,7 @@ def _encode_scaled(
     """fp8 and int8: one scale a row."""
     largest = LARGEST_CODE[codec]
     low_R1, high_R1 = torch.aminmax(x_RD, dim=1, keepdim=True)
-    scales_R1.copy_(torch.maximum(high_R1, -low_R1) / largest)
+    scales_R1.copy_(torch.maximum(high_R1, -low_R1).abs_() / largest)  # a row of −0 has the scale 0, not −0
     steps_RD = x_RD / torch.where(scales_R1 == 0, math.inf, scales_R1)
     if rounding is not None:
         steps_RD = _round_stochastically(steps_RD, codec, rounding, first_element)
@@ -361,9 +359,7 @@ def _encode_scaled(
     codes_RD.copy_(steps_RD.clamp_(-largest, largest))
 
 
-def _round_stochastically(
-    steps_RD: torch.Tensor, codec: Codec, rounding: NoiseKey, first_element: int
-) -> torch.Tensor:
+def _round_stochastically(steps_RD: torch.Tensor, codec: Codec, rounding: NoiseKey, first_element: int) -> torch.Tensor:
     """``steps_RD`` on the codes' grid: whole numbers for int8, three bits after the first one for e4m3."""
     draws = torch.empty(steps_RD.numel(), dtype=torch.int32, device=steps_RD.device)
     random_uint16(rounding, first_element, steps_RD.numel(), draws)

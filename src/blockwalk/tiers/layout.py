@@ -51,7 +51,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.codec is Codec.INT4 and self.group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size is {self.group_size}; int4 has groups of {GROUP_SIZES[0]} or {GROUP_SIZES[1]}")
+            raise ValueError(
+                f"group_size is {self.group_size}; int4 has groups of {GROUP_SIZES[0]} or {GROUP_SIZES[1]}"
+            )
 
     @classmethod
     def of(cls, spec: ParamSpec, codec: Codec, group_size: int = 32) -> Layout:
