@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from blockwalk.plan import Estimator, Plan, Timing
-from blockwalk.program import Bytes, Lane, Op, OpKind, Pool, Program, Shape, StepKind, check
-from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec
+from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind, check
+from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec, encoded_nbytes
 
 RULE_STATES = {"adamw": 2, "momentum": 1, "sgd": 0, "sign": 0}
 """Float32 state tensors that each update rule keeps for a trainable parameter."""
@@ -151,6 +151,8 @@ class _Builder:
     def part_bytes(self, unit: UnitSpec, part: StateKind) -> int:
         """Encoded bytes of a unit's frozen or trainable parameters."""
         trainable = part is StateKind.TRAINABLE
+        if trainable and self.plan.estimator is Estimator.ZEROTH_ORDER:
+            return bucket_bytes(self.plan, unit, self.group_size)
         placement = self.plan.trainable if trainable else self.plan.frozen
         return unit.nbytes(placement.codec, self.group_size, trainable=trainable)
 
@@ -264,10 +266,15 @@ def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: i
                 hold(Pool.DEVICE, nbytes)
                 if placement.tier is Tier.DISK:
                     hold(Pool.DISK, nbytes)
+    if plan.estimator is Estimator.ZEROTH_ORDER:
+        return held  # buckets hold what the rule keeps
     trained = model.numel(trainable=True)
     moments = RULE_STATES[plan.optimizer.name] * 4 * trained
-    hold(Pool.MAPPED if plan.optimizer_state.tier is Tier.DISK and device == "cpu" else pools[plan.optimizer_state.tier], moments)
-    if plan.estimator is Estimator.BACKPROP and plan.update.timing is Timing.STEP:
+    hold(
+        Pool.MAPPED if plan.optimizer_state.tier is Tier.DISK and device == "cpu" else pools[plan.optimizer_state.tier],
+        moments,
+    )
+    if plan.update.timing is Timing.STEP:
         hold(pools[plan.gradient.tier], 4 * trained)
     return held
 
@@ -429,7 +436,9 @@ def _backprop(b: _Builder, *, update: bool) -> None:
         norm = plan.optimizer.max_grad_norm > 0
         done = [ops[-1] for ops in gradients.values()]
         after = [b.op(OpKind.REDUCE, last, Lane.COMPUTE, done, part=StateKind.GRADIENT)] if norm else done
-        b.walk([_Turn(u, _update_at_end(b, u, after)) for u in range(last + 1) if b.model.units[u].numel(trainable=True)])
+        b.walk(
+            [_Turn(u, _update_at_end(b, u, after)) for u in range(last + 1) if b.model.units[u].numel(trainable=True)]
+        )
 
 
 def _update_at_end(b: _Builder, unit: int, gradients: Sequence[int]) -> Callable[[tuple[int, ...]], list[int]]:
@@ -441,7 +450,13 @@ def _update_at_end(b: _Builder, unit: int, gradients: Sequence[int]) -> Callable
 
 
 def _finish(
-    b: _Builder, unit: int, gradients: Mapping[int, list[int]], at_turn: bool, done: int, group: list[int], all_: Sequence[int]
+    b: _Builder,
+    unit: int,
+    gradients: Mapping[int, list[int]],
+    at_turn: bool,
+    done: int,
+    group: list[int],
+    all_: Sequence[int],
 ) -> list[int]:
     """The update at the block's turn, once the gradients of all micro-batches are there."""
     if not at_turn or group[-1] != all_[-1] or not b.model.units[unit].numel(trainable=True):
@@ -520,6 +535,36 @@ def _evaluate(b: _Builder) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+BUCKET_ALIGN = 64
+"""Bytes that each tensor's place in a bucket is a multiple of."""
+
+
+def bucket_states(plan: Plan) -> dict[str, tuple[Codec, float]]:
+    """What a zeroth-order rule keeps beside each trainable: its codec, and the value that it begins with."""
+    hessian = {"hessian": (plan.zo.hessian_codec, 1.0)} if plan.zo.kind == "hizoo" else {}
+    names = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}.get(plan.optimizer.name, ())
+    return {**hessian, **dict.fromkeys(names, (Codec.FP32, 0.0))}
+
+
+def bucket_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> int:
+    """Bytes of a unit's bucket: its trainables in their codec and the states beside them, aligned."""
+    codec = plan.trainable.codec
+    total = 0
+    for p in unit.params:
+        if p.trainable:
+            written_as = codec if p.quantizable or codec in CODEC_DTYPE else Codec.RAW
+            sizes = [encoded_nbytes(p.shape, p.dtype, written_as, group_size)]
+            sizes += [encoded_nbytes(p.shape, "float32", kept, group_size) for kept, _ in bucket_states(plan).values()]
+            total += sum(-(-size // BUCKET_ALIGN) * BUCKET_ALIGN for size in sizes)
+    return total
+
+
+def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[int]:
+    """The units whose trainables are fetched when their turn comes."""
+    builder = _Builder(plan, model, Shape(1, 1), Costs(), device, 32)
+    return frozenset(unit for unit in range(len(model.units)) if builder.streams(unit, StateKind.TRAINABLE))
+
+
 def forward_passes(plan: Plan) -> int:
     """Forwards of one zeroth-order step: 2q for two-point queries, N + 1 for fzoo, 2q + 1 for hizoo."""
     queries = plan.zo.queries
@@ -571,7 +616,9 @@ def _zeroth_order(b: _Builder, pending: Pending) -> None:
         b.walk(turns())
     done = b.op(OpKind.EXCHANGE, last, Lane.COMPUTE, [len(b.ops) - 1])
     if not deferred:
-        b.walk([_Turn(u, _update_at_end(b, u, [done])) for u in range(last + 1) if b.model.units[u].numel(trainable=True)])
+        b.walk(
+            [_Turn(u, _update_at_end(b, u, [done])) for u in range(last + 1) if b.model.units[u].numel(trainable=True)]
+        )
 
 
 def _apply_pending(b: _Builder, unit: int, after: Sequence[int], pending: Pending) -> list[int]:

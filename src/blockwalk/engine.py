@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from blockwalk.blocks import CutModel
-from blockwalk.compile import epilogue_reads
-from blockwalk.plan import Plan
+from blockwalk.compile import bucket_states, epilogue_reads, streamed_trainables
+from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Op
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.codecs import DenseWeight, EncodedWeight
@@ -27,6 +28,7 @@ from blockwalk.updates import make_rule
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
     from blockwalk.tiers import WeightSource
+    from blockwalk.tiers.buckets import Buckets
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ class Engine:
         lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
         device: where blocks compute; CUDA if there is one unless given.
         workdir: a folder for scratch maps and packed stores; a temporary one unless given.
+        run: names the store of a zeroth-order run's weights in ``workdir``; one that is there is taken up.
+
+        training: False freezes everything: no masters, no optimizer states.
 
     Raises:
         ValueError: the model cannot be cut, or its weights do not fit the plan; the message says why.
@@ -53,13 +58,19 @@ class Engine:
         lora: LoraSettings | str | os.PathLike[str] | None,
         device: torch.device,
         workdir: Path,
+        run: str = "run",
+        training: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
         self.scratch = ScratchMaps(workdir)
         self.source: WeightSource | None = None
         module, self.source, self.compute_dtype = _open(model, plan, workdir)
         if lora is not None:
-            module = _adapted(module, lora, plan.seed)
+            from blockwalk.adapters import adapt
+
+            module = adapt(module, lora, seed=plan.seed)
+        if not training:
+            module.requires_grad_(False)
         self.module = module
         self.cut = CutModel(module).to(device)
         self.spec: ModelSpec = self.cut.spec()
@@ -71,11 +82,15 @@ class Engine:
         reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
         self._trainables = [tuple(p for p in unit.params if p.trainable) for unit in reads]
         self._frozen = [tuple(p for p in unit.params if not p.trainable) for unit in reads]
+        self._stored = [[p.name for p in unit if p.name not in self._held] for unit in self._frozen]
+        """The names of each unit's frozen parameters that the source has; a frozen adapter's it has not."""
         self._bound: dict[str, torch.Tensor | Weight] = {}
         self._assembled: dict[tuple[int, int, torch.Size], torch.Tensor] = {}
         for index, unit in enumerate(self.spec.units):
             self._place_frozen(index)
-            self._place_trainables(index, [p for p in unit.params if p.trainable])
+            if plan.estimator is Estimator.BACKPROP:
+                self._place_trainables(index, [p for p in unit.params if p.trainable])
+        self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir / f"weights-{run}")
         self._held.clear()
 
     # ---- binding at construction ------------------------------------------------------------------------------------
@@ -133,6 +148,28 @@ class Engine:
             name, _, state = key.partition("\0")
             self.moments.setdefault(name, {})[state] = tensor
 
+    def _fill_buckets(self, path: Path) -> Buckets:
+        """The trainables of a zeroth-order run, each unit's in one piece, and what its rule keeps beside them."""
+        from blockwalk.tiers.buckets import Buckets
+
+        return Buckets(
+            self.spec,
+            codec=self.plan.trainable.codec,
+            states=bucket_states(self.plan),
+            initial=(self.source, self._held),
+            tier=self.plan.trainable.tier,
+            streamed=streamed_trainables(self.plan, self.spec, self.device.type),
+            slots=self.plan.prefetch + 1,
+            device=self.device,
+            path=path,
+        )
+
+    @property
+    def buckets(self) -> Buckets:
+        """Where a zeroth-order run's trainables are."""
+        assert self._buckets is not None, "backpropagation keeps masters, not buckets"
+        return self._buckets
+
     def _master_dtype(self, param: ParamSpec) -> torch.dtype:
         codec = self.plan.trainable.codec
         name = param.dtype if codec is Codec.RAW else CODEC_DTYPE[codec]
@@ -153,9 +190,11 @@ class Engine:
         """FETCH: make the pages of a unit's frozen parameters, or of its masters and optimizer states, resident, and
         assemble what the source does not hold in one piece."""
         if op.part is StateKind.TRAINABLE:
+            if self._buckets is not None:
+                return partial(self._buckets.fetch, op.unit, op.slot)
             return lambda: self.scratch.will_need(op.unit)
         assert self.source is not None
-        source, names = self.source, [p.name for p in self._frozen[op.unit]]
+        source, names = self.source, self._stored[op.unit]
         whole: dict[str, torch.Tensor] = {}
         for place, param in enumerate(self._frozen[op.unit]):
             if param.name not in self._bound:
@@ -173,12 +212,14 @@ class Engine:
         return work
 
     def store(self, op: Op) -> Callable[[], None]:
-        """STORE: hand a unit's masters and optimizer states, written in place, to the kernel."""
+        """STORE: hand a unit's masters and optimizer states, written in place, to the kernel; a bucket to its tier."""
+        if self._buckets is not None:
+            return partial(self._buckets.store, op.unit)
         return lambda: self.scratch.dont_need(op.unit)
 
     def evict(self, op: Op) -> Callable[[], None]:
         """EVICT: give the pages of a unit's frozen parameters back."""
-        source, names = self.source, [p.name for p in self._frozen[op.unit]]
+        source, names = self.source, self._stored[op.unit]
         return (lambda: source.release(names)) if source is not None else (lambda: None)
 
     # ---- what the estimators use ------------------------------------------------------------------------------------
@@ -195,6 +236,14 @@ class Engine:
         if any(self.masters[p.name].dtype != self.compute_dtype for p in self._trainables[unit]):
             self.cut.unbind(unit)
             self._bind_frozen(unit)
+
+    def trainables(self, unit: int) -> tuple[ParamSpec, ...]:
+        """The trainable parameters that a unit's turn reads."""
+        return self._trainables[unit]
+
+    def release(self, unit: int) -> None:
+        """Take a unit's trainables out of the module again."""
+        self.cut.unbind(unit, [p.name for p in self._trainables[unit]])
 
     def add_gradients(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
         """Add to the float32 accumulators; None is a parameter that the loss does not depend on."""
@@ -236,13 +285,19 @@ class Engine:
 
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Masters by name, and optimizer states as ``name<NUL>state``; the tensors themselves, not copies."""
+    def state_dict(self) -> dict[str, Any]:
+        """Masters by name, and optimizer states as ``name<NUL>state``; the tensors themselves, not copies. Of a zeroth-order
+        run the buckets, as bytes."""
+        if self._buckets is not None:
+            return self._buckets.state_dict()
         states = {f"{name}\0{key}": t for name, inner in self.moments.items() for key, t in inner.items()}
         return {**self.masters, **states}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` gave. Raises ValueError where names or shapes differ."""
+        if self._buckets is not None:
+            self._buckets.load_state_dict(state)
+            return
         own = self.state_dict()
         if missing := sorted(own.keys() ^ state.keys()):
             raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
@@ -265,6 +320,8 @@ class Engine:
         save_model(folder, self.module, {**self._bound, **self.masters})
 
     def close(self) -> None:
+        if self._buckets is not None:
+            self._buckets.close()
         if self.source is not None:
             self.source.close()
 
@@ -289,18 +346,6 @@ def _open(
     dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype)
     return skeleton.model, open_source(Path(model), plan.frozen.codec, skeleton.model, workdir), dtype
-
-
-def _adapted(module: nn.Module, lora: LoraSettings | str | os.PathLike[str], seed: int) -> nn.Module:
-    """The model with new adapters, or with those of a folder."""
-    from blockwalk import adapters
-
-    if isinstance(lora, str | os.PathLike):
-        saved: nn.Module = adapters.load_adapter(module, os.fspath(lora))
-        return saved
-    config = adapters.lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **lora.options)
-    added: nn.Module = adapters.add_lora(module, config=config, seed=seed)
-    return added
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:

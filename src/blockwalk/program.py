@@ -299,7 +299,9 @@ def shared_slots(program: Program) -> list[str]:
             if op.slot in holder:
                 wrong.append(f"op {op.index} fills slot {op.slot}, which holds {program.unit_names[holder[op.slot]]}")
             if op.slot in evicted and not before[op.index] >> evicted[op.slot] & 1:
-                wrong.append(f"op {op.index} fills slot {op.slot} without waiting for its eviction, op {evicted[op.slot]}")
+                wrong.append(
+                    f"op {op.index} fills slot {op.slot} without waiting for its eviction, op {evicted[op.slot]}"
+                )
             holder[op.slot] = op.unit
         elif op.kind is OpKind.EVICT:
             evicted[op.slot] = op.index

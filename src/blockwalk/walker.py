@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from blockwalk.compile import Costs, compile
+from blockwalk.compile import Costs, Pending, compile
+from blockwalk.data.batching import LabelWordBatch
 from blockwalk.engine import Engine
 from blockwalk.estimators.backprop import Backprop
+from blockwalk.estimators.objectives import as_objective
+from blockwalk.estimators.zeroth_order import ZerothOrder
 from blockwalk.lanes import Lanes, Mark
-from blockwalk.plan import Plan
+from blockwalk.ledger import Entry, Ledger
+from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, OpKind, Program, Shape, StepKind
+from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
 
 if TYPE_CHECKING:
@@ -69,9 +74,13 @@ class Walker:
         lora: train these adapters (settings, or the folder of a saved adapter) instead of the model's own parameters.
         device: ``cpu`` or ``cuda``; CUDA where there is one unless given.
         workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
+        training: False for evaluation and generation alone: nothing is trained, so nothing is kept for it.
+        ledger: zeroth order: the file that every step is written to before it counts. One that is there is taken up: the
+            run goes on after its last step, from the weights that ``workdir`` holds or from the model itself.
+        objective: zeroth order: a function of (logits [B, S, V], batch) whose answer is minimised instead of the loss.
 
     Raises:
-        ValueError: the model cannot be walked, or does not fit the plan.
+        ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another run's.
 
     >>> walker = Walker("Qwen2.5-0.5B", blockwalk.method("mebp"), lora=LoraSettings(rank=8))  # doctest: +SKIP
     >>> walker.step(batch).loss                                                               # doctest: +SKIP
@@ -85,16 +94,29 @@ class Walker:
         lora: LoraSettings | str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         workdir: str | os.PathLike[str] | None = None,
+        training: bool = True,
+        ledger: str | os.PathLike[str] | None = None,
+        objective: Callable[[torch.Tensor, Batch], Any] | None = None,
     ) -> None:
         self.plan = plan
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
-        self.engine = Engine(model, plan, lora=lora, device=self.device, workdir=folder)
+        run = run_of(ledger)
+        self.engine = Engine(model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training)
         self.lanes = Lanes(self.device)
-        self.estimator = Backprop(self.engine)
         self.costs = Costs()
         self.steps_done = 0
+        self.ledger: Ledger | None = None
+        self.estimator: Backprop | ZerothOrder
+        if plan.estimator is Estimator.ZEROTH_ORDER:
+            self.estimator = ZerothOrder(self.engine, None if objective is None else as_objective(objective))
+            if ledger is not None:
+                self._take_up(Ledger(ledger, header(self.engine, lora, run)))
+        elif ledger is not None or objective is not None:
+            raise ValueError(f"method {plan.method!r} differentiates: ledger and objective belong to zeroth order")
+        else:
+            self.estimator = Backprop(self.engine)
         options = plan.optimizer
         self._schedule = make_schedule(
             options.schedule, options.learning_rate, options.warmup_steps, options.total_steps, options.min_ratio
@@ -107,12 +129,14 @@ class Walker:
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Batch | LabelWordBatch, *, seed: int | None = None) -> StepResult:
         """One optimizer step on a whole batch, cut into ``plan.gradient_accumulation_steps`` micro-batches.
 
         Args:
             batch: ``input_ids``, ``labels`` and optionally ``attention_mask``, each int64 [B, S]; labels are not shifted,
-                and −100 is ignored.
+                and −100 is ignored. An objective that ranks label words takes classification examples.
+            seed: zeroth order: of this step's noise (0 is a seed too); the plan's unless given, or with ``noise: mezo``
+                one drawn from numpy's generator, as the original does.
 
         Raises:
             ValueError: shapes that do not fit, or a step without a single label.
@@ -120,23 +144,72 @@ class Walker:
         """
         began = time.perf_counter()
         learning_rate = self._schedule(self.steps_done)
-        self.engine.module.train()
-        program = self._run(StepKind.TRAIN, batch, learning_rate)
+        options: dict[str, Any] = {}
+        if isinstance(self.estimator, ZerothOrder):
+            self.engine.module.eval()
+            if self.plan.update.timing is not Timing.DEFERRED:
+                self._catch_up()  # nothing to do, unless the run was taken up again
+            options = {"seed": self.estimator.seed_of(seed)}
+        elif seed is not None:
+            raise ValueError(f"method {self.plan.method!r} draws no noise: seed belongs to zeroth order")
+        else:
+            self.engine.module.train()
+        if isinstance(batch, LabelWordBatch):
+            options["words"], batch = batch, batch.batch
+        program = self._run(StepKind.TRAIN, batch, learning_rate, **options)
         state = self.estimator.state
         assert state is not None
         self.steps_done += 1
         return StepResult(
             step=self.steps_done,
-            loss=state.loss_sum / state.tokens,
+            loss=state.loss,
             tokens=state.tokens,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
             bytes=program.bytes_by_lane(),
             grad_norm=state.grad_norm,
+            projected_grad=state.projected_grad,
         )
 
+    def flush(self) -> None:
+        """Zeroth order: apply every update that waits, and write the weights back to their tier. Before the weights are
+        looked at (evaluation, generation, saving) this happens by itself."""
+        if not isinstance(self.estimator, ZerothOrder):
+            return
+        self._catch_up()
+        self.engine.buckets.settle()
+
+    def _catch_up(self) -> None:
+        if isinstance(self.estimator, ZerothOrder) and self.estimator.waiting():
+            self._execute(self.program(StepKind.FLUSH, Shape(1, 1)))
+
+    def _take_up(self, ledger: Ledger) -> None:
+        """Go on where a ledger stands."""
+        assert isinstance(self.estimator, ZerothOrder)
+        estimator, self.ledger, self.steps_done = self.estimator, ledger, ledger.steps
+        buckets = self.engine.buckets
+        ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
+        if ahead > ledger.steps:
+            raise ValueError(
+                f"{ledger.path} has {ledger.steps} steps, and the weights of this run in the working folder have"
+                f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
+            )
+        estimator.resume(ledger.entries)
+
+        def record(entry: Entry) -> None:
+            ledger.append(entry)
+            estimator.entries.append(entry)
+
+        estimator.record = record
+
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """The gradient of the mean loss, float32, by canonical parameter name; nothing is updated."""
+        """The gradient of the mean loss, float32, by canonical parameter name; nothing is updated.
+
+        Raises:
+            ValueError: the method does not differentiate.
+        """
+        if isinstance(self.estimator, ZerothOrder):
+            raise ValueError(f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or mebp")
         self.engine.module.train()
         self._run(StepKind.GRADIENTS, batch, 0.0)
         gradients = dict(self.engine.gradients)
@@ -145,23 +218,44 @@ class Walker:
 
     def evaluate(self, batch: Batch) -> EvalResult:
         """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over."""
+        self.flush()
         self.engine.module.eval()
         self._run(StepKind.EVALUATE, batch, 0.0)
         state = self.estimator.state
         assert state is not None
         return EvalResult(state.loss_sum, state.tokens)
 
+    def label_losses(self, batch: Batch) -> torch.Tensor:
+        """The loss summed over the labels of each sequence, [B], in evaluation mode: what label words are ranked by."""
+        self.flush()
+        self.engine.module.eval()
+        self._run(StepKind.EVALUATE, batch, 0.0, by_row=True)
+        state = self.estimator.state
+        assert state is not None
+        assert state.row_losses_B is not None
+        return state.row_losses_B
+
     # ---- the executor -----------------------------------------------------------------------------------------------
 
     def program(self, step_kind: StepKind, shape: Shape) -> Program:
-        """The program of one kind of step at the shape of one micro-batch; cached."""
-        return compile(self.plan, self.spec, step_kind, shape, costs=self.costs, device=self.device.type)
+        """The program of one kind of step at the shape of one micro-batch, as the walker now stands; cached."""
+        pending = Pending()
+        if isinstance(self.estimator, ZerothOrder) and self.plan.update.timing is Timing.DEFERRED:
+            entries = self.estimator.waiting()
+            pending = Pending(entries, flush=entries >= self.plan.update.flush_every)
+        elif step_kind is StepKind.FLUSH:
+            pending = Pending(1, flush=True)
+        return compile(
+            self.plan, self.spec, step_kind, shape, costs=self.costs, pending=pending, device=self.device.type
+        )
 
-    def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float) -> Program:
+    def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
         batches = self._micro_batches(batch, self.plan.gradient_accumulation_steps if training else 1)
         program = self.program(step_kind, Shape(*batches[0]["input_ids"].shape))
-        self.estimator.begin(batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training)
+        self.estimator.begin(
+            batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training, **options
+        )
         self._execute(program)
         return program
 
@@ -197,25 +291,36 @@ class Walker:
 
     def state_dict(self) -> dict[str, Any]:
         """Trainables' masters, optimizer states and the step counter: all that a resumed run needs of the walker."""
+        self.flush()
         return {"steps_done": self.steps_done, **self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave.
+        """Take over what :meth:`state_dict` gave. With a ledger that has gone further, so does the walker: ``steps_done`` is
+        then the ledger's.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape.
         """
+        steps = int(state["steps_done"])
+        if isinstance(self.estimator, ZerothOrder):
+            if self.ledger is not None and self.ledger.steps < steps:
+                raise ValueError(f"{self.ledger.path} has {self.ledger.steps} steps, the saved state {steps}: not of one run")
+            if self.ledger is None:
+                self.estimator.resume([], after=steps)
         self.engine.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
-        self.steps_done = int(state["steps_done"])
+        self.steps_done = steps if self.ledger is None else self.ledger.steps
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors."""
+        self.flush()
         self.engine.save_pretrained(Path(folder))
 
     def close(self) -> None:
         """Let go of threads, files and scratch."""
         self.lanes.close()
         self.engine.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 

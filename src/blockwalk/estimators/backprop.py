@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from blockwalk.blocks import Prologue
+from blockwalk.data.batching import row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators.loss import chunked_cross_entropy
 from blockwalk.noise import derive_seed
@@ -45,6 +46,7 @@ class _State:
     learning_rate: float
     step: int
     training: bool
+    by_row: bool
     prologues: dict[int, Prologue] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -55,8 +57,17 @@ class _State:
     loaded: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     prologue_trainables: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     loss_sum: float = 0.0
+    row_losses_B: torch.Tensor | None = None
+    """The loss summed over each sequence, where ``by_row`` asks for it."""
     coefficient: float = 1.0
     grad_norm: float | None = None
+    projected_grad: float | None = None
+    """A first-order step has none."""
+
+    @property
+    def loss(self) -> float:
+        """Mean over the step's counted tokens."""
+        return self.loss_sum / self.tokens
 
 
 class Backprop:
@@ -69,18 +80,23 @@ class Backprop:
         head = engine.cut.head
         self.chunked = engine.plan.loss == "chunked" and not head.custom and head.lora is None
 
-    def begin(self, batches: Sequence[Batch], *, step: int, learning_rate: float, training: bool) -> None:
-        """Start a step on its micro-batches. ``training`` keeps what a backward walk needs.
+    def begin(
+        self, batches: Sequence[Batch], *, step: int, learning_rate: float, training: bool, by_row: bool = False
+    ) -> None:
+        """Start a step on its micro-batches. ``training`` keeps what a backward walk needs; ``by_row`` (evaluation of one
+        micro-batch) asks for the loss of each sequence.
 
         Raises:
             ValueError: no label of the step counts towards the loss.
         """
         tokens = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in batches)
         if training and not tokens:
-            raise ValueError("every label of this step is ignored (-100); check the data's completion or template settings")
+            raise ValueError(
+                "every label of this step is ignored (-100); check the data's completion or template settings"
+            )
         self.engine.gradients.clear()
         self.activations.clear()
-        self.state = _State(batches, tokens, learning_rate, step, training)
+        self.state = _State(batches, tokens, learning_rate, step, training, by_row)
 
     def prepare(self, op: Op) -> Callable[[], None]:
         """The work of one op, its inputs read now: the op may run later, on another lane."""
@@ -160,6 +176,9 @@ class Backprop:
             with torch.set_grad_enabled(state.training):
                 if self.chunked:
                     normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch)
+                elif state.by_row:
+                    state.row_losses_B = row_losses(engine.cut.logits(prologue, hidden_BSD, batch), batch["labels"])
+                    return
                 else:
                     loss = engine.cut.own_loss(prologue, hidden_BSD, batch)
             if self.chunked:
@@ -186,6 +205,7 @@ class Backprop:
         engine, head = self.engine, self.engine.cut.head
         weight = engine.weight(head.weight)
         shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
+        losses_N = shifted_NS.new_zeros(shifted_NS.shape[0], dtype=torch.float64) if state.by_row else None
         result = chunked_cross_entropy(
             shifted_NS,
             batch["labels"][:, 1:].reshape(-1),
@@ -196,7 +216,10 @@ class Backprop:
             grad_scale=1.0 / state.tokens if state.training else None,
             head_grad=self._accumulator(head.weight) if state.training else None,
             bias_grad=self._accumulator(head.bias) if state.training else None,
+            losses_N=losses_N,
         )
+        if losses_N is not None:
+            state.row_losses_B = losses_N.view(normed_BSD.shape[0], -1).sum(1)
         if result.grad_hidden_ND is None:
             return float(result.loss_sum), normed_BSD, None
         seed_BSD = torch.zeros_like(normed_BSD)
@@ -237,7 +260,11 @@ class Backprop:
             m = op.micro_batch
             prologue, trainables = state.prologues.pop(m), state.prologue_trainables.pop(m)
             reached = state.outer.pop(m)
-            outer = [(source, leaf) for source, leaf in zip(prologue.sources, prologue.leaves, strict=True) if id(leaf) in reached]
+            outer = [
+                (source, leaf)
+                for source, leaf in zip(prologue.sources, prologue.leaves, strict=True)
+                if id(leaf) in reached
+            ]
             outputs = [prologue.hidden_BSD, *(source for source, _ in outer)]
             seeds = [state.gradient.pop(m), *(reached[id(leaf)] for _, leaf in outer)]
             grads = torch.autograd.grad(outputs, list(trainables.values()), seeds, allow_unused=True)

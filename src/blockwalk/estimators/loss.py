@@ -189,6 +189,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     head_grad: Tensor | None = None,
     bias_grad: Tensor | None = None,
+    losses_N: Tensor | None = None,
     vocab_chunk: int | None = None,
     scratch: LossScratch | None = None,
 ) -> LossResult:
@@ -208,6 +209,7 @@ def chunked_cross_entropy(
             the head) is added. R = D is the whole head, tied or not; a head with LoRA is [W, B] on [h, s·h·Aᵀ], where R
             is the rank.
         bias_grad: float32 [V], likewise for the bias.
+        losses_N: float64 [N] on the hidden state's device, into which each counted token's own loss is written.
         vocab_chunk: vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says.
         scratch: buffers to keep for the next call.
 
@@ -247,7 +249,10 @@ def chunked_cross_entropy(
         if grad_scale is not None:
             sum_nD = scratch.take("sum", *h_nD.shape, like=h_nD, dtype=wide).zero_()
         rows = _forward(layer, h_nD, part_n, edges, bounds, None if two_passes else sum_nD)
-        loss_sum += rows.loss_n.sum()
+        loss_n = rows.loss_n
+        loss_sum += loss_n.sum()
+        if losses_N is not None:
+            losses_N.index_copy_(0, index_n, loss_n)
         if sum_nD is None or grad_scale is None or grad_ND is None:
             continue
         if two_passes:

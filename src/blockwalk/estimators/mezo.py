@@ -1,0 +1,41 @@
+"""The original MeZO's arithmetic: all weights perturbed and updated in place, one generator over all parameters.
+
+For comparison with the original only: in 16 bits, adding and taking away ε·z moves the weights more than the updates do.
+The oracle is :mod:`blockwalk.reference.mezo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from blockwalk.estimators.zo_update import ZerothOrderRule
+from blockwalk.ledger import Entry
+from blockwalk.noise import MezoNoise
+
+SIGNS = (1, -2, 1)
+"""The three passes of perturbation: to θ + ε·z, to θ − ε·z, and back."""
+
+
+def perturb_(parameters: Mapping[str, torch.Tensor], seed: int, sign: int, epsilon: float) -> None:
+    """p ← p + (sign·z)·ε, in the order given: that of the deduplicated ``named_parameters()``."""
+    for p, z in zip(parameters.values(), MezoNoise(seed, parameters.values()), strict=True):
+        p.add_(z.mul_(sign).mul_(epsilon))
+
+
+def update_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+    """p ← p − η·(g·z + λ·p), without the decay term where the name is spared."""
+    (projected_grad,) = entry.projected_grads
+    for (name, p), z in zip(parameters.items(), MezoNoise(entry.seed, parameters.values()), strict=True):
+        direction = z.mul_(projected_grad)
+        if rule.decays(name):
+            direction.add_(p * rule.weight_decay)
+        p.sub_(direction.mul_(entry.learning_rate))
+
+
+def replay_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+    """One whole step again, with the drift that its perturbations leave."""
+    for sign in SIGNS:
+        perturb_(parameters, entry.seed, sign, entry.epsilon)
+    update_(parameters, entry, rule)

@@ -1,0 +1,50 @@
+"""Objectives of zeroth-order training: any number per batch, differentiable or not, that is smaller where it is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from blockwalk.data.batching import LabelWordBatch
+
+Objective = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+"""Logits [B, S, V] and the micro-batch to a 0-d tensor, a mean over the micro-batch's sequences; it is minimised."""
+
+RANKED = ("label_words", "accuracy", "f1")
+"""The objectives that rank the label words of classification examples."""
+
+
+def as_objective(function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Any]) -> Objective:
+    """A Python function of (logits [B, S, V], batch) that answers a number, as an objective."""
+
+    def objective(logits_BSV: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.as_tensor(function(logits_BSV, batch), dtype=torch.float64, device=logits_BSV.device)
+
+    return objective
+
+
+def ranked(name: str, words: LabelWordBatch, row_losses: torch.Tensor) -> float:
+    """An objective over classification examples, from the loss of each label word (float64 [B · C], on the CPU).
+
+    ``label_words``: the mean cross-entropy among the label words; ``accuracy`` and ``f1`` (the mean over classes): one
+    minus it.
+    """
+    if name == "label_words":
+        scores_BC = -row_losses.view(-1, words.classes)
+        return float(torch.nn.functional.cross_entropy(scores_BC, words.targets_B))
+    if name == "accuracy":
+        return 1.0 - words.correct(row_losses) / len(words.targets_B)
+    chosen_B = (-row_losses.view(-1, words.classes)).argmax(1)
+    return 1.0 - _f1(chosen_B, words.targets_B, words.classes)
+
+
+def _f1(chosen_B: torch.Tensor, targets_B: torch.Tensor, classes: int) -> float:
+    """The mean over classes of 2·TP / (2·TP + FP + FN); a class that is neither there nor chosen counts as 0."""
+    scores = []
+    for c in range(classes):
+        hit = int(((chosen_B == c) & (targets_B == c)).sum())
+        wrong = int(((chosen_B == c) != (targets_B == c)).sum())
+        scores.append(2 * hit / (2 * hit + wrong) if hit else 0.0)
+    return sum(scores) / classes

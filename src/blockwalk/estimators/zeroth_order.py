@@ -1,0 +1,408 @@
+"""Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE, UPDATE and PERTURB of a program.
+
+While a unit is on the device, all forwards of the step run through it: two for each query of two-point SPSA (MeZO), one
+and the unperturbed one for FZOO, two and the unperturbed one for HiZOO. Weights are perturbed as they are read
+(:mod:`blockwalk.estimators.perturbed`), never the master. EXCHANGE makes the step's :class:`~blockwalk.ledger.Entry` from
+the losses; UPDATE applies the entries that a unit has not seen, whenever the program says so.
+
+    spsa    gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε                    Malladi et al. (NeurIPS 2023), algorithms 1 and 2
+    fzoo    gᵢ = (L(θ + ε·uᵢ) − L(θ)) / σ, σ their standard deviation  Dang et al. (2025), as in their code
+    hizoo   gᵢ as spsa along zᵢ/√H, and hᵢ = |l₊ + l₋ − 2l₀| / 2ε²     Zhao et al. (ICLR 2025), algorithm 1
+
+Losses and what is made of them are float64 (with ``noise: mezo`` the losses' own dtype, as the original has it).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from blockwalk.anatomy import canonical_name
+from blockwalk.blocks import Prologue
+from blockwalk.data.batching import LabelWordBatch, row_losses
+from blockwalk.engine import Engine
+from blockwalk.estimators import mezo
+from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
+from blockwalk.estimators.objectives import Objective, ranked
+from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
+from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_
+from blockwalk.ledger import Entry
+from blockwalk.plan import Plan
+from blockwalk.program import Op, OpKind
+from blockwalk.state import ParamSpec, Weight
+
+Batch = Mapping[str, torch.Tensor]
+IGNORE = -100
+
+AT_REST = (0, 0.0)
+"""The pass that sees the weights as they are."""
+
+
+def passes_of(plan: Plan) -> tuple[tuple[int, float], ...]:
+    """(query, sign) of each forward of a step, in the program's order."""
+    queries = range(plan.zo.queries)
+    match plan.zo.kind:
+        case "spsa":
+            return tuple((query, sign) for query in queries for sign in (1.0, -1.0))
+        case "fzoo":
+            return (AT_REST, *((query, 1.0) for query in queries))
+        case _:
+            return (AT_REST, *((query, sign) for query in queries for sign in (1.0, -1.0)))
+
+
+@dataclass(slots=True)
+class _State:
+    """What one step carries from op to op, by (micro-batch, forward pass)."""
+
+    batches: Sequence[Batch]
+    labels: Sequence[torch.Tensor]
+    """Of each micro-batch, on the CPU."""
+    counted: tuple[int, ...]
+    """Labels that count, of each micro-batch."""
+    step: int
+    seed: int
+    learning_rate: float
+    passes: tuple[tuple[int, float], ...]
+    training: bool
+    by_row: bool
+    words: LabelWordBatch | None
+    """The step's classification examples, where the objective ranks label words."""
+    prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
+    hidden: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """What each forward answered, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
+    mean; where losses are by row, one for each sequence."""
+    entry: Entry | None = None
+    loss_sum: float = 0.0
+    """Of an evaluation, over its tokens."""
+    row_losses_B: torch.Tensor | None = None
+    """Of an evaluation by row."""
+    grad_norm: float | None = None
+    """A zeroth-order step has none."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.counted)
+
+    @property
+    def loss(self) -> float:
+        """The step's reported loss: its first forward's."""
+        assert self.entry is not None
+        return self.entry.losses[0]
+
+    @property
+    def projected_grad(self) -> float:
+        """g; of several queries their mean."""
+        assert self.entry is not None
+        return statistics.fmean(self.entry.projected_grads)
+
+
+class ZerothOrder:
+    """Answers the compute ops of a zeroth-order program.
+
+    Args:
+        engine: the cut model and its buckets.
+        objective: a function of logits and batch that is minimised instead of the loss.
+    """
+
+    def __init__(self, engine: Engine, objective: Objective | None = None) -> None:
+        self.engine, self.function = engine, objective
+        self.plan = engine.plan
+        self.rule = ZerothOrderRule.of(self.plan)
+        self.entries: list[Entry] = []
+        """Steps done, oldest first: what pending updates are read from."""
+        self.entries_after = 0
+        """The step that the first of them follows."""
+        self.record: Callable[[Entry], None] = self.entries.append
+        """Called with each step's entry before any weight changes; the step counts when it returns."""
+        self.scratch = LossScratch()
+        self.loss_scratch = LossScratch()
+        self.state: _State | None = None
+        head = engine.cut.head
+        self.chunked = self.plan.loss == "chunked" and not head.custom and head.lora is None
+        self._in_place = self._resident_parameters() if self.plan.zo.noise == "mezo" else {}
+
+    def _resident_parameters(self) -> dict[str, torch.Tensor]:
+        """All trainables in the order of ``named_parameters()``, for the original's draws; bound for good."""
+        buckets, cut = self.engine.buckets, self.engine.cut
+        names = [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
+        return {name: buckets.cells(buckets.home[name])[name][""].tensor for name in names}
+
+    def seed_of(self, given: int | None) -> int:
+        """A step's seed: the one given (0 counts), else the plan's; the original draws one from numpy for each step."""
+        if given is not None:
+            return given
+        return int(np.random.randint(1000000000)) if self._in_place else self.plan.seed
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        batches: Sequence[Batch],
+        *,
+        step: int,
+        learning_rate: float,
+        training: bool,
+        by_row: bool = False,
+        seed: int | None = None,
+        words: LabelWordBatch | None = None,
+    ) -> None:
+        """Start a step, or an evaluation, on its micro-batches.
+
+        Args:
+            batches: the micro-batches, on the device.
+            step: its number, from 1.
+            learning_rate: the step's.
+            training: perturb, and make an entry of the losses.
+            by_row: evaluation of one micro-batch: the loss of each sequence.
+            seed: of the noise; the plan's unless given.
+            words: the examples that the batches' rows are, where the objective ranks label words.
+
+        Raises:
+            ValueError: no label of the step counts towards the loss.
+        """
+        labels = [batch["labels"].to("cpu") for batch in batches]
+        counted = tuple(int((each[:, 1:] != IGNORE).sum()) for each in labels)
+        if training and not sum(counted):
+            raise ValueError("every label of this step is ignored (-100); check the data's completion or template settings")
+        ranks = training and self.plan.zo.objective != "loss" and self.function is None
+        if ranks and words is None:
+            raise ValueError(
+                f"zo.objective: {self.plan.zo.objective} ranks label words: a step needs a LabelWordBatch (data with"
+                " data.template and data.label_words), or set zo.objective: loss"
+            )
+        self.state = _State(
+            batches,
+            labels,
+            counted,
+            step,
+            seed=self.plan.seed if seed is None else seed,
+            learning_rate=learning_rate,
+            passes=passes_of(self.plan) if training else (AT_REST,),
+            training=training,
+            by_row=by_row or ranks,
+            words=words,
+        )
+
+    def prepare(self, op: Op) -> Callable[[], None]:
+        """The work of one op."""
+        if op.kind is OpKind.UPDATE:
+            return lambda: self._update(op)
+        assert self.state is not None
+        work = {
+            OpKind.PROLOGUE: self._prologue,
+            OpKind.FORWARD: self._forward,
+            OpKind.LOSS: self._loss,
+            OpKind.PERTURB: self._perturb,
+            OpKind.EXCHANGE: self._exchange,
+        }[op.kind]
+        state = self.state
+        return lambda: work(op, state)
+
+    @torch.no_grad()
+    def _prologue(self, op: Op, state: _State) -> None:
+        self._bind(0, self._perturbation(op, state))
+        key = (op.micro_batch, op.forward_pass)
+        prologue = self.engine.cut.prologue(state.batches[op.micro_batch])
+        state.prologues[key], state.hidden[key] = prologue, prologue.hidden_BSD
+        self._unbind(0)
+
+    @torch.no_grad()
+    def _forward(self, op: Op, state: _State) -> None:
+        self._bind(op.unit, self._perturbation(op, state))
+        key = (op.micro_batch, op.forward_pass)
+        call = state.prologues[key].calls[op.unit - 1]
+        state.hidden[key] = self.engine.cut.forward(call, state.hidden[key])
+        self._unbind(op.unit)
+
+    @torch.no_grad()
+    def _loss(self, op: Op, state: _State) -> None:
+        m, cut = op.micro_batch, self.engine.cut
+        key, batch = (m, op.forward_pass), state.batches[m]
+        perturbation = self._perturbation(op, state)
+        self._bind(op.unit, perturbation)
+        prologue, hidden_BSD = state.prologues.pop(key), state.hidden.pop(key)
+        if state.training and self.function is not None:
+            value = self.function(cut.logits(prologue, hidden_BSD, batch), batch)
+        elif self.chunked:
+            normed_BSD = cut.head_input(prologue, hidden_BSD, batch)
+            value = self._chunked_loss(normed_BSD, state.labels[m], perturbation, by_row=state.by_row)
+        elif state.by_row:
+            value = row_losses(cut.logits(prologue, hidden_BSD, batch), batch["labels"])
+        else:
+            value = cut.own_loss(prologue, hidden_BSD, batch)
+        self._unbind(op.unit)
+        if state.training:
+            state.losses[key] = value
+        elif state.by_row:
+            state.row_losses_B = value
+        else:
+            state.loss_sum += float(value) * (1 if self.chunked else state.counted[m])
+
+    def _chunked_loss(
+        self, normed_BSD: torch.Tensor, labels_BS: torch.Tensor, perturbation: Perturbation, *, by_row: bool
+    ) -> torch.Tensor:
+        """The summed loss, float64, of the whole micro-batch or of each sequence."""
+        head = self.engine.cut.head
+        hidden_ND = normed_BSD[:, :-1].reshape(-1, normed_BSD.shape[-1])
+        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
+        result = chunked_cross_entropy(
+            hidden_ND,
+            labels_BS[:, 1:].reshape(-1),
+            self._matrix(head.weight, perturbation),
+            grad_scale=None,
+            bias=self._vector(head.bias, perturbation),
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            losses_N=losses_N,
+            scratch=self.loss_scratch,
+        )
+        return result.loss_sum if losses_N is None else losses_N.view(len(normed_BSD), -1).sum(1)
+
+    # ---- weights as a forward sees them -----------------------------------------------------------------------------
+
+    def _perturbation(self, op: Op, state: _State) -> Perturbation:
+        query, sign = state.passes[op.forward_pass]
+        if self._in_place:
+            sign = 0.0  # they were perturbed where they lie
+        kind = "gaussian" if self._in_place else self.rule.kind_of_noise
+        return Perturbation(state.seed, state.step, query, sign * self.plan.zo.epsilon, kind)
+
+    def _bind(self, unit: int, perturbation: Perturbation) -> None:
+        """Put a unit's trainables in their places, perturbed: matrices as they are read, the rest as copies."""
+        trainables = self.engine.trainables(unit)
+        self.engine.cut.bind(unit, {p.name: self._value(p, perturbation) for p in trainables})
+
+    def _unbind(self, unit: int) -> None:
+        """Let go of copies and of the slot."""
+        self.engine.release(unit)
+
+    def _value(self, param: ParamSpec, perturbation: Perturbation) -> torch.Tensor | Weight:
+        """A trainable under a perturbation, in the compute dtype: a matrix as a range at a time, the rest as a copy."""
+        weight = self._perturbed(param.name, perturbation)
+        cell = weight.cell
+        if not perturbation.scale and cell.dense and cell.tensor.dtype == self.engine.compute_dtype:
+            return cell.tensor
+        return weight if param.quantizable and len(param.shape) == 2 else weight.whole()
+
+    def _vector(self, name: str | None, perturbation: Perturbation) -> torch.Tensor | None:
+        """A small parameter, whether it is trained or not."""
+        if name is None or name not in self.engine.buckets.home:
+            return self.engine.vector(name)
+        return self._perturbed(name, perturbation).whole()
+
+    def _matrix(self, name: str, perturbation: Perturbation) -> Weight:
+        """A 2-D parameter to be read a range at a time, whether it is trained or not."""
+        if name not in self.engine.buckets.home:
+            return self.engine.weight(name)
+        return self._perturbed(name, perturbation)
+
+    def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
+        cells = self.engine.buckets.cells(self.engine.buckets.home[name])[name]
+        return PerturbedWeight(
+            name, cells[""], perturbation, self.engine.compute_dtype, self.scratch, cells.get(HESSIAN)
+        )
+
+    # ---- from losses to weights -------------------------------------------------------------------------------------
+
+    def _perturb(self, op: Op, state: _State) -> None:
+        mezo.perturb_(self._in_place, state.seed, mezo.SIGNS[op.forward_pass], self.plan.zo.epsilon)
+
+    def _exchange(self, op: Op, state: _State) -> None:
+        """Turn the losses into the step's entry.
+
+        Raises:
+            FloatingPointError: a loss is not finite; neither weights nor ledger have changed.
+        """
+        losses = self._losses(state)
+        if not all(map(math.isfinite, losses)):
+            raise FloatingPointError(
+                f"step {state.step} has a loss that is not finite: losses {losses}, seed {state.seed}, learning rate"
+                f" {state.learning_rate}, epsilon {self.plan.zo.epsilon}. Nothing was updated; lower the learning rate"
+                " or zo.epsilon, or look at this step's data"
+            )
+        grads, curvatures = self._scalars(losses, state)
+        state.entry = Entry(
+            step=state.step,
+            seed=state.seed,
+            learning_rate=state.learning_rate,
+            epsilon=self.plan.zo.epsilon,
+            losses=losses,
+            projected_grads=grads,
+            curvatures=curvatures,
+        )
+        self.record(state.entry)
+
+    def _losses(self, state: _State) -> tuple[float, ...]:
+        """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
+        cuts, passes = range(len(state.batches)), range(len(state.passes))
+        values = torch.stack([torch.cat([state.losses[m, p].double().reshape(-1) for m in cuts]) for p in passes]).cpu()
+        if state.by_row:
+            assert state.words is not None
+            return tuple(ranked(self.plan.zo.objective, state.words, rows_B) for rows_B in values)
+        if self.function is not None:
+            shares: Sequence[int] = [len(labels) for labels in state.labels]
+        else:
+            shares = [1] * len(cuts) if self.chunked else state.counted
+        divisor = sum(shares) if self.function is not None else state.tokens
+        return tuple(
+            math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / divisor
+            for of_pass in values.tolist()
+        )
+
+    def _scalars(self, losses: tuple[float, ...], state: _State) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Projected gradients and curvatures of each query."""
+        epsilon, queries = self.plan.zo.epsilon, range(self.plan.zo.queries)
+        if self._in_place and len(state.batches) == 1 and not (self.chunked or state.by_row):
+            return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * epsilon)).item(),), ()
+        if self.plan.zo.kind == "fzoo":
+            base, *sided = losses
+            sigma = statistics.pstdev(sided)
+            return tuple((each - base) / sigma if sigma else 0.0 for each in sided), ()
+        pairs = losses if self.plan.zo.kind == "spsa" else losses[1:]
+        grads = tuple((pairs[2 * i] - pairs[2 * i + 1]) / (2 * epsilon) for i in queries)
+        if self.plan.zo.kind == "spsa":
+            return grads, ()
+        bends = (math.fabs(pairs[2 * i] + pairs[2 * i + 1] - 2 * losses[0]) for i in queries)
+        return grads, tuple(bend / (2 * epsilon**2) for bend in bends)
+
+    @property
+    def steps(self) -> int:
+        """Steps that count as done."""
+        return self.entries_after + len(self.entries)
+
+    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
+        """Take up a run where its ledger stands: ``entries`` follow step ``after``."""
+        self.entries[:], self.entries_after = entries, after
+
+    def waiting(self) -> int:
+        """The most entries that any unit has not seen where it stays between its turns."""
+        buckets = self.engine.buckets
+        return max((self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())), default=0)
+
+    @torch.no_grad()
+    def _update(self, op: Op) -> None:
+        """Apply what a unit has not seen to its copy on the device."""
+        buckets = self.engine.buckets
+        entries = self.entries[buckets.step(op.unit) - self.entries_after :]
+        if self._in_place:
+            self._update_in_place(entries)
+            return
+        for name, cells in buckets.cells(op.unit).items():
+            apply_entries_(self.rule, entries, name, cells, self.scratch)
+        buckets.advance(op.unit, self.steps)
+
+    def _update_in_place(self, entries: Sequence[Entry]) -> None:
+        """The original's update draws for all parameters in one pass: the first unit's turn does it for all. Steps of an
+        earlier process are done again with the drift of their perturbations."""
+        buckets = self.engine.buckets
+        for entry in entries:
+            perturbed_now = self.state is not None and self.state.entry is entry
+            (mezo.update_ if perturbed_now else mezo.replay_)(self._in_place, entry, self.rule)
+        for unit in set(buckets.home.values()):
+            buckets.advance(unit, self.steps)

@@ -1,0 +1,168 @@
+"""The ledger of a zeroth-order run: one line a step, from which its weights can be rebuilt bit for bit.
+
+    ledger.jsonl
+        {"format": "blockwalk-ledger", "version": 1, "run": ..., "base": ..., "rule": {...}, ...}     the header
+        {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...], ...}
+        ...
+
+A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn one, which is cut
+off when the ledger is opened again: at most the step in flight is lost. Numbers are written so that reading them gives
+the same float64.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blockwalk import files
+
+FORMAT, VERSION = "blockwalk-ledger", 1
+NAME = "ledger.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One step: every scalar that its update reads."""
+
+    step: int
+    """From 1."""
+    seed: int
+    learning_rate: float
+    epsilon: float
+    losses: tuple[float, ...]
+    """In the order of the forwards; the first is the step's reported loss."""
+    projected_grads: tuple[float, ...]
+    """gᵢ, one for each query; the update's direction is their mean-weighted noise (1/q)·Σ gᵢ·zᵢ."""
+    curvatures: tuple[float, ...] = ()
+    """hizoo: |l₊ + l₋ − 2l₀| / 2ε² of each query."""
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """What each query's noise is multiplied with in the direction: gᵢ/q."""
+        return tuple(g / len(self.projected_grads) for g in self.projected_grads)
+
+
+class Ledger:
+    """A ledger that steps are appended to: created with its header, or opened where it stands.
+
+    Args:
+        path: the file.
+        header: what the run is (see :func:`blockwalk.replay.header`); ``run`` may differ from an existing ledger's, which
+            then holds.
+
+    Raises:
+        ValueError: the file is no ledger, or one of a run that differs; the message names what differs.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            files.write_bytes(self.path, _line({"format": FORMAT, "version": VERSION, **header}))
+        self.header, self.entries, whole = _read(self.path)
+        if different := differences(self.header, header):
+            raise ValueError(f"{self.path} is another run's ledger: {'; '.join(different)}. Choose another output_dir")
+        self._fd = os.open(self.path, os.O_WRONLY)
+        if whole < os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, whole)
+            os.fsync(self._fd)
+        os.lseek(self._fd, 0, os.SEEK_END)
+
+    @property
+    def steps(self) -> int:
+        """Steps that count as done."""
+        return len(self.entries)
+
+    def append(self, entry: Entry) -> None:
+        """Write one step's line and wait until it is on the disk."""
+        assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in {self.path}"
+        line = _line(asdict(entry))
+        start = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            done = 0
+            while done < len(line):
+                done += os.write(self._fd, line[done:])
+            os.fdatasync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, start)  # a full disk: the step does not count, and the next one starts a fresh line
+            os.lseek(self._fd, start, os.SEEK_SET)
+            raise
+        self.entries.append(entry)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_ledger(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Entry]]:
+    """The header and the whole lines of a ledger, without changing it.
+
+    Raises:
+        ValueError: the file is no ledger, or one of another version, or damaged before its last line.
+    """
+    header, entries, _ = _read(Path(path))
+    return header, entries
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings in which two headers differ, as ``name: saved, now``; the run's own name is none of them."""
+    names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
+    out = []
+    for name in names:
+        before, after = saved.get(name), _plain(now[name])
+        if isinstance(before, dict) and isinstance(after, dict):
+            keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+            out += [f"{name}.{key} is {before.get(key)!r} there and {after.get(key)!r} here" for key in keys]
+        elif isinstance(before, list | dict) or isinstance(after, list | dict):
+            out.append(f"{name} differs")
+        else:
+            out.append(f"{name} is {before!r} there and {after!r} here")
+    return out
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[Entry], int]:
+    """Header, entries, and the bytes that they take: what follows is a torn line."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
+    data = path.read_bytes()
+    lines = data.split(b"\n")
+    lines.pop()  # what follows the last newline is torn, or nothing
+    if not lines:
+        raise ValueError(f"{path} is no ledger: it has no whole line")
+    try:
+        header, *rest = (json.loads(line) for line in lines)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: a line before its last is not JSON ({error})") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path} is no ledger: its first line has no format {FORMAT!r}")
+    if header.get("version") != VERSION:
+        raise ValueError(f"{path} has ledger version {header.get('version')}; this version of blockwalk reads {VERSION}")
+    entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
+    return header, entries, sum(len(line) + 1 for line in lines)
+
+
+def _entry(value: Any, number: int, path: Path) -> Entry:
+    lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
+    try:
+        fields: dict[str, Any] = {key: tuple(each) if key in lists else each for key, each in value.items()}
+        entry = Entry(**fields)
+    except TypeError as error:
+        raise ValueError(f"{path}: line {number + 1} is no step of a ledger: {error}") from None
+    if entry.step != number:
+        raise ValueError(f"{path}: line {number + 1} is step {entry.step}, and step {number} is due")
+    return entry
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """As it is read back."""
+    return json.loads(json.dumps(value))

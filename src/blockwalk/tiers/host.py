@@ -1,0 +1,97 @@
+"""The host tier: every streamed bucket in one allocation of host memory, pinned where a GPU copies from it.
+
+Pinned once and never grown: copies run asynchronously on the lanes' streams, and an event per bucket keeps a step's fetch
+behind the last step's store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from blockwalk.tiers.slots import UnitTier
+
+
+class HostTier:
+    """Buckets in host memory (a :class:`~blockwalk.tiers.slots.UnitTier`).
+
+    Args:
+        sizes: bytes of each unit's bucket; 0 for a unit that is not here.
+        device: where buckets go; a CUDA device pins the memory.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.whole_P = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._cuda)
+        starts = [sum(sizes[:unit]) for unit in range(len(sizes))]
+        self._buckets = [self.whole_P[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        self._steps = [0] * len(sizes)
+        self._stored: list[torch.cuda.Event | None] = [None] * len(sizes)
+
+    def bucket(self, unit: int) -> torch.Tensor:
+        """A unit's bytes (CPU uint8): to be filled at the start, and read when nothing is in flight."""
+        return self._buckets[unit]
+
+    def step(self, unit: int) -> int:
+        return self._steps[unit]
+
+    def set_step(self, unit: int, step: int) -> None:
+        """Say of which step the bytes are, after they were put here from outside."""
+        self._steps[unit] = step
+
+    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+        stored = self._stored[unit]
+        if stored is not None:
+            torch.cuda.current_stream(out_P.device).wait_event(stored)
+        out_P.copy_(self._buckets[unit], non_blocking=True)
+        return self._steps[unit]
+
+    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+        self._buckets[unit].copy_(data_P, non_blocking=True)
+        if self._cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(data_P.device))
+            self._stored[unit] = event
+        self._steps[unit] = step
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+
+class Staged:
+    """A tier of CPU buffers behind a GPU: two pinned buffers on the way in, one on the way out.
+
+    The lane's thread waits for the device where it must; the thread that computes never does.
+    """
+
+    def __init__(self, tier: UnitTier, largest: int, device: torch.device) -> None:
+        self._tier, self._device = tier, device
+        self._inward = [torch.empty(largest, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._outward = torch.empty(largest, dtype=torch.uint8, pin_memory=True)
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def step(self, unit: int) -> int:
+        return self._tier.step(unit)
+
+    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+        self._turn = 1 - self._turn
+        copied, staging_P = self._copied[self._turn], self._inward[self._turn][: len(out_P)]
+        if copied is not None:
+            copied.synchronize()
+        step = self._tier.read_unit(unit, staging_P)
+        out_P.copy_(staging_P, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._copied[self._turn] = event
+        return step
+
+    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+        staging_P = self._outward[: len(data_P)]
+        staging_P.copy_(data_P, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        self._tier.write_unit(unit, staging_P, step)
+
+    def close(self) -> None:
+        self._tier.close()
