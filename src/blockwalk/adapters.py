@@ -6,16 +6,20 @@ Any ``LoraConfig`` that leaves the base weights alone; what would read or change
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from blockwalk.anatomy import canonical_name
 from blockwalk.plan import did_you_mean
+
+if TYPE_CHECKING:
+    from blockwalk.config import LoraSettings
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 """PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""
@@ -130,6 +134,14 @@ def add_lora(
         if param.requires_grad and param.dtype != torch.float32:
             param.data = param.data.float()
     return wrapped
+
+
+def adapt(model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed: int = 0) -> Any:
+    """Put adapters on a model: new ones from settings, or those of a folder."""
+    if isinstance(lora, str | os.PathLike):
+        return load_adapter(model, os.fspath(lora))
+    config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **lora.options)
+    return add_lora(model, config=config, seed=seed)
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

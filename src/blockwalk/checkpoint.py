@@ -18,12 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blockwalk import files
-
-if TYPE_CHECKING:
-    import torch
 
 FORMAT = 1
 TENSORS, SCALARS = "state.safetensors", "state.json"
@@ -66,11 +63,15 @@ def save(
     """
     import torch
 
+    from blockwalk import safetensors_file
+    from blockwalk.safetensors_file import Entry
+
     tensors = {name: value for name, value in walker.items() if isinstance(value, torch.Tensor)}
     scalars = {name: value for name, value in walker.items() if name not in tensors}
     path = output_dir / f"checkpoint-{step:06d}"
     with files.atomic_folder(path) as folder:
-        write_safetensors(folder / TENSORS, tensors)
+        entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        safetensors_file.write(folder / TENSORS, entries, tensors.values())
         state = {
             "format": FORMAT,
             "step": step,
@@ -173,49 +174,6 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
             if old != new:
                 changes.append(f"{key}: {old} → {new}")
     return changes
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors in the safetensors format, one at a time: memory for the largest alone, and only if it is not on
-    the CPU and contiguous.
-
-    Source: https://github.com/huggingface/safetensors, section "Format".
-    """
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(_as_bytes(tensor))
-
-
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 def versions() -> dict[str, str]:

@@ -120,6 +120,9 @@ class RunConfig:
             raise ValueError("classification needs both data.template and data.label_words; one of them is missing")
         if self.lora is not None and self.lora.rank < 1:
             raise ValueError(f"lora.rank is {self.lora.rank}; it must be at least 1 (lora: false trains everything)")
+        for theirs, ours in _OF_PEFT.items():
+            if self.lora is not None and theirs in self.lora.options:
+                raise ValueError(f"lora.options.{theirs} is PEFT's name of {ours}; set that")
         if self.batch_size % self.plan.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
@@ -139,6 +142,12 @@ class RunConfig:
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
 
 
+_OF_PEFT = {
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.target_modules",
+}
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
 _PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
 _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]

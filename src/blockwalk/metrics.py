@@ -87,11 +87,11 @@ class PeakMemory:
 class MetricsLog:
     """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on."""
 
-    def __init__(self, path: Path, *, keep_until: int = 0) -> None:
+    def __init__(self, path: Path, *, keep_until: int = -1) -> None:
         """
         Args:
             path: the file; made if it is not there.
-            keep_until: the step of the checkpoint that the run resumes from: later lines are dropped. 0 drops all.
+            keep_until: the step of the checkpoint that the run resumes from: later lines are dropped. −1 drops all.
         """
         kept = [line for line in _whole_lines(path) if int(line["step"]) <= keep_until]
         beside = path.with_name(f".{path.name}.partial")

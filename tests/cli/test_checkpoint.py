@@ -1,4 +1,4 @@
-"""Oracle: the safetensors library, which reads back what we write, and the state that went in."""
+"""Oracle: the state that went in; the safetensors library reads the tensors back."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from blockwalk import checkpoint
 
@@ -41,12 +40,6 @@ def test_round_trip(tmp_path: Path) -> None:
     loaded = checkpoint.load(write(tmp_path, 3))
     assert (loaded.step, loaded.data, loaded.config) == (3, {"position": 3}, {"seed": 0})
     assert_same(loaded.walker)
-
-
-def test_the_file_is_safetensors(tmp_path: Path) -> None:
-    tensors = {name: value for name, value in STATE.items() if isinstance(value, torch.Tensor)}
-    checkpoint.write_safetensors(tmp_path / "x.safetensors", tensors)
-    assert_same({**load_file(tmp_path / "x.safetensors"), "step": 12, "pending": STATE["pending"]})
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

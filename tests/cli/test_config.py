@@ -92,6 +92,7 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
         ({"data": {"template": "{text}{label}"}}, r"needs both data.template and data.label_words"),
         ({"data": "a.jsonl"}, r"data is 'a.jsonl'; it takes a group of settings, such as data.train"),
         ({"lora": {"rank": 0}}, r"lora.rank is 0"),
+        ({"lora": {"options": {"r": 4}}}, r"lora.options.r is PEFT's name of lora.rank"),
         ({"lora": {"options": 3}}, r"lora.options is 3; it takes a mapping"),
         ({"optimizer": {"learning_rate": "fast"}}, r"optimizer.learning_rate is 'fast'"),
         ({"optimizer": {"learning_rate": -1}}, r"optimizer.learning_rate is -1"),

@@ -49,7 +49,7 @@ def lines(path: Path) -> list[dict[str, int]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("keep_until", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
+@pytest.mark.parametrize(("keep_until", "kept"), [(-1, []), (2, [1, 2]), (9, [1, 2, 3])])
 def test_a_resumed_log_ends_at_the_checkpoint(tmp_path: Path, keep_until: int, kept: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')

@@ -1,0 +1,36 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Both need make and Python 3.11 or newer, nothing else.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+PYTEST_ARGS ?= -q -n auto
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: quickstart test lint clean
+
+# LoRA fine-tuning of the small model in examples/ with method mebp: accuracy, loss and memory before and after.
+quickstart: $(VENV)/.installed
+	$(VENV)/bin/blockwalk train examples/quickstart.yaml
+
+# OMP_NUM_THREADS=1: pytest runs a worker on each core, so threads within a worker would only get in each other's way.
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; none was found (make PYTHON=/path/to/python3)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

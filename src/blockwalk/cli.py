@@ -1,0 +1,203 @@
+"""The command line: a table of subcommands, flags, and errors as one line with an exit code.
+
+Exit codes: 0 done; 1 a failure while running; 2 usage, configuration or data; 3 the plan does not fit the budget given;
+143 (130) a run that SIGTERM (SIGINT) ended early, its checkpoint saved. ``BLOCKWALK_DEBUG=1`` shows tracebacks.
+
+Nothing here imports torch: a subcommand's module is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from blockwalk import __version__, config
+from blockwalk.plan import did_you_mean
+from blockwalk.report.forecast import DoesNotFit
+
+FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
+
+Option = tuple[str, dict[str, Any]]
+"""An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
+
+_CONFIG: Option = ("config", {"nargs": "?", "metavar": "RUN.yaml", "help": "settings; see the list of flags"})
+_ADAPTER: Option = ("--adapter", {"metavar": "DIR", "help": "a trained adapter to put on the model"})
+_JSON: Option = ("--json", {"action": "store_true", "help": "print JSON"})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: what it says of itself, its arguments, and the function that runs it (``module:function``)."""
+
+    name: str
+    help: str
+    target: str
+    options: tuple[Option, ...] = ()
+    takes_settings: bool = False
+    """It takes every setting of :mod:`blockwalk.config` as a flag, and is called with the resolved configuration."""
+
+    def function(self) -> Callable[..., int]:
+        module, _, name = self.target.partition(":")
+        found: Callable[..., int] = getattr(importlib.import_module(module), name)
+        return found
+
+
+COMMANDS = (
+    Command(
+        "pack",
+        "write a model as a block store: one file that is read a block at a time",
+        "blockwalk.commands.models:pack",
+        (
+            ("model", {"metavar": "MODEL", "help": "a folder with safetensors"}),
+            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+            ("--codec", {"default": "int4", "choices": ["int4", "int8", "bf16"], "help": "default: int4"}),
+            ("--group_size", {"type": int, "default": 32, "choices": [32, 64], "help": "int4: elements a scale"}),
+        ),
+    ),
+    Command(
+        "plan",
+        "print what a run will take: bytes on every tier, the predicted peak, the schedule",
+        "blockwalk.commands.runs:plan",
+        (_CONFIG, ("--program", {"action": "store_true", "help": "print the schedule of a training step, op by op"})),
+        takes_settings=True,
+    ),
+    Command("train", "fine-tune a model", "blockwalk.commands.runs:train", (_CONFIG,), takes_settings=True),
+    Command(
+        "eval",
+        "print a model's loss (and accuracy) on held-out records",
+        "blockwalk.commands.runs:evaluate",
+        (_CONFIG, _ADAPTER, _JSON),
+        takes_settings=True,
+    ),
+    Command(
+        "generate",
+        "continue a prompt",
+        "blockwalk.commands.runs:generate",
+        (
+            _CONFIG,
+            _ADAPTER,
+            ("--prompt", {"required": True, "metavar": "TEXT", "help": "text to continue; - reads standard input"}),
+            ("--chat", {"action": "store_true", "help": "the prompt is a user's turn in the model's chat template"}),
+            ("--max_new_tokens", {"type": int, "default": 64, "metavar": "N", "help": "default: 64"}),
+            ("--temperature", {"type": float, "default": 0.0, "metavar": "T", "help": "0, the default: greedy"}),
+        ),
+        takes_settings=True,
+    ),
+    Command(
+        "merge",
+        "write a model with its adapter merged in, as safetensors",
+        "blockwalk.commands.models:merge",
+        (
+            ("model", {"metavar": "MODEL", "help": "the base model's folder"}),
+            ("adapter", {"metavar": "ADAPTER", "help": "the adapter's folder"}),
+            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+        ),
+    ),
+    Command(
+        "env", "print versions and hardware, for bug reports", "blockwalk.commands.environment:environment", (_JSON,)
+    ),
+)
+"""Every subcommand, in the order of ``blockwalk --help``."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``blockwalk`` with these arguments (``sys.argv`` unless given) and answer its exit code."""
+    if not _debugging():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
+    parser, by_name = _parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = next((by_name[word] for word in arguments if word in by_name), None)
+    try:
+        given: list[str] = []
+        if command is not None and command.takes_settings:
+            given, arguments = _split_settings(arguments)
+        values, unknown = parser.parse_known_args(arguments)
+        if command is None:
+            parser.print_help()
+            return 0
+        if unknown:
+            options = [name.removeprefix("--") for name, _ in command.options]
+            known = [*options, *(config.setting_names() if command.takes_settings else [])]
+            name = unknown[0].removeprefix("--").partition("=")[0]
+            raise ValueError(f"unknown argument {unknown[0]!r}{did_you_mean(name, known)}")
+        if command.takes_settings:
+            run = config.load(values.config, config.parse_flags(given))
+            return command.function()(run, values)
+        return command.function()(values)
+    except Exception as error:
+        return _explain(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _explain(error: Exception) -> int:
+    """Print an error as one line and answer the exit code that it means."""
+    if _debugging():
+        traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    code = FAILED
+    if isinstance(error, DoesNotFit):
+        code = TOO_LARGE
+    elif isinstance(error, ValueError):
+        code = BAD_INPUT
+    elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+        code, text = BAD_INPUT, f"{error.filename}: {error.strerror}"
+    else:
+        text = f"{type(error).__name__}: {text} (BLOCKWALK_DEBUG=1 shows where)"
+    print(f"blockwalk: error: {text}", file=sys.stderr)
+    return code
+
+
+def _debugging() -> bool:
+    return os.environ.get("BLOCKWALK_DEBUG", "") not in ("", "0")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
+    parser = argparse.ArgumentParser(
+        prog="blockwalk",
+        description="Fine-tune and train language models that do not fit in memory, one block at a time.",
+        epilog="Exit codes: 0 done, 1 failed while running, 2 usage, configuration or data, 3 the plan does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"blockwalk {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    for command in COMMANDS:
+        epilog = None
+        if command.takes_settings:
+            names = "\n".join(f"  --{name}" for name in config.setting_names())
+            epilog = f"settings, each with a value, named as in the YAML file, which they override:\n{names}"
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for name, details in command.options:
+            sub.add_argument(name, **details)
+    return parser, {command.name: command for command in COMMANDS}
+
+
+def _split_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The flags that are settings, each with its value, and the other arguments."""
+    known = set(config.setting_names())
+    settings: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or (name not in known and "." not in name):
+            others.append(argument)
+        elif equals:
+            settings.append(argument)
+        else:
+            settings += [argument, *([value] if (value := next(rest, None)) is not None else [])]
+    return settings, others

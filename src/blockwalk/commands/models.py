@@ -1,0 +1,50 @@
+"""``blockwalk pack`` and ``merge``: the subcommands that write a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from blockwalk.program import human_bytes
+from blockwalk.state import Codec
+
+
+def pack(arguments: argparse.Namespace) -> int:
+    """Write a block store."""
+    from blockwalk import pack as packing
+
+    with _bar("packing") as progress:
+        packing.pack(arguments.model, arguments.out, Codec(arguments.codec), arguments.group_size, progress=progress)
+    print(f"packed {arguments.model} in {arguments.codec} to {arguments.out}")
+    return 0
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    """Write merged safetensors."""
+    from blockwalk import pack as packing
+
+    with _bar("merging") as progress:
+        packing.merge(arguments.model, arguments.adapter, arguments.out, progress=progress)
+    print(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
+    return 0
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Any]:
+    """A function of (bytes done, bytes in all) that shows a bar on a terminal; None elsewhere."""
+    if not sys.stdout.isatty():
+        yield None
+        return
+    from rich import progress
+
+    columns = (progress.TextColumn(title), progress.BarColumn(), progress.TextColumn("{task.description}"))
+    with progress.Progress(*columns) as bar:
+        task = bar.add_task("")
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=f"{human_bytes(done)} of {human_bytes(total)}")
+
+        yield show

@@ -1,0 +1,84 @@
+"""``blockwalk plan``, ``train``, ``eval`` and ``generate``: the subcommands that take a run's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from blockwalk.config import RunConfig
+from blockwalk.program import Shape, StepKind
+from blockwalk.report.forecast import Forecast, zeroth_order_advice
+
+if TYPE_CHECKING:
+    from blockwalk.state import ModelSpec
+
+
+def train(run: RunConfig, _: argparse.Namespace) -> int:
+    """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
+    from blockwalk import train as training
+
+    outcome = training.train(run)
+    print("\n".join(outcome.lines()))
+    if outcome.stopped_by is None:
+        return 0
+    print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+    return 128 + int(outcome.stopped_by)
+
+
+def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the forecast of a training step, read off the model's configuration alone: no weight is touched."""
+    import torch
+
+    from blockwalk.compile import compile
+
+    _require(run, "model")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = Shape(run.batch_size // run.plan.gradient_accumulation_steps, run.data.max_length)
+    model = model_spec(run)
+    program = compile(run.plan, model, StepKind.TRAIN, shape, device=device)
+    forecast = Forecast(run.plan, model, program)
+    for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
+        print(line)
+    if arguments.program:
+        print(program)
+    forecast.check()
+    return 0
+
+
+def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print loss, and for classification accuracy, on ``data.eval``."""
+    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.evaluation import HeldOut
+    from blockwalk.train import eval_batch_size
+    from blockwalk.walker import Walker
+
+    _require(run, "model", "data.eval")
+    held_out = HeldOut.read(run.data, load_tokenizer(run.model), batch_size=eval_batch_size(run))
+    with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
+        found = held_out.evaluate(walker)
+    print(json.dumps(dataclasses.asdict(found)) if arguments.json else found)
+    return 0
+
+
+def model_spec(run: RunConfig) -> ModelSpec:
+    """The model of a run as the walk will see it, adapters included; built without weights."""
+    from blockwalk.blocks import CutModel
+    from blockwalk.skeleton import build_skeleton
+
+    model = build_skeleton(run.model).model
+    if run.lora is not None:
+        from blockwalk.adapters import adapt
+
+        model = adapt(model, run.lora)
+    return CutModel(model).spec()
+
+
+def _require(run: RunConfig, *names: str) -> None:
+    for name in names:
+        value = run
+        for part in name.split("."):
+            value = getattr(value, part)
+        if not value:
+            raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")

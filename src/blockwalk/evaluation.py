@@ -1,0 +1,84 @@
+"""Loss and accuracy of a walker on held-out records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blockwalk.config import DataSettings
+from blockwalk.data.batching import in_order, label_word_batch, loss_tokens
+from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode, encode_choices
+from blockwalk.data.formats import Format, Template, read_records
+
+if TYPE_CHECKING:
+    from blockwalk.walker import Walker
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Mean loss over the learnt tokens; for classification also the share of records whose label word ranks first."""
+
+    loss: float
+    tokens: int
+    examples: int
+    accuracy: float | None = None
+
+    def __str__(self) -> str:
+        accuracy = "" if self.accuracy is None else f"accuracy {100 * self.accuracy:.1f}%  "
+        return f"{accuracy}loss {self.loss:.4f}  ({self.examples} examples, {self.tokens} tokens)"
+
+
+def template_of(settings: DataSettings) -> Template | None:
+    """The classification template that the settings name, if they name one."""
+    if not settings.template:
+        return None
+    return Template(settings.template, settings.label_words, settings.label_field)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out records as tokens."""
+
+    rows: Encoded | Choices
+    batch_size: int
+    padding_multiple: int
+
+    @staticmethod
+    def read(settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int) -> HeldOut:
+        """Read and encode ``data.eval``.
+
+        Raises:
+            ValueError: a record lacks what its format needs; file, line and field are named.
+        """
+        records = read_records(settings.eval, split=settings.eval_split, subset=settings.subset or None)
+        template, length = template_of(settings), settings.max_length
+        rows: Encoded | Choices
+        if template is not None and settings.format in ("", Format.CLASSIFICATION):
+            rows = encode_choices(records, tokenizer, template, max_length=length)
+        else:
+            rows = encode(records, tokenizer, max_length=length, format=settings.format or None)
+        return HeldOut(rows, batch_size, settings.padding_multiple)
+
+    def evaluate(self, walker: Walker) -> Evaluation:
+        """Measure the walker; its weights stay as they are."""
+        return self._classify(walker, self.rows) if isinstance(self.rows, Choices) else self._losses(walker, self.rows)
+
+    def _losses(self, walker: Walker, rows: Encoded) -> Evaluation:
+        loss_sum, tokens = 0.0, 0
+        for batch in in_order(rows, self.batch_size, padding_multiple=self.padding_multiple):
+            result = walker.evaluate(batch)
+            loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
+        return Evaluation(loss_sum / tokens, tokens, len(rows))
+
+    def _classify(self, walker: Walker, choices: Choices) -> Evaluation:
+        """One pass over every record with every label word gives both figures: the loss is that of the right word."""
+        loss_sum, tokens, correct = 0.0, 0, 0
+        each = max(1, self.batch_size // choices.classes)
+        for start in range(0, len(choices), each):
+            words = label_word_batch(choices, range(start, min(start + each, len(choices))), self.padding_multiple)
+            losses = walker.label_losses(words.batch).cpu()
+            right = [b * words.classes + int(target) for b, target in enumerate(words.targets_B)]
+            loss_sum += float(losses[right].sum())
+            tokens += loss_tokens({"labels": words.batch["labels"][right]})
+            correct += words.correct(losses)
+        return Evaluation(loss_sum / tokens, tokens, len(choices), correct / len(choices))

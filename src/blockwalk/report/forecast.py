@@ -1,0 +1,117 @@
+"""What a plan will take, before it starts: bytes of each kind of state on its tier, the predicted peak, the traffic.
+
+Everything is read off the program that the run will execute. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from blockwalk.compile import RULE_STATES, forward_passes
+from blockwalk.plan import Estimator, Plan, Timing
+from blockwalk.program import OpKind, Pool, Program, human_bytes
+from blockwalk.state import ModelSpec, Placement
+
+
+class DoesNotFit(ValueError):
+    """A plan needs more device memory than ``budget`` gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of state: where it lives, and how many bytes it takes there."""
+
+    kind: str
+    placement: Placement
+    nbytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The costs of a run's training step."""
+
+    plan: Plan
+    model: ModelSpec
+    program: Program
+
+    def rows(self) -> list[Row]:
+        """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
+        plan, model = self.plan, self.model
+        frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
+        rows = [
+            Row("frozen", plan.frozen, self._stored(plan.frozen, trainable=False), f"{frozen:,} parameters"),
+            Row("trainable", plan.trainable, self._stored(plan.trainable, trainable=True), f"{trained:,} parameters"),
+        ]
+        if plan.estimator is Estimator.BACKPROP:
+            at_turn = plan.update.timing is Timing.BLOCK
+            most = max(unit.numel(trainable=True) for unit in model.units) if at_turn else trained
+            note = "of one unit: used at its turn" if at_turn else "accumulated to the step's end"
+            rows.append(Row("gradient", plan.gradient, 4 * most, note))
+        states = RULE_STATES[plan.optimizer.name]
+        rows.append(Row("optimizer", plan.optimizer_state, 4 * states * trained, f"{plan.optimizer.name}"))
+        saved = sum(nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes)
+        if plan.estimator is Estimator.BACKPROP:
+            rows.append(Row("activation", plan.activation, saved, "activation checkpoints of one step"))
+        return rows
+
+    def _stored(self, placement: Placement, *, trainable: bool) -> int:
+        return sum(unit.nbytes(placement.codec, trainable=trainable) for unit in self.model.units)
+
+    def lines(self) -> Iterator[str]:
+        """The forecast as a small table."""
+        plan, program, shape = self.plan, self.program, self.program.shape
+        passes = f", {forward_passes(plan)} forward passes" if plan.estimator is Estimator.ZEROTH_ORDER else ""
+        yield f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at {_when(plan)}"
+        for row in self.rows():
+            yield f"  {row.kind:<11} {row.placement!s:<24} {human_bytes(row.nbytes):>10}   {row.note}".rstrip()
+        micro = f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
+        moved = ", ".join(f"{lane} {human_bytes(nbytes)}" for lane, nbytes in program.bytes_by_lane().items())
+        yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
+        peaks = program.peaks()
+        pools = ", ".join(f"{pool} {human_bytes(peaks[pool])}" for pool in Pool if peaks.get(pool))
+        yield f"  predicted peak: {pools}"
+        if plan.budget is not None:
+            yield f"  budget: {human_bytes(plan.budget)} on the device"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def check(self) -> None:
+        """
+        Raises:
+            DoesNotFit: the predicted peak on the device is above ``plan.budget``.
+        """
+        peak, budget = self.program.peaks().get(Pool.DEVICE, 0), self.plan.budget
+        if budget is not None and peak > budget:
+            raise DoesNotFit(
+                f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(budget)}: raise budget,"
+                " lower batch_size or data.max_length, or move state to another tier (frozen: disk × int4)"
+            )
+
+
+def _when(plan: Plan) -> str:
+    words = {Timing.BLOCK: "the block's turn", Timing.STEP: "the step's end", Timing.DEFERRED: "the next fetch"}
+    return words[plan.update.timing]
+
+
+def zeroth_order_advice(plan: Plan, *, lora: bool) -> list[str]:
+    """What a user should know before a zeroth-order run starts; nothing for other estimators.
+
+    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), appendix D.
+    """
+    if plan.estimator is not Estimator.ZEROTH_ORDER:
+        return []
+    low, high, epsilon = (5e-5, 1e-4, 1e-2) if lora else (1e-7, 1e-6, 1e-3)
+    kind, rate = ("LoRA" if lora else "full-parameter"), plan.optimizer.learning_rate
+    lines = [
+        "zeroth order: forward passes only, no gradients; expect thousands of steps where backpropagation takes hundreds.",
+        f"recommended for {kind} tuning: optimizer.learning_rate {low:g} to {high:g} with zo.epsilon {epsilon:g}"
+        " (prefix tuning: 1e-3 to 1e-2 with 1e-1)",
+    ]
+    if not low / 10 <= rate <= high * 10:
+        lines.append(f"note: optimizer.learning_rate is {rate:g}, far outside of that range")
+    if not epsilon / 10 <= plan.zo.epsilon <= epsilon * 10:
+        lines.append(f"note: zo.epsilon is {plan.zo.epsilon:g}, far from {epsilon:g}")
+    return lines

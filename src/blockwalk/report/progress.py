@@ -1,0 +1,67 @@
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from blockwalk.program import human_bytes
+
+
+class Progress:
+    """Shows each step; :meth:`say` prints a line beside it.
+
+    Args:
+        total: the run's last step.
+        done: steps done when it starts.
+        log_every: steps between plain lines where standard output is no terminal.
+    """
+
+    def __init__(self, total: int, *, done: int, log_every: int) -> None:
+        self._total, self._done, self._log_every = total, done, log_every
+        self._bar: Any = None
+        self._task: Any = None
+        self._began = time.perf_counter()
+        self._first = done
+
+    def __enter__(self) -> Progress:
+        if sys.stdout.isatty():
+            from rich import progress
+
+            columns = (
+                progress.TextColumn("step {task.completed}/{task.total}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+            )
+            self._bar = progress.Progress(*columns)
+            self._task = self._bar.add_task("", total=self._total, completed=self._done)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, step: int, *, loss: float, tokens_per_second: float, peak_bytes: int) -> None:
+        """Show that a step is done."""
+        figures = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=figures)
+        elif step % self._log_every == 0 or step == self._total:
+            width = int(math.log10(self._total)) + 1
+            left = (time.perf_counter() - self._began) / (step - self._first) * (self._total - step)
+            print(f"step {step:>{width}}/{self._total}  {figures}  {left:.0f} s left", flush=True)

@@ -1,0 +1,291 @@
+"""The training loop: data, steps, evaluation, checkpoints, signals. What a step does is the walker's; this decides when.
+
+output_dir/
+    config.yaml            the resolved configuration
+    metrics.jsonl          one line a step
+    evaluations.jsonl      one line an evaluation
+    checkpoint-000123/     see blockwalk.checkpoint
+    adapter/ or model/     what was trained, at the end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from blockwalk import checkpoint, config, files
+from blockwalk.config import RunConfig
+from blockwalk.data import batching
+from blockwalk.data.batching import Batches
+from blockwalk.data.encode import Encoded, Tokenizer, encode, load_tokenizer
+from blockwalk.data.formats import read_records
+from blockwalk.evaluation import Evaluation, HeldOut, template_of
+from blockwalk.metrics import MetricsLog, PeakMemory
+from blockwalk.plan import override
+from blockwalk.program import Shape, StepKind, human_bytes
+from blockwalk.report.forecast import Forecast, zeroth_order_advice
+from blockwalk.report.progress import Progress
+from blockwalk.walker import StepResult, Walker
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    """Optimizer steps done, those before a resume included."""
+    first_loss: float | None
+    last_loss: float | None
+    """Training losses; None before the first step."""
+    before: Evaluation | None
+    after: Evaluation | None
+    peak_bytes: int
+    """The process's peak; see :func:`blockwalk.metrics.process_bytes`."""
+    saved_to: Path
+    stopped_by: signal.Signals | None = None
+    """The signal that ended the run early, after a checkpoint."""
+
+    def lines(self) -> Iterator[str]:
+        """The summary that a run prints last."""
+        if self.before is not None and self.after is not None:
+            if self.before.accuracy is not None and self.after.accuracy is not None:
+                yield f"held-out accuracy  {100 * self.before.accuracy:.1f}% → {100 * self.after.accuracy:.1f}%"
+            yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
+        if self.first_loss is not None and self.last_loss is not None:
+            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
+        yield f"peak memory        {human_bytes(self.peak_bytes)} (whole process, file pages not counted)"
+        yield f"saved to           {self.saved_to}"
+
+
+def train(run: RunConfig) -> Outcome:
+    """Train as configured, to the end or until SIGTERM or SIGINT, on which a checkpoint is saved.
+
+    Raises:
+        ValueError: settings or data that cannot be trained with; nothing was written.
+        DoesNotFit: the plan needs more than its budget.
+    """
+    if not run.model or not run.data.train:
+        raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+    with PeakMemory() as memory, _stop_signals() as stop:
+        tokenizer = load_tokenizer(run.model)
+        rows = read_training_rows(run, tokenizer)
+        batches = Batches(
+            rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=run.data.padding_multiple
+        )
+        held_out = HeldOut.read(run.data, tokenizer, batch_size=eval_batch_size(run)) if run.data.eval else None
+        total = run.max_steps or run.epochs * batches.batches_per_epoch
+        plan = run.plan
+        if not plan.optimizer.total_steps:
+            plan = override(plan, {"optimizer.total_steps": total})
+        output_dir = Path(run.output_dir)
+        start = checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
+        with Walker(run.model, plan, lora=run.lora, workdir=output_dir / "scratch") as walker:
+            shape = Shape(run.batch_size // plan.gradient_accumulation_steps, _longest(rows, run))
+            forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape))
+            forecast.check()
+            loop = _Loop(run, walker, batches, held_out, total, tokenizer, memory)
+            if start is not None:
+                loop.resume(checkpoint.load(start))
+            files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
+            with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
+                for line in (*forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
+                    progress.say(line)
+                for warning in rows.report.warnings():
+                    progress.say(f"note: {warning}")
+                return loop.run(progress, stop)
+
+
+def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> Encoded:
+    """``data.train`` as tokens, packed where the settings say so."""
+    settings = run.data
+    rows = encode(
+        read_records(settings.train, split=settings.train_split, subset=settings.subset or None),
+        tokenizer,
+        max_length=settings.max_length,
+        format=settings.format or None,
+        template=template_of(settings),
+    )
+    return batching.pack(rows, settings.max_length) if settings.packing else rows
+
+
+def eval_batch_size(run: RunConfig) -> int:
+    """Sequences an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
+
+
+def _longest(rows: Encoded, run: RunConfig) -> int:
+    """Tokens of the longest sequence that a batch can have, padding included."""
+    longest = int(np.diff(rows.starts).max())
+    multiple = run.data.padding_multiple
+    return -(-longest // multiple) * multiple
+
+
+class _Loop:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        walker: Walker,
+        batches: Batches,
+        held_out: HeldOut | None,
+        total: int,
+        tokenizer: Tokenizer,
+        memory: PeakMemory,
+    ) -> None:
+        self.config, self.walker, self.batches, self.held_out = run, walker, batches, held_out
+        self.total, self.tokenizer, self.memory = total, tokenizer, memory
+        self.output_dir = Path(run.output_dir)
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.changes: list[str] = []
+        self.resumed = False
+
+    def resume(self, saved: checkpoint.Checkpoint) -> None:
+        """Go on where a checkpoint ends."""
+        self.resumed = True
+        self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping())
+        self.walker.load_state_dict(saved.walker)
+        self.batches.load_state_dict(saved.data["batches"])
+        before = saved.data["before"]
+        self.before = Evaluation(**before) if before is not None else None
+        self.first_loss, self.last_loss = saved.data["losses"]
+
+    def run(self, progress: Progress, stop: list[signal.Signals]) -> Outcome:
+        """Step until the last step or a signal; save at the end either way."""
+        done = self.walker.steps_done
+        keep_until = done if self.resumed else -1
+        self.metrics = MetricsLog(self.output_dir / "metrics.jsonl", keep_until=keep_until)
+        self.evaluations = MetricsLog(self.output_dir / "evaluations.jsonl", keep_until=keep_until)
+        if self.resumed:
+            progress.say(f"resumed at step {done}")
+        for change in self.changes:
+            progress.say(f"note: changed since the checkpoint: {change}")
+        if not self.resumed and not stop:
+            self.before = self._evaluate(progress)
+        saved_at = keep_until
+        while self.walker.steps_done < self.total and not stop:
+            self._step(progress)
+            done = self.walker.steps_done
+            if self._due(self.config.eval_every) and done < self.total:
+                self._evaluate(progress)
+            if self._due(self.config.save_every):
+                self._save()
+                saved_at = done
+        if saved_at != done:
+            self._save()
+        if not stop:
+            self.after = self._evaluate(progress)
+        self.metrics.close()
+        self.evaluations.close()
+        return self._outcome(stop)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.walker.steps_done % every == 0
+
+    def _step(self, progress: Progress) -> None:
+        batch = next(self.batches)
+        read = int(batch["attention_mask"].sum())
+        result = self.walker.step(batch)
+        peak = self.memory.take()
+        if result.step == 1:
+            self.first_loss = result.loss
+        self.last_loss = result.loss
+        self.metrics.write(_line(result, read, peak))
+        progress.step(result.step, loss=result.loss, tokens_per_second=read / result.seconds, peak_bytes=peak)
+
+    def _evaluate(self, progress: Progress) -> Evaluation | None:
+        if self.held_out is None:
+            return None
+        began = time.perf_counter()
+        found = self.held_out.evaluate(self.walker)
+        step = self.walker.steps_done
+        seconds = time.perf_counter() - began
+        self.evaluations.write({"step": step, **dataclasses.asdict(found), "seconds": seconds})
+        progress.say(f"evaluation at step {step}: {found}")
+        return found
+
+    def _save(self) -> None:
+        """A checkpoint, with every line about the steps before it on the disk."""
+        self.metrics.sync()
+        self.evaluations.sync()
+        checkpoint.save(
+            self.output_dir,
+            self.walker.steps_done,
+            walker=self.walker.state_dict(),
+            data={
+                "batches": self.batches.state_dict(),
+                "before": None if self.before is None else dataclasses.asdict(self.before),
+                "losses": [self.first_loss, self.last_loss],
+            },
+            config=self.config.to_mapping(),
+            keep=self.config.keep_checkpoints,
+        )
+
+    def _outcome(self, stop: list[signal.Signals]) -> Outcome:
+        saved_to = self.output_dir / ("model" if self.config.lora is None else "adapter")
+        if stop:
+            saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
+        else:
+            self.walker.save_pretrained(saved_to)
+            self.tokenizer.save_pretrained(saved_to)
+        return Outcome(
+            steps=self.walker.steps_done,
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
+            before=self.before,
+            after=self.after,
+            peak_bytes=self.memory.highest,
+            saved_to=saved_to,
+            stopped_by=stop[0] if stop else None,
+        )
+
+
+def _line(result: StepResult, tokens: int, peak_bytes: int) -> dict[str, Any]:
+    """A step's line of ``metrics.jsonl``; what an estimator does not have is left out.
+
+    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over.
+    """
+    line = {
+        "step": result.step,
+        "loss": result.loss,
+        "learning_rate": result.learning_rate,
+        "tokens": tokens,
+        "loss_tokens": result.tokens,
+        "tokens_per_second": tokens / result.seconds,
+        "seconds": result.seconds,
+        "peak_bytes": peak_bytes,
+        "bytes_moved": {str(lane): nbytes for lane, nbytes in result.bytes.items()},
+        "grad_norm": result.grad_norm,
+        "projected_grad": result.projected_grad,
+    }
+    return {name: value for name, value in line.items() if value is not None}
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[signal.Signals]]:
+    """A list that SIGTERM and SIGINT append to; a second signal acts as it would have."""
+    asked: list[signal.Signals] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.append(signal.Signals(number))
+        signal.signal(number, previous[signal.Signals(number)])
+
+    watched = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, note) for number in watched}
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

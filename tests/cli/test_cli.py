@@ -1,0 +1,151 @@
+"""Oracle: the documented exit codes, the interpreter's list of imported modules, and byte counts worked out by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockwalk import cli
+
+D, M, V, L, HEADS, KV, HEAD = 64, 128, 96, 3, 4, 2, 16
+BLOCK = D * HEADS * HEAD * 2 + 2 * D * KV * HEAD + 3 * D * M + 2 * D
+PARAMETERS = V * D + L * BLOCK + D
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with nothing but a configuration: a plan touches no weight."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=M,
+        num_hidden_layers=L,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV,
+        head_dim=HEAD,
+        tie_word_embeddings=True,
+        dtype="float32",
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import contextlib, sys\n"
+        "from blockwalk.cli import main\n"
+        "for argv in (['--help'], ['train', '--help'], ['pack', '--help']):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        main(argv)\n"
+        "heavy = {'torch', 'transformers', 'peft', 'numpy', 'datasets'} & sys.modules.keys()\n"
+        "sys.exit(', '.join(heavy) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in cli.COMMANDS:
+        assert f"\n    {command.name} " in done.stdout
+    assert "--optimizer.learning_rate" in done.stdout
+
+
+def test_python_m_blockwalk() -> None:
+    done = subprocess.run([sys.executable, "-m", "blockwalk", "nonsense"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "invalid choice: 'nonsense'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["train", "--optimiser.learning_rate", "1"],
+            "unknown setting 'optimiser.learning_rate'; did you mean 'optimizer",
+        ),
+        (["train", "--bach_size", "1"], "unknown argument '--bach_size'; did you mean 'batch_size'?"),
+        (["train", "--seed"], "--seed needs a value"),
+        (["train", "absent.yaml"], "absent.yaml: No such file or directory"),
+        (["train", "--model", "m", "--optimizer.learning_rate", "fast"], "optimizer.learning_rate is 'fast'"),
+        (["train"], "model is missing"),
+        (["train", "--model", "m"], "data.train is missing"),
+        (["plan"], "model is missing"),
+        (["plan", "--model", "no/such/folder"], "no/such/folder is no checkpoint folder"),
+        (["eval", "--model", "m"], "data.eval is missing"),
+        (
+            ["plan", "--model", "m", "--update.flush_every", "4"],
+            "update.flush_every is 4, but updates are not deferred",
+        ),
+    ],
+)
+def test_what_the_user_got_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("blockwalk: error: ")
+    assert message in error
+    assert error.count("\n") == 1, "one line, no traceback"
+    monkeypatch.setenv("BLOCKWALK_DEBUG", "1")
+    assert cli.main(arguments) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_settings_and_other_arguments_may_come_in_any_order(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["plan", "--program", "--model", model, "--lora=false", "--method", "plain"],
+        ["--model", model, "plan", "--lora=false", "--method", "plain", "--program"],
+    ):
+        assert cli.main(arguments) == 0
+        assert "BACKWARD" in capsys.readouterr().out
+
+
+def plan_rows(out: str) -> dict[str, str]:
+    return {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+
+
+def test_plan_counts_every_byte(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, "--method", "plain", "--lora", "false", "--batch_size", "2"]
+    arguments += ["--data.max_length", "40", "--recompute", "all"]
+    assert cli.main(arguments) == 0
+    rows = plan_rows(capsys.readouterr().out)
+    assert f"{4 * PARAMETERS / 1000:.1f} kB   {PARAMETERS:,} parameters" in rows["trainable"]
+    assert f"{8 * PARAMETERS / 1000:.1f} kB   adamw" in rows["optimizer"]
+    assert f"{4 * PARAMETERS / 1000:.1f} kB" in rows["gradient"]
+    assert f" {L * 2 * 40 * D * 4 / 1000:.1f} kB" in rows["activation"]
+
+
+def test_a_plan_that_does_not_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, "--method", "plain", "--lora", "false"]
+    assert cli.main([*arguments, "--budget", "100kB"]) == 3
+    assert "and budget is 100.0 kB: raise budget" in capsys.readouterr().err
+    assert cli.main([*arguments, "--budget", "100GB"]) == 0
+
+
+def test_zeroth_order_says_what_it_means(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, "--method", "mezo"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "expect thousands of steps" in out
+    assert "learning_rate 1e-07 to 1e-06 with zo.epsilon 0.001" in out
+    assert "note:" not in out
+    assert cli.main([*arguments, "--optimizer.learning_rate", "1e-3"]) == 0
+    assert "note: optimizer.learning_rate is 0.001, far outside" in capsys.readouterr().out
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    import platform
+
+    import torch
+
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert f" {torch.__version__}\n" in out
+    assert f" {platform.python_version()}\n" in out
+
+
+def test_failures_while_running_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that cannot be made, for a file stands in its place: not the configuration's fault alone, yet named."""
+    (tmp_path / "file").write_text("")
+    assert cli.main(["pack", str(tmp_path / "absent"), str(tmp_path / "file" / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

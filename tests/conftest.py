@@ -1,0 +1,70 @@
+"""What several rooms of tests share: a tiny model on disk with a tokenizer and data, all made from seeds."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+WORDS = {"good": ["fresh", "kind", "clean", "warm"], "bad": ["stale", "rude", "dirty", "cold"]}
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A folder with a random model, and two data files of a task that can be learnt in a few dozen steps."""
+
+    model: Path
+    train: Path
+    eval: Path
+
+    def arguments(self, output_dir: Path) -> list[str]:
+        """Flags of a classification run."""
+        settings = {
+            "model": self.model,
+            "output_dir": output_dir,
+            "data.train": self.train,
+            "data.eval": self.eval,
+            "data.template": "{text} It was {label}.",
+            "data.label_words": "good,bad",
+            "batch_size": 4,
+        }
+        return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A Llama of three blocks with bytes for tokens, float32, and reviews of one word."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder / "m")
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    ).save_pretrained(folder / "m")
+    draw = random.Random(0)
+    for name, count in (("train", 64), ("eval", 10)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for _ in range(count):
+                label = draw.choice(["good", "bad"])
+                print(json.dumps({"text": f"{draw.choice(WORDS[label])}.", "label": label}), file=file)
+    return TinyRun(folder / "m", folder / "train.jsonl", folder / "eval.jsonl")
