@@ -11,8 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from blockwalk.state import Weight
 
 DTYPE = {
     "F64": torch.float64,
@@ -138,3 +144,45 @@ def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:
         "metadata": {"total_size": total},
         "weight_map": {name: file for file, part in files.items() for name in part},
     }
+
+
+def save_model(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor | Weight],
+    max_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
+
+    Args:
+        folder: made where it is not there; nothing in it is synced.
+        model: the transformers model, for its configurations and persistent buffers; its parameters are not read.
+        weights: every parameter once, in the order of the files.
+        max_bytes: of tensors in one file.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    configured: Any = model
+    for config in (configured.config, getattr(configured, "generation_config", None)):
+        if config is not None:
+            config.save_pretrained(folder)
+    stored = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    everything: dict[str, torch.Tensor | Weight] = {**weights, **buffers}
+    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in everything.items()}
+    parts = dict(shards(entries, max_bytes))
+    for file, part in parts.items():
+        write(folder / file, part, (piece for name in part for piece in _pieces(everything[name])))
+    if len(parts) > 1:
+        (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
+
+
+def _pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+    """A parameter's values, some rows at a time; a tensor is one piece, since writing it takes no copy."""
+    if isinstance(weight, torch.Tensor):
+        yield weight
+        return
+    rows, columns = weight.shape
+    some = max(1, elements // columns)
+    for start in range(0, rows, some):
+        yield weight.rows(start, min(start + some, rows))

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockwalk.pack import merge, pack
+from blockwalk.safetensors_file import save_model
 from blockwalk.state import Codec
+from blockwalk.tiers.codecs import EncodedWeight, encode
+from blockwalk.tiers.layout import Layout
 from blockwalk.tiers.store import BlockStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied and Conv1D layers
@@ -153,6 +156,22 @@ def test_the_checkpoints_own_names_are_kept(tmp_path: Path) -> None:
         f"model.layers.{layer}.mlp.experts.{leaf}" for layer in (0, 1) for leaf in ("gate_up_proj", "down_proj")
     }
     assert seen[-1] == (seen[-1][1], sum(tensor.nbytes for tensor in ours.values()))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path) -> None:
+    """Oracle: ``from_pretrained`` gives the weights that were saved: tensors, encoded ones decoded, tied ones tied."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(GPT2 if family == "gpt2" else TIED)))
+    weights: dict[str, Any] = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    name = next(name for name, tensor in weights.items() if tensor.dim() == 2)
+    layout = Layout(tuple(weights[name].shape), Codec.INT8)
+    encoded_P = encode(weights[name], Codec.INT8, torch.empty(layout.nbytes, dtype=torch.uint8))
+    weights[name] = EncodedWeight(encoded_P, layout, torch.float32)
+    save_model(tmp_path / "saved", model, weights, max_bytes=30_000)
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for key, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, weights[key].rows(0, layout.rows) if key == name else weights[key])
 
 
 REFUSED = {
