@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from blockwalk import generation
 from blockwalk.compile import Costs, Pending, compile
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.engine import Engine
@@ -234,6 +235,50 @@ class Walker:
         assert state is not None
         assert state.row_losses_B is not None
         return state.row_losses_B
+
+    def next_logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
+        and ``use_cache: True`` continues what that cache holds, and is taken into it."""
+        self.flush()
+        self.engine.module.eval()
+        ids_BS = batch["input_ids"].to(self.device)
+        whole = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
+        self.estimator.begin(
+            [whole], step=self.steps_done + 1, learning_rate=0.0, training=False, next_token=True
+        )
+        self._execute(self.program(StepKind.EVALUATE, Shape(*ids_BS.shape)))
+        state = self.estimator.state
+        assert state is not None
+        assert state.logits_BV is not None
+        return state.logits_BV
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """Continue prompts of equal length, a token a walk, with a key-value cache on the device.
+
+        Args:
+            input_ids: int64 [B, S].
+            max_new_tokens: at most so many are added.
+            temperature: 0 takes the likeliest token; above it tokens are drawn.
+            stop_ids: tokens that end a sequence; one that has ended repeats the first of them.
+            seed: of the draws.
+
+        Returns:
+            Prompts and continuations, int64 [B, S + new].
+
+        Raises:
+            ValueError: no token to start from, or settings out of range.
+        """
+        return generation.generate(
+            self, input_ids, max_new_tokens, temperature=temperature, stop_ids=stop_ids, seed=seed
+        )
 
     # ---- the executor -----------------------------------------------------------------------------------------------
 

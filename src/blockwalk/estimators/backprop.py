@@ -18,6 +18,7 @@ import torch
 from blockwalk.blocks import Prologue
 from blockwalk.data.batching import row_losses
 from blockwalk.engine import Engine
+from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import chunked_cross_entropy
 from blockwalk.noise import derive_seed
 from blockwalk.program import Op, OpKind
@@ -47,6 +48,7 @@ class _State:
     step: int
     training: bool
     by_row: bool
+    next_token: bool
     prologues: dict[int, Prologue] = field(default_factory=dict)
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     gradient: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -59,6 +61,8 @@ class _State:
     loss_sum: float = 0.0
     row_losses_B: torch.Tensor | None = None
     """The loss summed over each sequence, where ``by_row`` asks for it."""
+    logits_BV: torch.Tensor | None = None
+    """After the last position, where ``next_token`` asks for them instead of a loss."""
     coefficient: float = 1.0
     grad_norm: float | None = None
     projected_grad: float | None = None
@@ -81,10 +85,17 @@ class Backprop:
         self.chunked = engine.plan.loss == "chunked" and not head.custom and head.lora is None
 
     def begin(
-        self, batches: Sequence[Batch], *, step: int, learning_rate: float, training: bool, by_row: bool = False
+        self,
+        batches: Sequence[Batch],
+        *,
+        step: int,
+        learning_rate: float,
+        training: bool,
+        by_row: bool = False,
+        next_token: bool = False,
     ) -> None:
-        """Start a step on its micro-batches. ``training`` keeps what a backward walk needs; ``by_row`` (evaluation of one
-        micro-batch) asks for the loss of each sequence.
+        """Start a step on its micro-batches. ``training`` keeps what a backward walk needs; ``by_row`` and ``next_token``
+        (evaluation of one micro-batch) ask for the loss of each sequence, or for the next token's logits instead.
 
         Raises:
             ValueError: no label of the step counts towards the loss.
@@ -96,7 +107,7 @@ class Backprop:
             )
         self.engine.gradients.clear()
         self.activations.clear()
-        self.state = _State(batches, tokens, learning_rate, step, training, by_row)
+        self.state = _State(batches, tokens, learning_rate, step, training, by_row, next_token)
 
     def prepare(self, op: Op) -> Callable[[], None]:
         """The work of one op, its inputs read now: the op may run later, on another lane."""
@@ -173,6 +184,12 @@ class Backprop:
             prologue, batch = state.prologues[m], state.batches[m]
             hidden_BSD = state.hidden.pop(m).detach().requires_grad_(state.training)
             trainables = engine.live(op.unit)
+            if state.next_token:
+                head = engine.cut.head
+                weight = engine.weight(head.weight) if self.chunked else None
+                bias = engine.vector(head.bias) if self.chunked else None
+                state.logits_BV = next_logits(engine.cut, prologue, hidden_BSD, batch, weight, bias)
+                return
             with torch.set_grad_enabled(state.training):
                 if self.chunked:
                     normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch)

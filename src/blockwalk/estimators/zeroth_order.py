@@ -27,6 +27,7 @@ from blockwalk.blocks import Prologue
 from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators import mezo
+from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
 from blockwalk.estimators.objectives import Objective, ranked
 from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
@@ -70,6 +71,7 @@ class _State:
     passes: tuple[tuple[int, float], ...]
     training: bool
     by_row: bool
+    next_token: bool
     words: LabelWordBatch | None
     """The step's classification examples, where the objective ranks label words."""
     prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class _State:
     """Of an evaluation, over its tokens."""
     row_losses_B: torch.Tensor | None = None
     """Of an evaluation by row."""
+    logits_BV: torch.Tensor | None = None
+    """After the last position, where ``next_token`` asks for them."""
     grad_norm: float | None = None
     """A zeroth-order step has none."""
 
@@ -149,6 +153,7 @@ class ZerothOrder:
         learning_rate: float,
         training: bool,
         by_row: bool = False,
+        next_token: bool = False,
         seed: int | None = None,
         words: LabelWordBatch | None = None,
     ) -> None:
@@ -160,6 +165,7 @@ class ZerothOrder:
             learning_rate: the step's.
             training: perturb, and make an entry of the losses.
             by_row: evaluation of one micro-batch: the loss of each sequence.
+            next_token: likewise, the logits after the last position instead of a loss.
             seed: of the noise; the plan's unless given.
             words: the examples that the batches' rows are, where the objective ranks label words.
 
@@ -186,6 +192,7 @@ class ZerothOrder:
             passes=passes_of(self.plan) if training else (AT_REST,),
             training=training,
             by_row=by_row or ranks,
+            next_token=next_token,
             words=words,
         )
 
@@ -227,6 +234,12 @@ class ZerothOrder:
         perturbation = self._perturbation(op, state)
         self._bind(op.unit, perturbation)
         prologue, hidden_BSD = state.prologues.pop(key), state.hidden.pop(key)
+        if state.next_token:
+            weight = self._matrix(cut.head.weight, perturbation) if self.chunked else None
+            bias = self._vector(cut.head.bias, perturbation) if self.chunked else None
+            state.logits_BV = next_logits(cut, prologue, hidden_BSD, batch, weight, bias)
+            self._unbind(op.unit)
+            return
         if state.training and self.function is not None:
             value = self.function(cut.logits(prologue, hidden_BSD, batch), batch)
         elif self.chunked:

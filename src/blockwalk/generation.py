@@ -1,0 +1,49 @@
+"""Generation: each token is one evaluation walk whose blocks write into a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from blockwalk.walker import Walker
+
+
+def generate(
+    walker: Walker,
+    input_ids_BS: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    stop_ids: Iterable[int] = (),
+    seed: int = 0,
+) -> torch.Tensor:
+    """Continue prompts; see :meth:`blockwalk.walker.Walker.generate`."""
+    from transformers import DynamicCache
+
+    if input_ids_BS.ndim != 2 or not input_ids_BS.numel():
+        raise ValueError(
+            f"input_ids must be [batch, sequence] with at least one token, not {tuple(input_ids_BS.shape)}"
+        )
+    if max_new_tokens < 1 or temperature < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1 and 0")
+    cache = DynamicCache(config=walker.engine.module.config)  # type: ignore[arg-type]
+    draw = torch.Generator(device=walker.device).manual_seed(seed)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=walker.device)
+    written_BS = fed_BS = input_ids_BS.to(walker.device)
+    stopped_B = torch.zeros(len(fed_BS), dtype=torch.bool, device=walker.device)
+    for _ in range(max_new_tokens):
+        logits_BV = walker.next_logits({"input_ids": fed_BS, "past_key_values": cache, "use_cache": True})
+        if temperature == 0.0:
+            fed_BS = logits_BV.argmax(1, keepdim=True)
+        else:
+            fed_BS = torch.multinomial((logits_BV / temperature).softmax(1), 1, generator=draw)
+        if len(stops):  # a sequence that has stopped repeats its stop token until the longest is done
+            fed_BS = torch.where(stopped_B.unsqueeze(1), stops[:1], fed_BS)
+            stopped_B |= torch.isin(fed_BS.squeeze(1), stops)
+        written_BS = torch.cat([written_BS, fed_BS], dim=1)
+        if len(stops) and bool(stopped_B.all()):
+            break
+    return written_BS

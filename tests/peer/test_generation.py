@@ -1,0 +1,40 @@
+"""Oracle: ``transformers`` itself: its greedy generation with its own cache, and its logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import blockwalk
+from tests.models import tiny_model
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "opt"])
+@pytest.mark.parametrize("method", ["plain", "mebp", "mezo"])
+def test_greedy_generation_is_the_models_own(kind: str, method: str, tmp_path: Path) -> None:
+    model = tiny_model(kind).eval()
+    model.save_pretrained(tmp_path / "m")
+    prompt_BS = torch.randint(3, 101, (2, 5), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(prompt_BS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    settings = {"frozen": "disk × raw"} if method == "mebp" else {}
+    with blockwalk.Walker(tmp_path / "m", blockwalk.method(method, **settings), training=False) as walker:
+        found = walker.generate(prompt_BS, 8)
+        with torch.no_grad():
+            logits = model(prompt_BS, use_cache=False).logits[:, -1]
+        torch.testing.assert_close(walker.next_logits({"input_ids": prompt_BS}), logits, rtol=1e-5, atol=1e-6)
+    assert found.tolist() == expected.tolist()
+
+
+def test_stop_ids_and_sampling() -> None:
+    model = tiny_model("llama").eval()
+    prompt_BS = torch.tensor([[5, 6, 7]])
+    with blockwalk.Walker(model, blockwalk.method("plain"), training=False) as walker:
+        greedy = walker.generate(prompt_BS, 6)[0].tolist()
+        stop = greedy[5]
+        until = greedy.index(stop, 3) + 1
+        assert walker.generate(prompt_BS, 6, stop_ids=[stop])[0].tolist() == greedy[:until]
+        draws = [walker.generate(prompt_BS, 6, temperature=1.0, seed=seed)[0].tolist() for seed in (0, 0, 1)]
+        assert draws[0] == draws[1] != draws[2]
+        assert walker.generate(prompt_BS, 6, temperature=1e-6)[0].tolist() == greedy, "cold draws are greedy"
+        with pytest.raises(ValueError, match="at least one token"):
+            walker.generate(prompt_BS[:, :0], 1)
