@@ -335,7 +335,8 @@ def _open(
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
         if plan.frozen.tier is Tier.DEVICE:
-            return model.to(dtype), None, dtype
+            # A zeroth-order master keeps its dtype: forwards alone are in the compute dtype.
+            return model.to(dtype) if plan.estimator is Estimator.BACKPROP else model, None, dtype
         folder = workdir / "model"
         model.save_pretrained(folder)  # type: ignore[operator]
         model = folder

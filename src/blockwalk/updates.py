@@ -73,6 +73,24 @@ class Sgd:
 
 
 @dataclass(frozen=True, slots=True)
+class Sign:
+    """θ ← θ − lr·(sign(g) + weight_decay·θ): sign descent, for zeroth order (Bernstein et al. 2018, with one vote)."""
+
+    states: ClassVar[tuple[str, ...]] = ()
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+
+    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, step: int, lr: float) -> None:
+        for work, (p, g) in _chunks(param, grad):
+            sign = torch.sign(g, out=work)
+            if self.weight_decay:
+                sign.add_(p, alpha=self.weight_decay)
+            p.add_(sign, alpha=-lr)
+
+
+@dataclass(frozen=True, slots=True)
 class Momentum:
     """b ← momentum·b + g + weight_decay·θ, θ ← θ − lr·b, as ``torch.optim.SGD``."""
 
@@ -127,11 +145,13 @@ def make_rule(settings: OptimizerSettings) -> Rule:
     match settings.name:
         case "sgd":
             return Sgd(settings.weight_decay)
+        case "sign":
+            return Sign(settings.weight_decay)
         case "momentum":
             return Momentum(settings.momentum, settings.weight_decay)
         case "adamw":
             return AdamW(settings.betas, settings.eps, settings.weight_decay)
-    raise ValueError(f"optimizer.name is {settings.name!r}; there are sgd, momentum and adamw")
+    raise ValueError(f"optimizer.name is {settings.name!r}; there are sgd, sign, momentum and adamw")
 
 
 def square_sums(tensor: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def test_the_last_rate_stays() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (OptimizerSettings("adam"), "'adam'; there are sgd, momentum and adamw"),
+        (OptimizerSettings("adam"), "'adam'; there are sgd, sign, momentum and adamw"),
         (OptimizerSettings("adamw", betas=(0.9, 1.0)), "betas is"),
         (OptimizerSettings("momentum", momentum=0.0), "the rule is sgd"),
         (OptimizerSettings("sgd", weight_decay=-1.0), "weight_decay is -1.0"),

@@ -5,8 +5,7 @@ again; so an update can wait, be applied to any slice, or be replayed from a fil
 sum rounded by itself, d = Σ cᵢ·zᵢ with cᵢ = gᵢ/q:
 
     sgd        θ ← θ·(1 − η·λ), then θ ← θ + (−η·cᵢ)·zᵢ for each query in turn
-    sign       θ ← θ·(1 − η·λ), then θ ← θ − η·sign(d)
-    momentum, adamw      :mod:`blockwalk.updates` with the gradient d
+    sign, momentum, adamw      as :mod:`blockwalk.updates` has them, with the gradient d
     hizoo      H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H first, and zᵢ/√H with the new H in place of zᵢ
 
 λ is the weight decay, which spares parameters whose name contains "bias", "layer_norm" or "layernorm". A parameter in 16
@@ -70,8 +69,7 @@ class ZerothOrderRule:
     @property
     def states(self) -> tuple[str, ...]:
         """Tensors kept beside each parameter, of its shape: HiZOO's diagonal, the optimizer's moments."""
-        moments = make_rule(self._options).states if self.optimizer in ("momentum", "adamw") else ()
-        return (*((HESSIAN,) if self.kind == "hizoo" else ()), *moments)
+        return (*((HESSIAN,) if self.kind == "hizoo" else ()), *make_rule(self._options).states)
 
     @property
     def kind_of_noise(self) -> NoiseKind:
@@ -92,7 +90,7 @@ class ZerothOrderRule:
         """Whether weight decay reaches a parameter."""
         return not any(part in name for part in UNDECAYED)
 
-    def moments_rule(self, name: str) -> Rule:
+    def updater(self, name: str) -> Rule:
         """The rule of :mod:`blockwalk.updates` for one parameter."""
         return make_rule(replace(self._options, weight_decay=self.weight_decay * self.decays(name)))
 
@@ -155,20 +153,15 @@ def _advance_(
             z_RD.div_(torch.sqrt(states[HESSIAN], out=take("root")))
             target_RD.add_(z_RD.mul_(factor * coefficient))
 
-    if rule.optimizer in ("momentum", "adamw"):
+    if rule.optimizer != "sgd":
         d_RD = take("direction").zero_()
         add_direction(d_RD, 1.0)
         moments = {state: tensor for state, tensor in states.items() if state != HESSIAN}
-        rule.moments_rule(name).apply_(x_RD, d_RD, moments, step=entry.step, lr=rate)
+        rule.updater(name).apply_(x_RD, d_RD, moments, step=entry.step, lr=rate)
         return
     if rule.weight_decay and rule.decays(name):
         x_RD.mul_(1.0 - rate * rule.weight_decay)
-    if rule.optimizer == "sign":
-        d_RD = take("direction").zero_()
-        add_direction(d_RD, 1.0)
-        x_RD.sub_(d_RD.sign_().mul_(rate))
-    else:
-        add_direction(x_RD, -rate)
+    add_direction(x_RD, -rate)
 
 
 def _grow_(

@@ -284,7 +284,7 @@ typedef struct {
 static inline int32_t round_units(float units, uint32_t draw, int stochastic) {
     if (!stochastic) return (int32_t)__builtin_rintf(units);
     int32_t whole = (int32_t)units;
-    return whole + ((int32_t)((units - (float)whole) * 65536.0f) + (int32_t)draw >= 65536);
+    return whole + ((int32_t)__builtin_rintf((units - (float)whole) * 65536.0f) + (int32_t)draw >= 65536);
 }
 
 static inline void encode_row(const float *restrict x, const uint16_t *restrict draws, float *restrict scale,

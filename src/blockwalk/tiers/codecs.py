@@ -6,7 +6,7 @@ Values are float32 products rounded to nearest even in the output's dtype: the C
 CUDA give the same bits.
 
 **Rounding** to codes is to nearest even or, where a ``rounding`` key is given, stochastic: the magnitude rounds up where
-its remainder, in 2^-16 of the code's step and truncated to that, plus the element's 16-bit draw reaches 2^16. The draw
+its remainder, in 2^-16 of the code's step, plus the element's 16-bit draw reaches 2^16. The draw
 is a function of the key and of the element's index in the parameter, so that any slice rounds alone as it does within
 the whole. The expected value is the value to within 2^-16 of a step, exactly so for bf16 and for float16's normal
 numbers. At a learning rate of 1e-7 an update is far below a step: rounded to nearest it would always be lost.
@@ -372,7 +372,9 @@ def _round_stochastically(steps_RD: torch.Tensor, codec: Codec, rounding: NoiseK
         grid_RD = ((exponent_RD - 3) << 23).view(torch.float32)
     units_RD = magnitude_RD / grid_RD
     whole_RD = units_RD.floor()
-    remainder_RD = units_RD.sub_(whole_RD).mul_(65536).to(torch.int32)
+    # To the nearest 2^-16: what was decoded, a rounding off its grid, comes back as the code that it was. Truncated, one
+    # in 2^16 such elements would lose a whole step, always towards zero.
+    remainder_RD = units_RD.sub_(whole_RD).mul_(65536).round_().to(torch.int32)
     whole_RD += remainder_RD.add_(draws.view_as(remainder_RD)) >= 65536
     return whole_RD.mul_(grid_RD).copysign_(steps_RD)
 

@@ -1,0 +1,170 @@
+"""Oracle: the same run with everything resident (method ``mezo``), which is the reference loop's: bit for bit, wherever
+weights live, in whatever codec, however rarely they are written back."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from blockwalk import method
+from blockwalk.config import LoraSettings
+from blockwalk.program import Lane, Pool, Shape, StepKind
+from blockwalk.reference.zeroth_order import masters_of, spsa_step
+from blockwalk.walker import Walker
+from tests.models import random_batch, tiny_model
+from tests.reference.test_zeroth_order import assert_same, trained
+
+Run = tuple[list[tuple[float, float | None]], float, dict[str, torch.Tensor]]
+SCHEDULE = {"learning_rate": 3e-2, "schedule": "linear", "total_steps": 12, "warmup_steps": 3}
+
+
+def run(name: str, model: Any, folder: Path, *, steps: int = 6, lora: Any = None, **settings: Any) -> Run:
+    """(loss, g) of each step, the loss of a held-out batch afterwards, and the weights."""
+    settings = {"optimizer": {"name": "sgd", **SCHEDULE}, **settings}
+    with Walker(copy.deepcopy(model), method(name, **settings), lora=lora, workdir=folder, device="cpu") as walker:
+        results = [walker.step(random_batch(seed=step)) for step in range(steps)]
+        evaluated = walker.evaluate(random_batch(seed=99)).loss
+        return [(r.loss, r.projected_grad) for r in results], evaluated, trained(walker)
+
+
+def assert_equal(found: Run, expected: Run) -> None:
+    assert found[0] == expected[0]
+    assert found[1] == expected[1]
+    assert_same(found[2], expected[2])
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("flush_every", [1, 4])
+def test_streamed_weights_train_as_resident_ones(
+    kind: str, tied: bool, tier: str, flush_every: int, tmp_path: Path
+) -> None:
+    """A deferred update with the next step's learning rate, or one that is missing at evaluation, would show here."""
+    model = tiny_model(kind, tied=tied)
+    expected = run("mezo", model, tmp_path / "mezo")
+    found = run("zo2", model, tmp_path / "zo2", trainable=tier, frozen=tier, update={"flush_every": flush_every})
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_every_codec_trains_alike_on_every_tier(codec: str, rounding: str, tmp_path: Path) -> None:
+    """Entries that wait are applied singly and rounded each, as if every step had been stored."""
+    model = tiny_model("llama", tied=True)
+    update = {"rounding": rounding}
+    expected = run("mezo", model, tmp_path / "mezo", trainable=f"device × {codec}", update=update)
+    for tier, flush_every in (("host", 1), ("disk", 3), ("disk", 100)):
+        settings = {"trainable": f"{tier} × {codec}", "update": {**update, "flush_every": flush_every}}
+        assert_equal(run("zo2", model, tmp_path / f"{tier}{flush_every}", **settings), expected)
+
+
+def test_forwards_in_bfloat16_from_float32_masters(tmp_path: Path) -> None:
+    """The compute dtype is the forward's alone: g is not lost to 16 bits, and masters keep 32."""
+    model = tiny_model("opt", tied=True)
+    settings = {"compute_dtype": "bfloat16", "loss": "model", "seed": 3}
+    control, masters = copy.deepcopy(model).to(torch.bfloat16), masters_of(model)
+    grads = []
+    with Walker(model, method("mezo", **settings), workdir=tmp_path, device="cpu") as walker:
+        for step in range(1, 4):
+            found = walker.step(random_batch(seed=step))
+            expected = spsa_step(
+                control, masters, random_batch(seed=step), step=step, seed=3, learning_rate=1e-6, loss=_float_loss
+            )
+            assert found.projected_grad == expected.projected_grads[0]
+            grads.append(found.projected_grad)
+        assert_same(trained(walker), masters)
+    assert all(grads)
+
+
+def _float_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch, use_cache=False).loss
+    assert loss.dtype == torch.float32
+    return loss
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "fp8"])
+def test_a_step_of_rate_zero_changes_no_bit(codec: str, tmp_path: Path) -> None:
+    """Oracle: the weights before. In-place +ε, −2ε, +ε would have moved them."""
+    model = tiny_model("llama")
+    with Walker(
+        model,
+        method("zo2", trainable=f"host × {codec}", optimizer={"learning_rate": 0.0}),
+        workdir=tmp_path,
+        device="cpu",
+    ) as walker:
+        before = trained(walker)
+        for step in range(3):
+            assert walker.step(random_batch(seed=step)).projected_grad
+        after = trained(walker)
+    if codec == "fp8":  # scales are computed anew from what was decoded: to one rounding of float32
+        assert all(torch.allclose(after[name], before[name], rtol=1e-6, atol=0) for name in before)
+    else:
+        assert_same(after, before)
+
+
+def test_stochastic_rounding_keeps_small_updates_that_nearest_loses(tmp_path: Path) -> None:
+    """Oracle: the float32 run. Updates far below half a step of bfloat16 vanish when rounded to nearest."""
+    model = tiny_model("llama").to(torch.bfloat16).float()
+    settings: dict[str, Any] = {"optimizer": {"name": "sgd", "learning_rate": 1e-6}, "steps": 30, "seed": 1}
+    exact = run("mezo", model, tmp_path / "a", **settings)[2]
+    start = masters_of(model)
+    moved = {}
+    for rounding in ("nearest", "stochastic"):
+        weights = run(
+            "mezo", model, tmp_path / rounding, trainable="device × bf16", update={"rounding": rounding}, **settings
+        )[2]
+        along = sum(float(((weights[n].float() - start[n]) * (exact[n] - start[n])).sum()) for n in start)
+        moved[rounding] = along / sum(float((exact[n] - start[n]).square().sum()) for n in start)
+    assert moved["nearest"] < 0.2
+    assert moved["stochastic"] == pytest.approx(1.0, abs=0.35)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sign", "momentum", "adamw"])
+def test_lora_on_mapped_4_bit_weights(optimizer: str, tmp_path: Path) -> None:
+    """Oracle: the same run deferred and not; the base is only read, and its adapters stay where they are."""
+    model = tiny_model("llama", tied=True, hidden_size=64, intermediate_size=256)
+    model.save_pretrained(tmp_path / "m")
+    settings = {"optimizer": {"name": optimizer, "learning_rate": 1e-2}, "frozen": "disk × int4"}
+    lora = LoraSettings(rank=2)
+    expected = run("mezo", tmp_path / "m", tmp_path / "a", lora=lora, **settings)
+    found = run("zo2", tmp_path / "m", tmp_path / "b", lora=lora, trainable="host", **settings)
+    assert_equal(found, expected)
+    moved = [tensor for name, tensor in found[2].items() if "lora_B" in name]
+    assert moved
+    assert all(tensor.any() for tensor in moved)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_moments_travel_with_their_bucket(optimizer: str, tmp_path: Path) -> None:
+    model = tiny_model("opt", tied=True)
+    settings = {"optimizer": {"name": optimizer, "learning_rate": 1e-3}}
+    expected = run("mezo", model, tmp_path / "a", **settings)
+    assert_equal(run("zo2", model, tmp_path / "b", update={"flush_every": 3}, **settings), expected)
+
+
+def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
+    """Oracle: the undivided batch; the mean is over tokens, not the mean of means."""
+    model = tiny_model("llama")
+    one = run("zo2", model, tmp_path / "a", steps=2)
+    four = run("zo2", model, tmp_path / "b", steps=2, gradient_accumulation_steps=4)
+    for (loss, g), (other, other_g) in zip(one[0], four[0], strict=True):
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert other_g == pytest.approx(g, rel=2e-2, abs=2e-3)
+
+
+def test_program_bytes_are_the_buckets(tmp_path: Path) -> None:
+    """Oracle: the buffers that exist. Slots, and what crosses a lane, are what the program says."""
+    settings: dict[str, Any] = {"zo": {"kind": "hizoo", "hessian_codec": "bf16"}, "trainable": "host × fp8"}
+    with Walker(tiny_model("llama"), method("zo2", **settings), workdir=tmp_path, device="cpu") as walker:
+        program, buckets = walker.program(StepKind.TRAIN, Shape(4, 12)), walker.engine.buckets
+        assert (program.slots, program.slot_bytes) == (buckets.slots.count, buckets.slots.nbytes)
+        moved = sum(buckets.units[unit].nbytes for unit in buckets.streamed)
+        assert program.bytes_by_lane()[Lane.FETCH] == moved
+        resident = sum(unit.nbytes for number, unit in enumerate(buckets.units) if number not in buckets.streamed)
+        assert dict(program.static)[Pool.DEVICE] == resident + program.slots * program.slot_bytes
