@@ -111,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run ``blockwalk`` with these arguments (``sys.argv`` unless given) and answer its exit code."""
     if not _debugging():
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
+        warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
     parser, by_name = _parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((by_name[word] for word in arguments if word in by_name), None)

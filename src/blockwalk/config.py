@@ -202,8 +202,9 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
     plan = method(name, **settings)
-    if not lora_given:  # weights in a block codec cannot be trained: those rows mean LoRA unless told otherwise
-        wants_lora = plan.frozen.codec in (Codec.INT4, Codec.INT8)
+    if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
+        codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
+        wants_lora = any(codec in (Codec.INT4, Codec.INT8) for codec in codecs)
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
 
 

@@ -63,6 +63,8 @@ def test_flags_win_under_the_same_names(tmp_path: Path) -> None:
 
 def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
     assert config.from_mapping({}).lora == LoraSettings()
+    assert config.from_mapping({"frozen": "disk"}).lora == LoraSettings(), "whatever codec the row is then given"
+    assert config.from_mapping({"lora": False, "frozen": "disk"}).lora is None
     assert config.from_mapping({"method": "mezo"}).lora is None
     assert config.from_mapping({"method": "mezo", "lora": True}).lora == LoraSettings()
     assert config.from_mapping({"method": "mezo", "frozen": "disk × int4"}).lora == LoraSettings()

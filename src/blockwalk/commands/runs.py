@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from blockwalk.config import RunConfig
@@ -59,6 +60,29 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
     with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
         found = held_out.evaluate(walker)
     print(json.dumps(dataclasses.asdict(found)) if arguments.json else found)
+    return 0
+
+
+def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the continuation of a prompt."""
+    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.walker import Walker
+
+    _require(run, "model")
+    tokenizer = load_tokenizer(run.model)
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.chat:
+        if not tokenizer.chat_template:
+            raise ValueError(f"{run.model} has no chat template; leave --chat out")
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
+    stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
+        written = walker.generate(
+            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stop_ids, seed=run.plan.seed
+        )
+    print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
     return 0
 
 

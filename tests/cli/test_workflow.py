@@ -1,0 +1,105 @@
+"""Oracle: plain ``transformers`` and PEFT, which load what the commands write and must find the same loss and accuracy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk import cli
+from tests.conftest import TinyRun
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+def accuracy_and_loss(model: Any, tokenizer: Any, records: list[dict[str, str]]) -> tuple[float, float]:
+    """MeZO's classification by label words, written out: the likelier of two continuations."""
+    correct, total, tokens = 0, 0.0, 0
+    for record in records:
+        losses = {}
+        for word in ("good", "bad"):
+            prompt = tokenizer(f"{record['text']} It was")["input_ids"]
+            ids = torch.tensor([prompt + tokenizer(f" {word}")["input_ids"]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
+            losses[word] = torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
+            if word == record["label"]:
+                total, tokens = total + losses[word], tokens + ids.shape[1] - len(prompt)
+        correct += min(losses, key=losses.__getitem__) == record["label"]
+    return correct / len(records), total / tokens
+
+
+def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, merged, raw = tmp_path / "out", str(tmp_path / "merged"), ["--frozen.codec", "raw"]
+    arguments = [*tiny_run.arguments(out), "--method", "mebp"]
+    steps = ["--max_steps", "60", "--optimizer.learning_rate", "1e-2", "--batch_size", "16"]
+    printed = run(capsys, "train", *arguments, *raw, *steps)
+    assert "held-out accuracy" in printed
+    assert f"saved to           {out / 'adapter'}" in printed
+    first, last = [json.loads(line) for line in (out / "evaluations.jsonl").read_text().splitlines()]
+    assert (first["step"], last["step"]) == (0, 60)
+    assert last["loss"] < first["loss"]
+
+    records = [json.loads(line) for line in tiny_run.eval.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
+    base = AutoModelForCausalLM.from_pretrained(tiny_run.model)
+    before = accuracy_and_loss(base, tokenizer, records)
+    after = accuracy_and_loss(PeftModel.from_pretrained(base, str(out / "adapter")), tokenizer, records)
+    for found, expected in ((first, before), (last, after)):
+        assert found["accuracy"] == expected[0]
+        assert found["loss"] == pytest.approx(expected[1], rel=1e-5)
+
+    saved = json.loads(run(capsys, "eval", *arguments, *raw, "--adapter", str(out / "adapter"), "--json"))
+    assert saved["loss"] == last["loss"]
+    assert saved["accuracy"] == last["accuracy"]
+
+    run(capsys, "merge", str(tiny_run.model), str(out / "adapter"), merged)
+    model = AutoModelForCausalLM.from_pretrained(merged).eval()
+    assert accuracy_and_loss(model, tokenizer, records)[1] == pytest.approx(after[1], rel=1e-4)
+
+    prompt = "fresh. It was"
+    found = run(capsys, "generate", "--model", merged, "--method", "plain", "--prompt", prompt, "--max_new_tokens", "8")
+    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)[0]
+    assert found == tokenizer.decode(ids[len(tokenizer(prompt)["input_ids"]) :], skip_special_tokens=True) + "\n"
+
+    store = str(tmp_path / "store")
+    run(capsys, "pack", str(tiny_run.model), store, "--codec", "int8")
+    on_store = ["eval", *arguments, "--model", store, "--frozen", "disk × int8", "--adapter", str(out / "adapter")]
+    coded = json.loads(run(capsys, *on_store, "--json"))
+    assert coded["loss"] != last["loss"]
+    assert coded["loss"] == pytest.approx(last["loss"], rel=0.02), "8 bits are nearly the same"
+
+
+def test_all_parameters(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole model is trained and saved; the folder that it came from is left as it was."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    original = (tiny_run.model / "model.safetensors").read_bytes()
+    arguments = [*tiny_run.arguments(tmp_path), "--method", "plain", "--max_steps", "20"]
+    run(capsys, "train", *arguments, "--optimizer.learning_rate", "3e-3", "--gradient_accumulation_steps", "2")
+    last = json.loads((tmp_path / "evaluations.jsonl").read_text().splitlines()[-1])
+    records = [json.loads(line) for line in tiny_run.eval.read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    accuracy, loss = accuracy_and_loss(model, AutoTokenizer.from_pretrained(tmp_path / "model"), records)
+    assert (last["accuracy"], last["loss"]) == (accuracy, pytest.approx(loss, rel=1e-5))
+    assert (tiny_run.model / "model.safetensors").read_bytes() == original
+
+
+def test_a_bad_record_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the line that was broken."""
+    broken = tmp_path / "broken.jsonl"
+    lines = tiny_run.train.read_text().splitlines()
+    lines[2] = '{"text": "no label"}'
+    broken.write_text("\n".join(lines))
+    assert cli.main(["train", *tiny_run.arguments(tmp_path / "out"), "--data.train", str(broken)]) == 2
+    assert f"{broken} line 3: no field 'label'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "nothing was written"
