@@ -219,6 +219,27 @@ class CutModel:
                 else:
                     module.__dict__["forward"] = forward
 
+    @contextmanager
+    def _zeros_in_prologue(self) -> Iterator[None]:
+        """Let prologue parameters that are not bound read as zeros (of one element of memory) for the time of a pass.
+
+        The epilogue's pass repeats what the model does before its layers, on stand-ins, and forgets the outcome.
+        """
+        empty = [
+            (slot, param)
+            for slots in self._units.slots[0].values()
+            for slot in slots
+            if (param := slot.module._parameters[slot.leaf]) is not None and param.is_meta
+        ]
+        try:
+            for slot, param in empty:
+                zeros = torch.zeros((), dtype=param.dtype, device=self.device).expand(param.shape)
+                slot.module._parameters[slot.leaf] = zeros  # type: ignore[assignment]
+            yield
+        finally:
+            for slot, param in empty:
+                slot.module._parameters[slot.leaf] = param
+
     def _answer(self, module: nn.Module, hidden_BSD: torch.Tensor) -> Any:
         length = self.anatomy.returns[type(module).__name__]
         return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
@@ -377,7 +398,7 @@ class CutModel:
         replaced += [(module, piece_stub(name)) for name, module in self._prologue_pieces if name in queues]
         if not head:
             replaced.append((self.base.get_output_embeddings(), head_stub))
-        with self._seeded(seed), self._forwards(replaced):
+        with self._seeded(seed), self._forwards(replaced), self._zeros_in_prologue():
             try:
                 output = self.model(**self._inputs(batch, labels=head))
             except _Stop:

@@ -47,7 +47,7 @@ class Units:
     pieces: list[Part]
     """Outermost modules outside the layers."""
     slots: list[dict[str, list[Slot]]]
-    """For every unit: canonical name → places. A tied parameter has places in two units."""
+    """For every unit: canonical name → places. A tied parameter is the prologue's and has a place in the epilogue too."""
     placeholders: dict[str, nn.Parameter] = field(default_factory=dict)
     """What stands in the modules where nothing is bound."""
     trainable: set[str] = field(default_factory=set)
@@ -83,25 +83,28 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     name_of: dict[int, str] = {}
-    home: dict[str, int] = {}
+    places: dict[str, list[tuple[str, int, Slot]]] = {}
     tied: list[tuple[str, str]] = []
-    specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.slots]
     for name, param in model.named_parameters(remove_duplicate=False):
         prefix, _, leaf = name.rpartition(".")
-        alias, unit = canonical(name), units.owner(name)
+        alias = canonical(name)
         plain = name_of.setdefault(id(param), alias)
         assert units.placeholders.setdefault(plain, param) is param, f"two parameters are named {plain}"
-        slot = Slot(modules[prefix], leaf)
-        units.slots[unit].setdefault(plain, []).append(slot)
-        if plain not in home:
-            home[plain] = unit
-            if param.requires_grad:
-                units.trainable.add(plain)
-            specs[unit].append((name, _param_spec(plain, param, slot)))
-        elif alias != plain:
+        places.setdefault(plain, []).append((name, units.owner(name), Slot(modules[prefix], leaf)))
+        if alias != plain:
             tied.append((alias, plain))
-            if home[plain] != unit and {home[plain], unit} != {0, units.epilogue}:
-                raise ValueError(f"{alias} and {plain} are one parameter in two blocks: no sequence of layers")
+    specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.slots]
+    for plain, found in places.items():
+        param = units.placeholders[plain]
+        home, last = min(unit for _, unit, _ in found), max(unit for _, unit, _ in found)
+        if home != last and (home, last) != (0, units.epilogue):
+            raise ValueError(f"{plain} is one parameter in two blocks: the model is no sequence of layers")
+        for _, unit, slot in found:
+            units.slots[unit].setdefault(plain, []).append(slot)
+        name, slot = next((name, slot) for name, unit, slot in found if unit == home)
+        specs[home].append((name, _param_spec(plain, param, slot)))
+        if param.requires_grad:
+            units.trainable.add(plain)
     config = base.config.get_text_config()
     dtypes = Counter(spec.dtype for unit in specs for _, spec in unit if "lora_" not in spec.name)
     return ModelSpec(

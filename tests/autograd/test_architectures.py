@@ -64,6 +64,7 @@ TABLE: dict[str, dict] = {
     "stablelm": {"use_parallel_residual": True},
     "starcoder2": {},
     "xglm": {},
+    "xlm-roberta": {"is_decoder": True},
     "xlstm": {},
 }
 
@@ -122,7 +123,8 @@ def test_heads_are_described() -> None:
         ("mixtral", {"output_router_logits": True}, "output_router_logits"),
         ("opt", {"layerdrop": 0.1}, "layerdrop"),
         ("xlm", {}, "cannot be walked"),
-        ("inkling2_text", {}, "cannot be walked"),
+        ("zaya", {}, "figures differ from the model's own"),
+        ("inkling2_text", {}, "figures differ from the model's own"),
     ],
 )
 def test_what_is_no_sequence_of_layers_is_refused(model_type: str, settings: dict, reason: str) -> None:
