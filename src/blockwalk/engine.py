@@ -6,8 +6,12 @@ states; the estimators compute with what it binds. It never decides when somethi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -92,6 +96,7 @@ class Engine:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir / f"weights-{run}")
         self._held.clear()
+        _return_heap()
 
     # ---- binding at construction ------------------------------------------------------------------------------------
 
@@ -310,20 +315,29 @@ class Engine:
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT's format, or every parameter as safetensors beside the configuration."""
+        trained = self.masters if self._buckets is None else self._buckets.weights()
         if hasattr(self.module, "peft_config"):
             from blockwalk.adapters import save_adapter
 
-            save_adapter(self.module, self.masters, folder)
+            save_adapter(self.module, trained, folder)
             return
         from blockwalk.safetensors_file import save_model
 
-        save_model(folder, self.module, {**self._bound, **self.masters})
+        save_model(folder, self.module, {**self._bound, **trained})
 
     def close(self) -> None:
         if self._buckets is not None:
             self._buckets.close()
         if self.source is not None:
             self.source.close()
+
+
+def _return_heap() -> None:
+    """Give what construction freed back to the system; the allocator would keep it, in pieces, for as long as we run."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _open(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, get_type_hints
 
-from blockwalk.state import Codec, Group, Placement, Tier
+from blockwalk.state import CODEC_DTYPE, Codec, Group, Placement, Tier
 
 
 class Estimator(StrEnum):
@@ -232,6 +232,29 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
         (
             plan.zo.noise == "mezo" and (plan.zo.kind != "spsa" or plan.zo.queries != 1),
             "zo.noise: mezo reproduces two-point MeZO only; set zo.kind: spsa and zo.queries: 1",
+        ),
+        (
+            plan.zo.noise == "mezo" and plan.trainable != Placement(),
+            f"zo.noise: mezo perturbs the weights where they lie, and trainable is {plan.trainable}; set trainable:"
+            " device × raw × nobody, or zo.noise: gaussian",
+        ),
+        (
+            plan.zo.noise == "mezo" and plan.optimizer.name != "sgd",
+            f"zo.noise: mezo reproduces the original's update, and optimizer.name is {plan.optimizer.name!r}; set it to"
+            " sgd, or zo.noise: gaussian",
+        ),
+        (
+            zeroth_order and plan.zo.kind == "fzoo" and plan.zo.queries < 2,
+            f"zo.queries is {plan.zo.queries}, and fzoo divides by the standard deviation of its losses: it needs at least"
+            " 2 (8 in the paper)",
+        ),
+        (
+            zeroth_order and plan.zo.kind == "hizoo" and plan.zo.hessian_codec not in CODEC_DTYPE,
+            f"zo.hessian_codec is {plan.zo.hessian_codec}; the curvature is kept in fp32, bf16 or fp16",
+        ),
+        (
+            zeroth_order and not 0 <= plan.zo.hessian_alpha < 1,
+            f"zo.hessian_alpha is {plan.zo.hessian_alpha}; it is the share that a step renews, from 0 to 1",
         ),
         (
             not zeroth_order and plan.optimizer.name == "sign",

@@ -167,7 +167,8 @@ class Buckets:
             bytes_P = self._resident[number] if number in self._resident else self._held()[number]
             for name, states in cells_of(unit, bytes_P).items():
                 cell = states[""]
-                out[name] = cell.tensor if cell.dense else EncodedWeight(cell.bytes_P, cell.layout, torch.float32)
+                dtype: torch.dtype = getattr(torch, cell.layout.dtype)
+                out[name] = cell.tensor if cell.dense else EncodedWeight(cell.bytes_P, cell.layout, dtype)
         return out
 
     def state_dict(self) -> dict[str, Any]:
