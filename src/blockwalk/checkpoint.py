@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk import files
+from blockwalk import ledger as ledger_module
 
 FORMAT = 1
+SCRATCH = "scratch"
+"""The walker's working folder below the run's: packed weights, and those of a zeroth-order run on disk."""
 TENSORS, SCALARS = "state.safetensors", "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
@@ -132,17 +135,23 @@ def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -
         ValueError: there is no such checkpoint, or an earlier run stands in the way and ``overwrite`` is false.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    if resume_from_checkpoint == "latest":
-        files.remove_leftovers(output_dir)
-        return latest(output_dir)
+    ledger = output_dir / ledger_module.NAME
     start: Path | None = None
-    if resume_from_checkpoint:
+    in_the_way: list[Path] = []
+    if resume_from_checkpoint == "latest":
+        start = latest(output_dir)
+    elif resume_from_checkpoint:
         start = Path(resume_from_checkpoint)
         if not _is_whole(start):
             raise ValueError(f"resume_from_checkpoint: {start} holds no whole checkpoint")
+        if ledger.exists():
+            raise ValueError(
+                f"{output_dir} holds a zeroth-order run, which goes on where its ledger ends; set"
+                " resume_from_checkpoint: latest"
+            )
         in_the_way = [p for p in whole(output_dir) if step_of(p) > step_of(start)]
     else:
-        in_the_way = whole(output_dir)
+        in_the_way = [*([ledger] if ledger.exists() else []), *whole(output_dir)]
     if in_the_way and not overwrite:
         raise ValueError(
             f"{output_dir} holds an earlier run's {in_the_way[-1].name}; continue it with resume_from_checkpoint:"
@@ -151,6 +160,9 @@ def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -
     files.remove_leftovers(output_dir)
     for path in reversed(in_the_way):
         _remove(path)
+    if start is None:  # what a run left that did not come to its first checkpoint
+        ledger.unlink(missing_ok=True)
+        shutil.rmtree(output_dir / SCRATCH, ignore_errors=True)
     return start
 
 
@@ -192,7 +204,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; one that is killed half-way is no longer named like one."""
-    hidden = path.with_name(f".{path.name}{files.PARTIAL}")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden)
+    """Remove a checkpoint, which stops being named like one first, or a file."""
+    if path.is_file():
+        path.unlink()
+    else:
+        hidden = path.with_name(f".{path.name}{files.PARTIAL}")
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)

@@ -97,11 +97,14 @@ class MetricsLog:
         beside = path.with_name(f".{path.name}.partial")
         beside.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
         os.replace(beside, path)
+        self.last_step = int(kept[-1]["step"]) if kept else 0
+        """Of the last line."""
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; it is readable at once and safe after the next :meth:`sync`."""
         self._file.write(f"{json.dumps(line)}\n")
+        self.last_step = int(line["step"])
 
     def sync(self) -> None:
         """Make every line so far survive a power cut."""

@@ -4,6 +4,7 @@ output_dir/
     config.yaml            the resolved configuration
     metrics.jsonl          one line a step
     evaluations.jsonl      one line an evaluation
+    ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoint
     adapter/ or model/     what was trained, at the end
 """
@@ -25,15 +26,17 @@ import numpy as np
 from blockwalk import checkpoint, config, files
 from blockwalk.config import RunConfig
 from blockwalk.data import batching
-from blockwalk.data.batching import Batches
-from blockwalk.data.encode import Encoded, Tokenizer, encode, load_tokenizer
+from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
+from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import read_records
 from blockwalk.evaluation import Evaluation, HeldOut, template_of
+from blockwalk.ledger import NAME as LEDGER
 from blockwalk.metrics import MetricsLog, PeakMemory
-from blockwalk.plan import override
+from blockwalk.plan import Estimator, override
 from blockwalk.program import Shape, StepKind, human_bytes
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 from blockwalk.report.progress import Progress
+from blockwalk.state import Tier
 from blockwalk.walker import StepResult, Walker
 
 
@@ -77,7 +80,7 @@ def train(run: RunConfig) -> Outcome:
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
     with PeakMemory() as memory, _stop_signals() as stop:
         tokenizer = load_tokenizer(run.model)
-        rows = read_training_rows(run, tokenizer)
+        rows, choices = read_training_rows(run, tokenizer)
         batches = Batches(
             rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=run.data.padding_multiple
         )
@@ -88,11 +91,12 @@ def train(run: RunConfig) -> Outcome:
             plan = override(plan, {"optimizer.total_steps": total})
         output_dir = Path(run.output_dir)
         start = checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
-        with Walker(run.model, plan, lora=run.lora, workdir=output_dir / "scratch") as walker:
+        ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
+        with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             shape = Shape(run.batch_size // plan.gradient_accumulation_steps, _longest(rows, run))
             forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape))
             forecast.check()
-            loop = _Loop(run, walker, batches, held_out, total, tokenizer, memory)
+            loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory)
             if start is not None:
                 loop.resume(checkpoint.load(start))
             files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
@@ -104,17 +108,21 @@ def train(run: RunConfig) -> Outcome:
                 return loop.run(progress, stop)
 
 
-def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> Encoded:
-    """``data.train`` as tokens, packed where the settings say so."""
-    settings = run.data
-    rows = encode(
-        read_records(settings.train, split=settings.train_split, subset=settings.subset or None),
-        tokenizer,
-        max_length=settings.max_length,
-        format=settings.format or None,
-        template=template_of(settings),
-    )
-    return batching.pack(rows, settings.max_length) if settings.packing else rows
+def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
+    """``data.train`` as tokens, packed where the settings say so; and with every label word, for an objective that ranks
+    them."""
+    settings, template = run.data, template_of(run.data)
+    records = read_records(settings.train, split=settings.train_split, subset=settings.subset or None)
+    if run.plan.estimator is Estimator.ZEROTH_ORDER and run.plan.zo.objective != "loss":
+        if template is None or settings.packing:
+            raise ValueError(
+                f"zo.objective: {run.plan.zo.objective} ranks label words: set data.template and data.label_words, and"
+                " data.packing: false"
+            )
+        choices = encode_choices(records, tokenizer, template, max_length=settings.max_length)
+        return choices.answered(), choices
+    rows = encode(records, tokenizer, max_length=settings.max_length, format=settings.format or None, template=template)
+    return (batching.pack(rows, settings.max_length) if settings.packing else rows), None
 
 
 def eval_batch_size(run: RunConfig) -> int:
@@ -137,12 +145,13 @@ class _Loop:
         run: RunConfig,
         walker: Walker,
         batches: Batches,
+        choices: Choices | None,
         held_out: HeldOut | None,
         total: int,
         tokenizer: Tokenizer,
         memory: PeakMemory,
     ) -> None:
-        self.config, self.walker, self.batches, self.held_out = run, walker, batches, held_out
+        self.config, self.walker, self.batches, self.choices, self.held_out = run, walker, batches, choices, held_out
         self.total, self.tokenizer, self.memory = total, tokenizer, memory
         self.output_dir = Path(run.output_dir)
         self.before: Evaluation | None = None
@@ -156,8 +165,11 @@ class _Loop:
         """Go on where a checkpoint ends."""
         self.resumed = True
         self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping())
-        self.walker.load_state_dict(saved.walker)
+        if saved.walker:
+            self.walker.load_state_dict(saved.walker)
         self.batches.load_state_dict(saved.data["batches"])
+        for _ in range(self.walker.steps_done - saved.step):  # the ledger of a zeroth-order run may have gone further
+            self.batches.next_rows()
         before = saved.data["before"]
         self.before = Evaluation(**before) if before is not None else None
         self.first_loss, self.last_loss = saved.data["losses"]
@@ -172,9 +184,12 @@ class _Loop:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
             progress.say(f"note: changed since the checkpoint: {change}")
+        saved_at = keep_until
         if not self.resumed and not stop:
             self.before = self._evaluate(progress)
-        saved_at = keep_until
+            if self.walker.ledger is not None:
+                self._save()  # without weights: from here on the ledger has every step
+        self._fill_in_metrics()
         while self.walker.steps_done < self.total and not stop:
             self._step(progress)
             done = self.walker.steps_done
@@ -195,8 +210,13 @@ class _Loop:
         return every > 0 and self.walker.steps_done % every == 0
 
     def _step(self, progress: Progress) -> None:
-        batch = next(self.batches)
-        read = int(batch["attention_mask"].sum())
+        batch: Batch | LabelWordBatch
+        if self.choices is None:
+            batch = tokens = next(self.batches)
+        else:
+            batch = label_word_batch(self.choices, self.batches.next_rows(), self.batches.padding_multiple)
+            tokens = batch.batch
+        read = int(tokens["attention_mask"].sum())
         result = self.walker.step(batch)
         peak = self.memory.take()
         if result.step == 1:
@@ -204,6 +224,14 @@ class _Loop:
         self.last_loss = result.loss
         self.metrics.write(_line(result, read, peak))
         progress.step(result.step, loss=result.loss, tokens_per_second=read / result.seconds, peak_bytes=peak)
+
+    def _fill_in_metrics(self) -> None:
+        """Lines of steps that the ledger has and ``metrics.jsonl`` has not: a kill came between the two."""
+        if self.walker.ledger is None:
+            return
+        for entry in self.walker.ledger.entries[self.metrics.last_step :]:
+            line = {"step": entry.step, "loss": entry.losses[0], "learning_rate": entry.learning_rate}
+            self.metrics.write(line)
 
     def _evaluate(self, progress: Progress) -> Evaluation | None:
         if self.held_out is None:
@@ -217,13 +245,17 @@ class _Loop:
         return found
 
     def _save(self) -> None:
-        """A checkpoint, with every line about the steps before it on the disk."""
+        """A checkpoint, with every line about the steps before it on the disk.
+
+        Weights that a zeroth-order run keeps on disk are not written again: with the ledger they are saved in every step.
+        """
+        on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
         self.metrics.sync()
         self.evaluations.sync()
         checkpoint.save(
             self.output_dir,
             self.walker.steps_done,
-            walker=self.walker.state_dict(),
+            walker={} if on_disk or not self.walker.steps_done else self.walker.state_dict(),
             data={
                 "batches": self.batches.state_dict(),
                 "before": None if self.before is None else dataclasses.asdict(self.before),

@@ -1,4 +1,4 @@
-"""Oracle: a run that nobody killed. Killed ones, resumed, must end with its adapter, bit for bit, and its metrics."""
+"""Oracle: a run that nobody killed. Killed ones, resumed, must end with its weights, bit for bit, and its metrics."""
 
 import hashlib
 import json
@@ -15,31 +15,23 @@ from blockwalk import checkpoint
 from tests.conftest import TinyRun
 
 STEPS = 24
+COMMON = f"--max_steps {STEPS} --save_every 5 --eval_every 8 --resume_from_checkpoint latest --log_every 100"
+SCHEDULE = "--optimizer.schedule cosine --optimizer.warmup_steps 3"
+MEBP = f"--method mebp --lora.rank 4 --lora.dropout 0.1 --optimizer.learning_rate 1e-2 {SCHEDULE}"
+ZO2 = f"--method zo2 --trainable disk --update.flush_every 3 --optimizer.learning_rate 1e-5 {SCHEDULE}"
 
 
-def arguments(tiny_run: TinyRun, output_dir: Path) -> list[str]:
-    """AdamW on a cosine with dropout: moments, schedule, data order and random state must all be restored."""
-    settings = "--method mebp --save_every 5 --eval_every 8 --lora.rank 4 --lora.dropout 0.1"
-    settings += (
-        f" --max_steps {STEPS} --optimizer.schedule cosine --optimizer.warmup_steps 3 --optimizer.learning_rate 1e-2"
-    )
-    resume = "--resume_from_checkpoint latest --log_every 100"
-    return [
-        sys.executable,
-        "-m",
-        "blockwalk",
-        "train",
-        *tiny_run.arguments(output_dir),
-        *settings.split(),
-        *resume.split(),
-    ]
-
-
-def start(tiny_run: TinyRun, output_dir: Path) -> subprocess.Popen[str]:
+def start(tiny_run: TinyRun, output_dir: Path, settings: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(output_dir)]
+    command += [*COMMON.split(), *settings.split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        arguments(tiny_run, output_dir), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return out
 
 
 def signal_when(process: subprocess.Popen[str], number: signal.Signals, ready: Callable[[], bool]) -> str:
@@ -47,7 +39,7 @@ def signal_when(process: subprocess.Popen[str], number: signal.Signals, ready: C
     while not ready() and process.poll() is None:
         time.sleep(0.0005)
     process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=300)
     return out
 
 
@@ -60,21 +52,20 @@ def steps(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def result(output_dir: Path) -> tuple[str, list[tuple[int, float, float]], list[tuple[int, float, float]]]:
-    """What a run leaves: the adapter's digest, the losses and learning rates by step, the evaluations."""
-    adapter = (output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
+    """What a run leaves: the weights' digest, losses and learning rates by step, evaluations."""
+    (weights,) = [p for p in output_dir.glob("*/*model.safetensors") if p.parent.name in ("adapter", "model")]
     evaluations = [json.loads(line) for line in (output_dir / "evaluations.jsonl").read_text().splitlines()]
     return (
-        hashlib.sha256(adapter).hexdigest(),
+        hashlib.sha256(weights.read_bytes()).hexdigest(),
         [(line["step"], line["loss"], line["learning_rate"]) for line in steps(output_dir)],
         [(line["step"], line["loss"], line["accuracy"]) for line in evaluations],
     )
 
 
 def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """AdamW on a cosine with dropout: moments, schedule, data order and random state must all be restored."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(tiny_run, whole)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, out
+    finish(start(tiny_run, whole, MEBP))
     expected = result(whole)
     assert [step for step, _, _ in expected[1]] == list(range(1, STEPS + 1))
 
@@ -85,14 +76,14 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Pa
         return any(killed.glob(".checkpoint*")) or len(steps(killed)) >= 14
 
     for ready in (beyond(3), writing_a_checkpoint, beyond(17)):
-        process = start(tiny_run, killed)
+        process = start(tiny_run, killed, MEBP)
         out = signal_when(process, signal.SIGKILL, ready)
         assert process.returncode == -signal.SIGKILL, out
         left = checkpoint.latest(killed)
         assert left is None or checkpoint.step_of(left) <= len(steps(killed)), "no checkpoint without its metrics"
     assert checkpoint.latest(killed) is not None, "the last resume is from a checkpoint"
 
-    process = start(tiny_run, killed)
+    process = start(tiny_run, killed, MEBP)
     out = signal_when(process, signal.SIGTERM, beyond(19))
     assert process.returncode == 128 + signal.SIGTERM, out
     assert "stopped by SIGTERM" in out
@@ -100,8 +91,20 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Pa
     assert stopped_at is not None
     assert checkpoint.step_of(stopped_at) == len(steps(killed)) < STEPS, "SIGTERM saves what was done"
 
-    process = start(tiny_run, killed)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, out
+    out = finish(start(tiny_run, killed, MEBP))
     assert f"resumed at step {checkpoint.step_of(stopped_at)}" in out
     assert result(killed) == expected
+
+
+def test_a_killed_zeroth_order_run_loses_no_step_that_its_ledger_has(tiny_run: TinyRun, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(tiny_run, whole, ZO2))
+    for step in (2, 13):
+        process = start(tiny_run, killed, ZO2)
+        out = signal_when(process, signal.SIGKILL, lambda step=step: len(steps(killed)) >= step)  # type: ignore[misc]
+        assert process.returncode == -signal.SIGKILL, out
+        done = len(steps(killed))
+    out = finish(start(tiny_run, killed, ZO2))
+    resumed_at = int(out.split("resumed at step ")[1].split()[0])
+    assert done <= resumed_at <= done + 1, "one that the ledger had and metrics.jsonl not yet"
+    assert result(killed) == result(whole)
