@@ -214,9 +214,23 @@ typedef struct {
     const uint8_t *scales, *codes;
     const int64_t *index;                    /* rows by name, or NULL for start, start + 1, ... */
     uint8_t *out;
-    int64_t start, rows, first, last, row_bytes, row_scales, piece, next;
+    int64_t start, rows, first, last, row_bytes, row_scales;
+    int64_t prefetched;                      /* rows before this one fetch the row AHEAD of them */
+    int64_t piece, next;
     int codec, half, dtype;
 } job_t;
+
+/* Some columns of many rows, or rows in any order, are short runs far apart: no hardware prefetcher follows them.
+ * Always inlined: gcc takes a function that only prefetches for one without effect and drops the call. */
+static inline __attribute__((always_inline)) void prefetch_row(const job_t *job, int64_t i, int codec, int half) {
+    const int64_t row = job->index ? job->index[i] : job->start + i;
+    const int64_t first = codec == INT4 ? job->first / 2 : job->first, last = codec == INT4 ? job->last / 2 : job->last;
+    const uint8_t *codes = job->codes + row * job->row_bytes;
+    for (int64_t at = first; at < last; at += 64) __builtin_prefetch(codes + at);
+    __builtin_prefetch(codes + last - 1);
+    if (codec == INT4)
+        __builtin_prefetch((const uint16_t *)job->scales + row * job->row_scales + job->first / (2 * half));
+}
 
 static inline void decode_row(const job_t *job, int64_t i, int codec, int half, int dtype) {
     const int64_t row = job->index ? job->index[i] : job->start + i, n = job->last - job->first;
@@ -231,10 +245,15 @@ static inline void decode_row(const job_t *job, int64_t i, int codec, int half, 
     else fp8_row(codes + job->first, scale, n, out, dtype);
 }
 
+enum { AHEAD = 16 };                         /* rows: a microsecond or so, a few times the latency of memory */
+
 /* The constants are spelled out so that each case compiles to its own loop. */
 #define CASE(codec_, half_, dtype_)                                                                \
     if (job->codec == codec_ && (codec_ != INT4 || job->half == half_) && job->dtype == dtype_) {  \
-        for (int64_t i = from; i < to; i++) decode_row(job, i, codec_, half_, dtype_);             \
+        for (int64_t i = from; i < to; i++) {                                                      \
+            if (i < job->prefetched) prefetch_row(job, i + AHEAD, codec_, half_);                  \
+            decode_row(job, i, codec_, half_, dtype_);                                             \
+        }                                                                                          \
     }
 #define CASES(codec_, half_) CASE(codec_, half_, BF16) CASE(codec_, half_, FP16) CASE(codec_, half_, FP32)
 
@@ -263,8 +282,9 @@ void blockwalk_decode(int codec, int half, int dtype, const void *scales, const 
     const int64_t columns = last - first;
     if (rows <= 0 || columns <= 0) return;
     /* 16 K elements a piece: microseconds of work, and a few pieces for each thread to even out. */
+    const int scattered = index != NULL || columns < (codec == INT4 ? 2 * row_bytes : row_bytes);
     job_t job = {scales, codes, index, out, start, rows, first, last, row_bytes, row_scales,
-                 16384 / columns + 1, 0, codec, half, dtype};
+                 scattered ? rows - AHEAD : 0, 16384 / columns + 1, 0, codec, half, dtype};
     if (parallel == NULL || threads < 2 || job.piece >= rows) decode_body(&job);
     else parallel(decode_body, &job, (unsigned)threads, 0);
 }
