@@ -6,8 +6,9 @@ Any ``LoraConfig`` that leaves the base weights alone; what would read or change
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 from blockwalk.anatomy import canonical_name
+from blockwalk.estimators.lazy import lora_linear
+from blockwalk.lazy_parameter import LazyParameter
 from blockwalk.plan import did_you_mean
 
 if TYPE_CHECKING:
@@ -130,6 +133,7 @@ def add_lora(
     with torch.random.fork_rng(devices=[]), _weightless(model):
         torch.default_generator.manual_seed(seed)
         wrapped: Any = get_peft_model(model, config)
+    _fuse(wrapped)
     for param in wrapped.parameters():
         if param.requires_grad and param.dtype != torch.float32:
             param.data = param.data.float()
@@ -142,6 +146,31 @@ def adapt(model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed
         return load_adapter(model, os.fspath(lora))
     config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **lora.options)
     return add_lora(model, config=config, seed=seed)
+
+
+def _fuse(wrapped: Any) -> None:
+    """Let plain LoRA layers answer by :func:`lora_linear` where their base weight is decoded when it is used."""
+    from peft.tuners.lora import Linear
+
+    for module in wrapped.modules():
+        if isinstance(module, Linear):
+            module.forward = functools.partial(_fused_forward, module, module.forward)
+
+
+def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike."""
+    adapter = module.active_adapters[0]
+    base = module.base_layer
+    lazy = isinstance(base.weight, LazyParameter) and not args and not kwargs
+    plain = not (module.disable_adapters or module.merged or module.lora_variant) and adapter in module.lora_A
+    if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
+        return original(x, *args, **kwargs)
+    a_RD, b_NR = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    odd = module.lora_B[adapter].bias is not None or isinstance(a_RD, LazyParameter) or isinstance(b_NR, LazyParameter)
+    if odd or a_RD.dtype != x.dtype or (base.bias is not None and base.bias.requires_grad):
+        return original(x)
+    scaling = float(module.scaling[adapter])
+    return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=base.weight.turned)
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+_LARGE = 1 << 16
+"""Elements: more than a buffer that a constructor leaves empty to fill it."""
 
 
 class Skeleton(NamedTuple):
@@ -62,12 +67,27 @@ def model_config(config: Any, cls: type[nn.Module]) -> Any:
     return config.get_text_config() if text is not None and getattr(cls, "config_class", None) is text else config
 
 
+class _LargeEmptyOnMeta(TorchFunctionMode):
+    """``torch.empty`` of a weight's size answers on the meta device unless a device is asked for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            return made if made.numel() >= _LARGE else func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Send each parameter to the meta device as soon as a module registers it.
 
-    Buffers stay where they are made, so those that a constructor computes (rotary frequencies) are right. A weight is
-    allocated by ``torch.empty`` for an instant and never touched: initialisers run after registration, on meta.
+    Buffers stay where they are made, so those that a constructor computes (rotary frequencies) are right. Initialisers run
+    after registration, on meta. A large ``torch.empty`` is on meta from the start: even untouched, weights that come and
+    go would leave the allocator an address range of the model's size to scatter later temporaries over (measured on
+    Qwen2.5-0.5B: +50 MB of touched pages in a training step).
     """
     original: Callable[..., None] = nn.Module.register_parameter
 
@@ -78,7 +98,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
-        yield
+        with _LargeEmptyOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
@@ -105,6 +126,9 @@ def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None) -> Ske
     dtype = dtype or config.dtype or torch.float32
     with _parameters_on_meta():
         model: nn.Module = cls._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
+    strays = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if strays:
+        raise ValueError(f"{cls.__name__} leaves its buffers {strays[:3]} unset; Blockwalk cannot build it without weights")
     return Skeleton(model, persistent_buffers(model))
 
 

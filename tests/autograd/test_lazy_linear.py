@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.estimators.lazy import lazy_linear
+from blockwalk.estimators.lazy import lazy_linear, lora_linear
 from blockwalk.state import Codec
 from blockwalk.tiers.codecs import DenseWeight, EncodedWeight, Scratch, encode
 from blockwalk.tiers.layout import Layout
@@ -138,3 +138,23 @@ def test_cuda() -> None:
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
         grads = [torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)]
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_fused_adapter_is_peft_s_sum(dtype: torch.dtype, transposed: bool) -> None:
+    """Oracle: W·x + b + s·B·A·x written with F.linear, and autograd; in bfloat16 within its rounding of the float32 result."""
+    generator = torch.Generator().manual_seed(0)
+    w_ND, a_RD, b_NR = (torch.randn(*s, generator=generator) * 0.2 for s in ((96, 64), (4, 64), (96, 4)))
+    x, bias, grad = (torch.randn(*s, generator=generator) for s in ((2, 5, 64), (96,), (2, 5, 96)))
+    exact = [t.to(dtype).double().requires_grad_() for t in (x, a_RD, b_NR)]
+    w_used = w_ND.to(dtype).double()
+    expected = F.linear(exact[0], w_used, bias.to(dtype).double()) + 0.5 * F.linear(F.linear(exact[0], exact[1]), exact[2])
+    expected_grads = torch.autograd.grad(expected, exact, grad.to(dtype).double())
+    leaves = [t.to(dtype).requires_grad_() for t in (x, a_RD, b_NR)]
+    weight = DenseWeight((w_ND.t().contiguous() if transposed else w_ND).to(dtype))
+    y = lora_linear(leaves[0], weight, bias.to(dtype), leaves[1], leaves[2], 0.5, transposed=transposed)
+    grads = torch.autograd.grad(y, leaves, grad.to(dtype))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    for mine, theirs in zip((y, *grads), (expected, *expected_grads), strict=True):
+        assert (mine.double() - theirs).norm() <= tolerance * theirs.norm()

@@ -58,6 +58,67 @@ def lazy_linear(
     return y
 
 
+def lora_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    a_RD: torch.Tensor,
+    b_NR: torch.Tensor,
+    scaling: float,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
+
+    PEFT's own forward makes three more tensors of the output's size for it, and keeps one for backward; here the largest
+    tensors beside the output are [P, R]. Differs from it by the rounding of those intermediates.
+
+    Args:
+        x: [..., D] in the weight's dtype; ``a_RD`` and ``b_NR`` in the same dtype.
+        weight, bias, transposed: as in :func:`lazy_linear`; the bias is frozen here.
+        scaling: PEFT's, α / R (or α / √R).
+    """
+    y: torch.Tensor = _LoraLinear.apply(x, a_RD, b_NR, weight, bias, scaling, transposed)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        a_RD: torch.Tensor,
+        b_NR: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        scaling: float,
+        transposed: bool,
+    ) -> torch.Tensor:
+        y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
+        x_PD = x.reshape(-1, x.shape[-1])
+        t_PR = x_PD @ a_RD.t()
+        y.view(-1, y.shape[-1]).addmm_(t_PR, b_NR.t(), alpha=scaling)
+        ctx.save_for_backward(x, a_RD, b_NR, t_PR)
+        ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, a_RD, b_NR, t_PR = ctx.saved_tensors
+        grad_PN = grad_y.reshape(-1, grad_y.shape[-1])
+        grad_t_PR = (grad_PN @ b_NR).mul_(ctx.scaling)
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=None)
+            grad_x.view(-1, grad_x.shape[-1]).addmm_(grad_t_PR, a_RD)
+        if ctx.needs_input_grad[1]:
+            grad_a = grad_t_PR.t() @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[2]:
+            grad_b = (grad_PN.t() @ t_PR).mul_(ctx.scaling)
+        return grad_x, grad_a, grad_b, None, None, None, None
+
+
 class _LazyLinear(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -1,0 +1,174 @@
+"""What the benchmarks share: models at true dimensions with random weights, the machine's name, tables, and bounds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockwalk.state import Codec
+
+CACHE = Path(os.environ.get("BLOCKWALK_BENCH_CACHE", Path.home() / ".cache" / "blockwalk" / "benchmarks"))
+"""Random models are made once and kept here."""
+
+QWEN2 = {"bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1e6, "max_position_embeddings": 32768, "vocab_size": 151936}
+GEMMA3 = {"bos_token_id": 2, "eos_token_id": 1, "vocab_size": 262144, "max_position_embeddings": 32768}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                     "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, **QWEN2},
+    "Qwen2.5-1.5B": {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                     "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, **QWEN2},
+    "Qwen2.5-3B": {"model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                   "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, **QWEN2},
+    "Gemma3-1B": {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+                  "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, **GEMMA3},
+    "Gemma3-4B": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                  "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024, **GEMMA3},
+}  # fmt: skip
+"""Published dimensions, by name."""
+for _name, _layers, _heads, _dim in (
+    ("OPT-125M", 12, 12, 768), ("OPT-350M", 24, 16, 1024), ("OPT-1.3B", 24, 32, 2048), ("OPT-2.7B", 32, 32, 2560),
+    ("OPT-6.7B", 32, 32, 4096), ("OPT-13B", 40, 40, 5120), ("OPT-30B", 48, 56, 7168),
+):  # fmt: skip
+    MODELS[_name] = {
+        "model_type": "opt", "num_hidden_layers": _layers, "num_attention_heads": _heads, "hidden_size": _dim,
+        "ffn_dim": 4 * _dim, "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": _dim,
+        "dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+class RandomSource:
+    """Random weights of a model at true dimensions, drawn when they are read: N(0, 0.02²), norms 1, biases 0."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self._shapes, self._dtype = shapes, dtype
+
+    def names(self) -> Sequence[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype
+
+    def weights(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: _RandomRows(name, self._shapes[name], self._dtype) if len(self._shapes[name]) == 2
+                else self._vector(name) for name in names}  # fmt: skip
+
+    def _vector(self, name: str) -> torch.Tensor:
+        fill = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        return torch.full(self._shapes[name], fill, dtype=self._dtype)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Nothing is kept."""
+
+
+@dataclass
+class _RandomRows:
+    """A random matrix [N, D] whose rows depend on their place only."""
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash((len(self.name), start)) % 2**31)
+        return torch.randn(stop - start, self.shape[1], generator=generator).mul_(0.02).to(self.dtype)
+
+
+def random_store(name: str, codec: Codec, dtype: str = "bfloat16") -> Path:
+    """A block store of the named model with random weights; made once."""
+    path = CACHE / f"{name}-{codec}-{dtype}"
+    if not path.exists():
+        from blockwalk.blocks import CutModel
+        from blockwalk.skeleton import build_skeleton
+        from blockwalk.tiers.store_writer import write_store
+
+        config = model_config(name, dtype)
+        skeleton = build_skeleton(config)
+        spec = CutModel(skeleton.model).spec()
+        folder = CACHE / f"{name}-config-{dtype}"
+        config.save_pretrained(folder)
+        source = RandomSource({p.name: p.shape for p in spec.params()}, getattr(torch, dtype))
+        write_store(path, source, spec, codec, copy_from=folder)  # type: ignore[arg-type]
+    return path
+
+
+def model_config(name: str, dtype: str = "bfloat16") -> Any:
+    from transformers import AutoConfig
+
+    settings = dict(MODELS[name])
+    return AutoConfig.for_model(settings.pop("model_type"), dtype=dtype, **settings)
+
+
+def random_batch(vocab: int, batch: int, sequence: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocab, (batch, sequence), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = found[0] if found else model
+    cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(), "cuda": cuda}
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    made.add_argument("--json", metavar="FILE", help="write the figures here as well")
+    made.add_argument("--check", action="store_true", help="exit 1 where a bound is missed")
+    return made
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One promise: ``value`` on the right side of ``limit``."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool = True
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+
+def finish(arguments: argparse.Namespace, figures: Any, bounds: Sequence[Bound]) -> None:
+    """Print the bounds, write the JSON, and exit 1 under ``--check`` if one is missed."""
+    for bound in bounds:
+        sign = "≤" if bound.at_most else "≥"
+        print(f"{'ok    ' if bound.holds else 'MISSED'} {bound.name}: {bound.value:.4g} {sign} {bound.limit:.4g}")
+    if arguments.json:
+        value = {"machine": machine(), "figures": figures, "bounds": [{**vars(b), "holds": b.holds} for b in bounds]}
+        Path(arguments.json).write_text(json.dumps(value, indent=1) + "\n")
+    if arguments.check and not all(bound.holds for bound in bounds):
+        sys.exit(1)
+
+
+def interleaved(runs: dict[str, Callable[[], float]], repeats: int = 5) -> dict[str, list[float]]:
+    """Figures of each run, taken in turn: A B A B …, so that drift of the machine meets all alike."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            found[name].append(run())
+    return found
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
