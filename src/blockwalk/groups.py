@@ -1,0 +1,289 @@
+"""Ranks that work together: process groups on the axes of a mesh, gathers and reductions in a fixed order, and the watch
+over ranks that die or hang.
+
+An axis inside the node belongs to the intra-node lane, one between nodes to the inter-node lane: each lane has process
+groups of its own, so that collectives of different lanes never wait for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from blockwalk.mesh import Axis, between, make_axes, slice_of
+from blockwalk.plan import MeshSettings
+from blockwalk.program import Lane
+
+DEAD_AFTER = 20.0
+"""Seconds without a sign of life after which a rank counts as dead; noticed within another five."""
+
+STUCK_AFTER = 30.0
+"""Seconds without a finished op after which a step counts as stuck, if ten usual steps are not longer."""
+
+
+@dataclass(slots=True)
+class Groups:
+    """This rank's process groups: one for every axis of the mesh, used by one lane."""
+
+    mesh: MeshSettings
+    rank: int
+    axes: tuple[Axis, ...]
+    device: torch.device
+    _groups: dict[tuple[Axis, Lane], dist.ProcessGroup] = field(default_factory=dict)
+    _scratch: dict[Lane, torch.Tensor] = field(default_factory=dict)
+
+    def slice(self, numel: int, size: int) -> slice:
+        """This rank's slice of a buffer over its group of ``size`` ranks."""
+        return slice(*slice_of(self.axes, self.rank, numel, size))
+
+    def gather_(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> None:
+        """Complete ``full`` in place. The piece that this rank brings, its slice of ``full`` over these axes, is already
+        where it belongs; the outermost axis goes first.
+
+        Args:
+            full: [P], contiguous: this rank's slice over the group inside the innermost of ``axes``.
+        """
+        pieces = [full]
+        for axis in axes:
+            pieces.append(pieces[-1].chunk(axis.length)[axis.coordinate(self.rank)])
+        for axis, out in reversed(list(zip(axes, pieces, strict=False))):
+            own = out.chunk(axis.length)[axis.coordinate(self.rank)]
+            dist.all_gather_into_tensor(out, own, group=self._groups[axis, lane])
+
+    def reduce(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> torch.Tensor:
+        """The sum over the ranks of these axes of this rank's slice of ``full``, innermost axis first: a part of ``full``
+        itself, whose other parts are used up. Float32, added in the order of the ranks (on NCCL in its own fixed order).
+
+        gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move half of them.
+        """
+        assert full.dtype == torch.float32, f"gradients are reduced in float32, not {full.dtype}"
+        for axis in axes:
+            own = full.chunk(axis.length)[axis.coordinate(self.rank)]
+            group = self._groups[axis, lane]
+            if full.device.type == "cuda":
+                dist.reduce_scatter_tensor(own, full, group=group)
+            else:
+                received = self._room(lane, full.numel())
+                dist.all_to_all_single(received, full, group=group)
+                first, *others = received.chunk(axis.length)
+                own.copy_(first)
+                for other in others:
+                    own.add_(other)
+            full = own
+        return full
+
+    def sum_(self, slice_P: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> None:
+        """Sum in place over ranks that hold the same slice."""
+        self.reduce(slice_P, axes, lane)
+        self.gather_(slice_P, axes, lane)
+
+    def between(self, inner: int, outer: int) -> tuple[Axis, ...]:
+        return between(self.axes, inner, outer)
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Everybody's values, float64, by rank."""
+        if self.mesh.world == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        out = torch.empty(self.mesh.world * len(values), dtype=torch.float64, device=self.device)
+        dist.all_gather_into_tensor(out, own)
+        return [row.tolist() for row in out.chunk(self.mesh.world)]
+
+    def close(self) -> None:
+        """Let go of the process groups, together: a rank that leaves early breaks what the others still send."""
+        if self._groups:
+            dist.barrier()
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+            self._groups.clear()
+
+    def _room(self, lane: Lane, numel: int) -> torch.Tensor:
+        if lane not in self._scratch or self._scratch[lane].numel() < numel:
+            self._scratch[lane] = torch.empty(numel)
+        return self._scratch[lane][:numel]
+
+
+def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
+    """The process groups of a mesh; every rank calls this together.
+
+    Raises:
+        ValueError: the mesh does not nest, or is not the world that was started.
+    """
+    axes = make_axes(mesh)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh.world != world:
+        raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+    groups = Groups(mesh, dist.get_rank() if world > 1 else 0, axes, device)
+    for axis in axes:
+        lane = Lane.INTER if axis.crosses_nodes else Lane.INTRA
+        for first in range(world):
+            if axis.coordinate(first) == 0:
+                members = axis.members(first)
+                made = dist.new_group(list(members))
+                if groups.rank in members:
+                    groups._groups[axis, lane] = made
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same run everywhere
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all ranks whatever they compute."""
+    found = {"python": platform.python_version()}
+    for package in ("blockwalk", "torch", "transformers", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def require_agreement(facts: Mapping[str, str]) -> None:
+    """Compare facts (plan, model, versions, ...) on all ranks; every rank calls this together.
+
+    Raises:
+        ValueError: on every rank, naming the ranks and what differs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(facts))
+    wrong = []
+    for key in sorted({key for each in everyone for key in each}):
+        expected = everyone[0].get(key)
+        differing = [rank for rank, each in enumerate(everyone) if each.get(key) != expected]
+        if differing:
+            other = everyone[differing[0]].get(key)
+            wrong.append(f"{key}: rank 0 has {expected!r}, rank {', '.join(map(str, differing))} has {other!r}")
+    if wrong:
+        raise ValueError("the ranks were not started alike; " + "; ".join(wrong))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that die or hang
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _end_process(message: str) -> None:
+    """Say why, once, and leave at once: a thread that waits in a collective would never return."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(13)
+
+
+class Watch:
+    """Ends this process when another rank is dead, or when this one is stuck. A thread of its own, with a connection of
+    its own to the store.
+
+    Every second a rank counts its own beat up and reads the others'. A rank whose beat stands still for
+    :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's host where it does not answer. Inside a
+    step (see :meth:`step`) the time since the last finished op is watched: more than :data:`STUCK_AFTER` seconds and ten usual
+    steps, and the step is stuck. A slow step whose ops finish is left alone, and so is a first step of any length.
+
+    Args:
+        end: what to do, given the message; ends the process unless given.
+    """
+
+    def __init__(
+        self,
+        *,
+        interval: float = 1.0,
+        dead_after: float = DEAD_AFTER,
+        stuck_after: float = STUCK_AFTER,
+        end: Callable[[str], None] = _end_process,
+    ) -> None:
+        self.interval, self.dead_after, self.stuck_after, self.end = interval, dead_after, stuck_after, end
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._rank = dist.get_rank() if self._world > 1 else 0
+        self._done = threading.Event()
+        self._progress: float | None = None
+        self._began = 0.0
+        self._steps: list[float] = []
+        self._keys = [f"blockwalk/beat/{rank}" for rank in range(self._world)]
+        self._thread: threading.Thread | None = None
+        if self._world > 1:
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()
+            self._store.set_timeout(timedelta(seconds=dead_after / 2))
+            self._store.set(self._keys[self._rank], "0")
+            dist.barrier()
+            self._thread = threading.Thread(target=self._beat, name="blockwalk watch", daemon=True)
+            self._thread.start()
+
+    def begin_step(self) -> None:
+        self._began = self._progress = time.monotonic()
+
+    def progress(self) -> None:
+        """An op is done."""
+        if self._progress is not None:
+            self._progress = time.monotonic()
+
+    def end_step(self) -> None:
+        self._progress = None
+        self._steps = [*self._steps[-19:], time.monotonic() - self._began]
+
+    def close(self) -> None:
+        """Stop watching, when every rank has come this far."""
+        if self._thread is not None:
+            dist.barrier()
+            self._done.set()
+            self._thread.join()
+            self._thread = None
+
+    def stuck(self) -> str | None:
+        """What to say where this rank's step is stuck."""
+        progress, steps = self._progress, self._steps
+        if progress is None or not steps:
+            return None
+        waited = time.monotonic() - progress
+        usual = statistics.median(steps)
+        if waited <= max(self.stuck_after, 10 * usual):
+            return None
+        return (
+            f"rank {self._rank}: no operation of this step has finished for {waited:.0f} s, and a step usually takes"
+            f" {usual:.1f} s: it is stuck. The run ends; start it again to resume"
+        )
+
+    def _beat(self) -> None:
+        seen: dict[int, tuple[bytes, float]] = {}
+        beats = 0
+        while not self._done.wait(self.interval):
+            beats += 1
+            try:
+                self._store.set(self._keys[self._rank], str(beats))
+                values = self._store.multi_get(self._keys)
+            except Exception as error:
+                if not self._done.is_set():
+                    self.end(
+                        f"rank {self._rank}: the host of rank 0 does not answer"
+                        f" ({str(error).splitlines()[0]}): the run ends; start it again to resume"
+                    )
+                return
+            now = time.monotonic()
+            for rank, value in enumerate(values):
+                if rank not in seen or seen[rank][0] != value:
+                    seen[rank] = (value, now)
+            silent = [rank for rank, (_, since) in seen.items() if now - since > self.dead_after]
+            message = self.stuck()
+            if silent and not self._done.is_set():
+                message = (
+                    f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for"
+                    f" {self.dead_after:.0f} s: dead, stopped or unreachable. The run ends; start it again to resume"
+                )
+            if message is not None:
+                self.end(message)
+                return

@@ -1,0 +1,84 @@
+"""Nodes for tests: network namespaces joined by a bridge, one link each, its bytes counted by the kernel. Not a test.
+
+What ranks of one node send each other stays in their namespace; only what leaves the node crosses its link.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.processes import run_ranks
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` namespaces with ``ranks_per_node`` ranks each."""
+
+    prefix: str
+    nodes: int
+    ranks_per_node: int
+
+    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """``work(rank, *args)`` on every rank: the answers by rank."""
+        names = [f"{self.prefix}{node}" for node in range(self.nodes) for _ in range(self.ranks_per_node)]
+        return run_ranks(len(names), work, *args, timeout=timeout, namespaces=names, master="10.78.0.1")
+
+    def limit(self, rate: str | None) -> None:
+        """Limit what every node sends, such as ``"200mbit"``; None lifts the limit."""
+        for node in range(self.nodes):
+            inside = ("ip", "netns", "exec", f"{self.prefix}{node}", "tc", "qdisc")
+            subprocess.run([*inside, "del", "dev", "eth0", "root"], capture_output=True, check=False)
+            if rate is not None:
+                shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+                subprocess.run([*inside, "add", "dev", "eth0", "root", *shape], check=True)
+
+
+def sent_bytes() -> int:
+    """Bytes that the calling rank's node has sent over its link so far, headers included; read inside the node."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "eth0":
+            return int(figures.split()[8])
+    raise AssertionError("no eth0: this is no node of a cluster")
+
+
+@contextmanager
+def cluster(nodes: int, ranks_per_node: int) -> Iterator[Cluster]:
+    """Namespaces for the time of a test; skips it where they cannot be made."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    made = Cluster(f"bw{os.getpid() % 10000}n", nodes, ranks_per_node)
+    bridge = f"bw{os.getpid() % 10000}br"
+    try:
+        try:
+            _ip(f"link add {bridge} type bridge")
+            _ip(f"link set {bridge} up")
+            for node in range(nodes):
+                name = f"{made.prefix}{node}"
+                _ip(f"netns add {name}")
+                _ip(f"link add {name}v type veth peer name eth0 netns {name}")
+                _ip(f"link set {name}v master {bridge} up")
+                _ip(f"-n {name} link set lo up")
+                _ip(f"-n {name} addr add 10.78.0.{node + 1}/24 dev eth0")
+                _ip(f"-n {name} link set eth0 up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        yield made
+    finally:
+        for node in range(nodes):
+            _ip(f"netns del {made.prefix}{node}", check=False)
+            _ip(f"link del {made.prefix}{node}v", check=False)
+        _ip(f"link del {bridge}", check=False)
+
+
+def _ip(arguments: str, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments.split()], capture_output=True, check=check)

@@ -1,0 +1,155 @@
+"""Oracle: sums and concatenations written out by hand on every rank's numbers; the kernel's byte counters; exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockwalk.groups import Watch, make_groups, require_agreement
+from blockwalk.mesh import between, gather_bytes, make_axes, slice_of
+from blockwalk.plan import MeshSettings
+from blockwalk.program import Lane
+from tests.ranks.cluster import cluster, sent_bytes
+from tests.ranks.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def chain(draw: st.DrawFn) -> MeshSettings:
+    z3, step2, step1, replicas = (draw(st.integers(1, 3)) for _ in range(4))
+    z2, z1 = z3 * step2, z3 * step2 * step1
+    world = z1 * replicas
+    return MeshSettings(z1=z1, z2=z2, z3=z3, world=world, ranks_per_node=draw(st.sampled_from([1, z3, z2, z1, world])))
+
+
+@given(st.composite(chain)())
+def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
+    """Closed form: the slices of a group are disjoint, cover everything, and each holds those of the next larger group."""
+    axes = make_axes(mesh)
+    numel = mesh.world * 5
+    for size in (mesh.z3, mesh.z2, mesh.z1, mesh.world):
+        for first in range(0, mesh.world, size):
+            pieces = sorted(slice_of(axes, rank, numel, size) for rank in range(first, first + size))
+            assert pieces == [(i * numel // size, (i + 1) * numel // size) for i in range(size)]
+    for rank in range(mesh.world):
+        inner, outer = slice_of(axes, rank, numel, mesh.z3), slice_of(axes, rank, numel, mesh.z1)
+        assert inner[0] <= outer[0] < outer[1] <= inner[1]
+    sent = gather_bytes(between(axes, 1, mesh.world), numel)
+    assert sent == sum(numel // a.inner - numel // a.outer for a in axes) == numel - numel // mesh.world
+
+
+def test_groups_that_do_not_nest_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mesh.z3 = 2 does not divide mesh.ranks_per_node = 3"):
+        make_axes(MeshSettings(z3=2, z2=6, z1=6, world=6, ranks_per_node=3))
+
+
+def _collectives(rank: int) -> None:
+    groups = make_groups(MeshSettings(z1=4, z2=2, z3=2, world=4, ranks_per_node=2), CPU)
+    inner, outer = groups.between(1, 2), groups.between(2, 4)
+    numel = 24
+    generator = torch.Generator().manual_seed(7)
+    everyone = torch.randn(4, numel, generator=generator)
+    # Gathering: each rank brings its slice over the world; inter-node first, then inside the node.
+    whole = everyone[0]
+    full = torch.full((numel,), float("nan"))
+    own = groups.slice(numel, 4)
+    full[own] = whole[own]
+    groups.gather_(full[groups.slice(numel, 2)], outer, Lane.INTER)
+    groups.gather_(full, inner, Lane.INTRA)
+    assert torch.equal(full, whole)
+    # Reducing: first inside the node, then between nodes, each in the order of the ranks.
+    mine = groups.reduce(groups.reduce(everyone[rank].clone(), inner, Lane.INTRA), outer, Lane.INTER)
+    expected = (everyone[0] + everyone[1]) + (everyone[2] + everyone[3])
+    assert torch.equal(mine, expected[own])
+    replica = everyone[rank].clone()
+    groups.sum_(replica, outer, Lane.INTER)
+    assert torch.equal(replica, everyone[rank % 2] + everyone[rank % 2 + 2])
+    assert groups.exchange([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
+    require_agreement({"plan": "same", "torch": torch.__version__})
+    with pytest.raises(ValueError, match=r"plan: rank 0 has 'a', rank 3 has 'b'"):
+        require_agreement({"plan": "b" if rank == 3 else "a"})
+    groups.close()
+
+
+def test_gathers_and_reductions_are_the_sums_in_rank_order() -> None:
+    run_ranks(4, _collectives)
+
+
+def _count(rank: int, numel: int) -> tuple[int, int]:
+    groups = make_groups(MeshSettings(z1=4, z2=2, z3=2, world=4, ranks_per_node=2), CPU)
+    full = torch.ones(numel)
+    dist.barrier()
+    began = sent_bytes()
+    dist.barrier()
+    node = full[groups.slice(numel, 2)]
+    groups.gather_(node, groups.between(2, 4), Lane.INTER)
+    groups.gather_(full, groups.between(1, 2), Lane.INTRA)
+    dist.barrier()
+    gathered = sent_bytes() - began
+    groups.reduce(groups.reduce(full, groups.between(1, 2), Lane.INTRA), groups.between(2, 4), Lane.INTER)
+    dist.barrier()
+    both = sent_bytes() - began
+    dist.barrier()
+    groups.close()
+    return gathered, both - gathered
+
+
+@pytest.mark.root
+def test_a_gather_and_a_reduction_send_half_of_the_buffer_between_two_nodes() -> None:
+    """Operating system: bytes on each node's link are (N − 1)/N of the buffer, within 2 % and 16 KB for headers."""
+    numel = 2_000_000
+    with cluster(2, 2) as nodes:
+        for gathered, reduced in nodes.run(_count, numel)[::2]:
+            for sent in (gathered, reduced):
+                assert 4 * numel / 2 <= sent <= 1.02 * 4 * numel / 2 + 16_384
+
+
+def _watched(rank: int, how: str) -> Any:
+    watch = Watch(interval=0.2, dead_after=2.0, stuck_after=1.0)
+    began = time.monotonic()
+    if how == "fine":
+        for _ in range(3):
+            watch.begin_step()
+            time.sleep(0.05)
+            watch.end_step()
+        watch.begin_step()
+        for _ in range(6):  # slow, but alive
+            time.sleep(0.5)
+            watch.progress()
+        watch.end_step()
+        watch.close()
+        return time.monotonic() - began
+    if how == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "killed 0" and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stuck":
+        watch.begin_step()
+        watch.end_step()
+        watch.begin_step()
+    time.sleep(60)
+    return "never noticed"
+
+
+@pytest.mark.parametrize("how", ["killed", "killed 0", "stuck"])
+def test_a_dead_or_stuck_rank_ends_the_others(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Operating system: exit codes, within seconds."""
+    began = time.monotonic()
+    codes = run_ranks(2, _watched, how, timeout=30, may_die=True)
+    assert time.monotonic() - began < 15
+    dead = {"killed": 1, "killed 0": 0}.get(how)
+    assert codes == [-signal.SIGKILL if rank == dead else 13 for rank in range(2)]
+    says = {"killed": "no sign of life from rank 1", "killed 0": "rank 0 does not answer", "stuck": "is stuck"}
+    assert says[how] in capfd.readouterr().err
+
+
+def test_slow_but_living_steps_are_left_alone() -> None:
+    assert all(seconds > 3 for seconds in run_ranks(2, _watched, "fine", timeout=30))
