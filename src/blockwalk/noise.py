@@ -156,6 +156,9 @@ def update_perturb_(
     if weight.device.type == "cuda":
         from blockwalk import noise_cuda
 
+        _check_kind(kind)
+        _check_start(start)
+        window(weight, out, None, None)
         return noise_cuda.update_perturb_(
             weight, out, update_key, update_scale, key, scale, start, kind, rounding=rounding
         )
@@ -188,6 +191,7 @@ def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, n
         from blockwalk import noise_cuda
 
         return noise_cuda.random_uint16(key, start, count, out)
+    _check_cpu(out)
     library = _library() if native else None
     if library is None:
         out.copy_(torch.from_numpy(noise_numpy.draws(key.philox_key(), start, count)))
@@ -281,8 +285,7 @@ def _write(
     native: bool,
 ) -> torch.Tensor:
     """The one operation that the public ones name: out = cast(float32(source) + scale·z)."""
-    if kind not in KINDS:
-        raise ValueError(f"noise {kind!r} is not counter-based; choose gaussian or rademacher")
+    _check_kind(kind)
     _check_start(start)
     place = window(out if source is None else source, out, pitch, rows)
     if place.rows * place.width == 0:
@@ -291,8 +294,7 @@ def _write(
         from blockwalk import noise_cuda
 
         return noise_cuda.write(source, out, key, start, scale, kind, rounding, place, rows)
-    if out.device.type != "cpu":
-        raise ValueError(f"noise is made on cpu and cuda, not on {out.device.type}")
+    _check_cpu(out)
     library = _library() if native else None
     if library is not None:
         _write_native(library, source, out, key, start, scale, kind, rounding, place, rows)
@@ -397,6 +399,16 @@ _ALIGN = 2048
 
 def _thread_count(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // _THREAD_ELEMENTS))
+
+
+def _check_cpu(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"noise is made on cpu and cuda, not on {tensor.device.type}")
+
+
+def _check_kind(kind: NoiseKind | None) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"noise {kind!r} is not counter-based; choose gaussian or rademacher")
 
 
 def _check_start(start: int) -> None:

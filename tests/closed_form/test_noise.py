@@ -63,6 +63,7 @@ def awkward(count: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count)
     x = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-34, 18, (count,), generator=generator)
     x[::7] = x[::7].half().float() + 2.0**-11  # near ties of float16
+    x[3::7] = (x[3::7].abs() % 4).floor().add(0.5) * 2.0**-24 * (1 + 2.0**-22)  # just above ties of its subnormals
     return x.to(dtype)
 
 
@@ -302,7 +303,9 @@ def test_threads_change_nothing() -> None:
             torch.set_num_threads(threads)
             flat = perturbed(source, torch.empty(n, dtype=torch.bfloat16), KEY, start, 1e-3, rounding=ROUNDING)
             window = perturbed(table[:, :250], torch.empty(1100, 250), KEY, start, 1e-3, "rademacher", pitch=300)
-            results.append((flat, window, random_uint16(KEY, 1, n, torch.empty(n, dtype=torch.int32))))
+            index = torch.arange(1100).flip(0)
+            named = perturbed(table, torch.empty(1100, 300), KEY, start, 1e-3, pitch=300, rows=index)
+            results.append((flat, window, named, random_uint16(KEY, 1, n, torch.empty(n, dtype=torch.int32))))
     finally:
         torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
@@ -315,8 +318,9 @@ def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     """Oracle: the same kernel compiled for this processor; here it is compiled without the widest vectors."""
     n, start = 3001, 13
     cases = [
-        (kind, source, out, rounding)
+        (kind, scale, source, out, rounding)
         for kind in KINDS
+        for scale in (1e-3, 0.0)  # 0 leaves the ties that the source has
         for source in FLOATS
         for out in FLOATS
         for rounding in (None, ROUNDING)
@@ -324,8 +328,8 @@ def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
 
     def run() -> list[torch.Tensor]:
         return [
-            bits(perturbed(awkward(n, source), torch.empty(n, dtype=out), KEY, start, 1e-3, kind, rounding=rounding))
-            for kind, source, out, rounding in cases
+            bits(perturbed(awkward(n, source), torch.empty(n, dtype=out), KEY, start, scale, kind, rounding=rounding))
+            for kind, scale, source, out, rounding in cases
         ]
 
     want = run()

@@ -164,7 +164,12 @@ static void rademacher(const uint64_t *words, float *z, int64_t n) {
             _mm512_storeu_ps(z + i + 16 * j, _mm512_mask_blend_ps((__mmask16)(word >> 16 * j), _mm512_set1_ps(1.0f),
                                                                   _mm512_set1_ps(-1.0f)));
 #else
-        for (int bit = 0; bit < 64; bit++) z[i + bit] = (word >> bit & 1u) ? -1.0f : 1.0f;
+        pattern_t *to = (pattern_t *)(z + i);
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint32_t signs = (uint32_t)(word >> 32 * half);
+            for (uint32_t bit = 0; bit < 32; bit++)
+                to[32 * half + bit] = 0x3f800000u | (signs << (31u - bit) & 0x80000000u);
+        }
 #endif
     }
 }
