@@ -101,6 +101,17 @@ COMMANDS = (
         ),
     ),
     Command(
+        "replay",
+        "rebuild what a zeroth-order run trained, from its base and its ledger",
+        "blockwalk.commands.models:replay",
+        (
+            ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
+            ("ledger", {"metavar": "LEDGER", "help": "the run's ledger.jsonl"}),
+            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+            ("--until", {"type": int, "metavar": "STEP", "help": "the last step to apply; default: all"}),
+        ),
+    ),
+    Command(
         "env", "print versions and hardware, for bug reports", "blockwalk.commands.environment:environment", (_JSON,)
     ),
 )

@@ -1,20 +1,43 @@
-"""A run's header, and its weights rebuilt from the base and the ledger."""
+"""A run's header, and ``blockwalk replay``: the weights rebuilt from the base and the ledger, bit for bit.
+
+A step of zeroth order is a handful of scalars, so a fine-tune is a file of kilobytes. The model is streamed once, unit by
+unit, however many steps there are: encode a unit as the run had it, apply every entry in order, write it out.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockwalk.estimators.zo_update import ZerothOrderRule, settings_of
-from blockwalk.ledger import read_ledger
+import torch
+
+from blockwalk import files, safetensors_file
+from blockwalk.adapters import adapt, save_adapter
+from blockwalk.blocks import CutModel
+from blockwalk.config import LoraSettings
+from blockwalk.estimators import mezo
+from blockwalk.estimators.loss import LossScratch
+from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_, rule_of, settings_of
+from blockwalk.ledger import Entry, read_ledger
 from blockwalk.noise import GENERATOR_VERSION
+from blockwalk.skeleton import build_skeleton
+from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, Weight
+from blockwalk.tiers.buckets import checksum
+from blockwalk.tiers.opening import open_source
+from blockwalk.tiers.slots import Cells, Initial, cells_of, fill, trainable_spec
+from blockwalk.tiers.store_writer import copy_model_files, plan_units
 
 if TYPE_CHECKING:
     from blockwalk.engine import Engine
+
+Progress = Callable[[int, int], None]
+
+SHARD_BYTES = 5_000_000_000
+"""Of tensors in one file, as Hugging Face cuts them."""
 
 
 def run_of(ledger: str | os.PathLike[str] | None) -> str:
@@ -26,19 +49,191 @@ def run_of(ledger: str | os.PathLike[str] | None) -> str:
 
 def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
     """What a ledger says of its run: all that a replay needs beside the entries and the base."""
-    plan, buckets = engine.plan, engine.buckets
-    trained = [(p.name, list(p.shape), p.dtype) for p in engine.spec.params() if p.trainable]
-    settings: Any = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) and not isinstance(lora, type) else None
+    plan = engine.plan
+    settings: Any = None
     if isinstance(lora, str | os.PathLike):
-        settings = os.fspath(lora)
+        settings = os.path.abspath(lora)
+    elif is_dataclass(lora) and not isinstance(lora, type):
+        settings = asdict(lora)
     return {
         "run": run,
-        "base": buckets.checksum,
+        "base": engine.buckets.checksum,
         "rule": settings_of(ZerothOrderRule.of(plan)),
         "noise_version": GENERATOR_VERSION,
         "codec": str(plan.trainable.codec),
         "hessian_codec": str(plan.zo.hessian_codec) if plan.zo.kind == "hizoo" else None,
-        "lora": settings if not isinstance(settings, Mapping) else dict(settings),
+        "lora": settings,
         "seed": plan.seed,
-        "parameters": trained,
+        "parameters": [(p.name, p.shape, p.dtype) for p in engine.spec.params() if p.trainable],
     }
+
+
+def replay(
+    base: str | os.PathLike[str],
+    ledger: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    until: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Rebuild what a zeroth-order run trained: a model folder, or an adapter in PEFT's format.
+
+    Memory is that of one block (of the whole model where the run's noise was ``mezo``, whose draws go through all
+    parameters at once).
+
+    Args:
+        base: the model that the run began from: a checkpoint folder or a block store.
+        ledger: the run's ``ledger.jsonl``.
+        out: the folder to write; it appears when it is whole.
+        until: the last step to apply; all of them unless given.
+        progress: called with (bytes of trainables done, bytes in all) now and then.
+
+    Returns:
+        Steps applied.
+
+    Raises:
+        ValueError: the ledger is damaged or of another version, the base is not the run's, or ``out`` exists.
+    """
+    found, entries = read_ledger(ledger)
+    if until is not None and not 0 <= until <= len(entries):
+        raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
+    if found["noise_version"] != GENERATOR_VERSION:
+        raise ValueError(
+            f"{ledger} was written with noise of version {found['noise_version']}; this version of blockwalk draws version"
+            f" {GENERATOR_VERSION}: replay it with the blockwalk that wrote it"
+        )
+    files.refuse_existing(out)
+    past = _Past(Path(base), found, entries[:until])
+    try:
+        with files.atomic_folder(out) as folder:
+            past.write(folder, progress)
+    finally:
+        past.close()
+    return len(past.entries)
+
+
+class _Past:
+    """A run as its ledger tells it."""
+
+    def __init__(self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        self.base, self.header, self.entries = base, found, entries
+        self.rule = rule_of(found["rule"])
+        skeleton = build_skeleton(base)
+        self.buffers = skeleton.persistent_buffers
+        self.source = open_source(base, Codec.RAW, skeleton.model, base)
+        self.module: Any = skeleton.model
+        lora = found["lora"]
+        if lora is not None:
+            chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
+            self.module = adapt(self.module, chosen, seed=found["seed"])
+        self.cut = CutModel(self.module)
+        self.spec = self._as_it_was(self.cut.spec())
+        states = {
+            name: (Codec(found["hessian_codec"]), 1.0) if name == HESSIAN else (Codec.FP32, 0.0)
+            for name in self.rule.states
+        }
+        codec = Codec(found["codec"])
+        spec, written_as = trainable_spec(self.spec, codec, {name: kept for name, (kept, _) in states.items()})
+        begin = {name: value for name, (_, value) in states.items()}
+        self.initial = Initial(spec, self.source, self.cut.take_parameters(), begin)
+        self.units = list(plan_units(self.initial, spec, written_as, group_size=32))
+
+    def _as_it_was(self, spec: ModelSpec) -> ModelSpec:
+        """The model with the run's trainables, in the run's dtypes."""
+        trained = {name: (tuple(shape), dtype) for name, shape, dtype in self.header["parameters"]}
+        known = {p.name: p.shape for p in spec.params()}
+        if wrong := [name for name, (shape, _) in trained.items() if known.get(name) != shape]:
+            raise ValueError(f"{self.base} is not what this ledger builds on: it has no {wrong[0]} of that shape")
+
+        def as_trained(p: ParamSpec) -> ParamSpec:
+            if p.name not in trained:
+                return replace(p, trainable=False)
+            return replace(p, trainable=True, dtype=trained[p.name][1])
+
+        prologue, *blocks, epilogue = (replace(u, params=tuple(map(as_trained, u.params))) for u in spec.units)
+        return replace(spec, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
+
+    def units_after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+        """The trainables of each unit in turn, after the last entry; what was given before is no longer held."""
+        if self.rule.noise == "mezo":
+            yield from self._after_in_place()
+            return
+        scratch = LossScratch()
+        for number in range(len(self.units)):
+            cells = self._fill(number)
+            for name, of_parameter in cells.items():
+                apply_entries_(self.rule, self.entries, name, of_parameter, scratch)
+            yield values_of(cells)
+        self._check()
+
+    def _after_in_place(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+        """The original's draws go through all parameters at once: the whole model is held."""
+        filled = [self._fill(number) for number in range(len(self.units))]
+        self._check()
+        tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
+        parameters = {name: tensors[name] for name in mezo.order_of(self.cut) if name in tensors}
+        for entry in self.entries:
+            mezo.replay_(parameters, entry, self.rule)
+        yield from map(values_of, filled)
+
+    def _fill(self, number: int) -> Cells:
+        bytes_P = torch.empty(self.units[number].nbytes, dtype=torch.uint8)
+        self.units[number] = fill(self.units[number], self.initial, bytes_P)
+        return cells_of(self.units[number], bytes_P)
+
+    def _check(self) -> None:
+        if checksum(self.units) != self.header["base"]:
+            raise ValueError(
+                f"{self.base} is not what this ledger builds on: the weights differ from those that the run began with"
+            )
+
+    def write(self, folder: Path, progress: Progress | None) -> None:
+        """Write the adapter, or the whole model."""
+        if self.header["lora"] is not None:
+            trained = [pair for unit in self.units_after() for pair in unit.items()]
+            save_adapter(self.module, {name: value for name, value in trained if isinstance(value, torch.Tensor)}, folder)
+            return
+        copy_model_files(self.base, folder)
+        entries = {p.name: safetensors_file.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}
+        buffers = self.source.weights(self.buffers)
+        entries |= {n: safetensors_file.Entry(tuple(b.shape), b.dtype) for n, b in buffers.items()}
+        files_of = dict(safetensors_file.shards(entries, SHARD_BYTES))
+        values = self._values(buffers, progress)
+        for name, part in files_of.items():
+            pieces = (piece for _ in part for piece in safetensors_file.pieces(next(values)))
+            safetensors_file.write(folder / name, part, pieces)
+        assert next(values, None) is None
+        if len(files_of) > 1:
+            files.write_json(folder / safetensors_file.INDEX, safetensors_file.index(files_of))
+
+    def _dtype(self, param: ParamSpec) -> torch.dtype:
+        """What a parameter is written in: its master's dtype, or the model's where that is no plain one."""
+        codec = Codec(self.header["codec"])
+        name = CODEC_DTYPE.get(codec, param.dtype) if param.trainable else None
+        return self.source.dtype(param.name) if name is None else dtype_of(name)
+
+    def _values(
+        self, buffers: Mapping[str, torch.Tensor | Weight], progress: Progress | None
+    ) -> Iterator[torch.Tensor | Weight]:
+        done, total = 0, sum(unit.nbytes for unit in self.units)
+        for number, (unit, trained) in enumerate(zip(self.spec.units, self.units_after(), strict=True)):
+            for p in unit.params:
+                yield trained[p.name] if p.trainable else self.source.weights([p.name])[p.name]
+            done += self.units[number].nbytes
+            if progress is not None:
+                progress(done, total)
+        yield from buffers.values()
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def values_of(cells: Cells) -> dict[str, torch.Tensor | Weight]:
+    """The parameters of a bucket as they lie there."""
+    return {name: states[""].value for name, states in cells.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's dtype by its name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -172,12 +172,12 @@ def save_model(
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in everything.items()}
     parts = dict(shards(entries, max_bytes))
     for file, part in parts.items():
-        write(folder / file, part, (piece for name in part for piece in _pieces(everything[name])))
+        write(folder / file, part, (piece for name in part for piece in pieces(everything[name])))
     if len(parts) > 1:
         (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
 
 
-def _pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+def pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
     """A parameter's values, some rows at a time; a tensor is one piece, since writing it takes no copy."""
     if isinstance(weight, torch.Tensor):
         yield weight

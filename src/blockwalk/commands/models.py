@@ -1,4 +1,4 @@
-"""``blockwalk pack`` and ``merge``: the subcommands that write a model."""
+"""``blockwalk pack``, ``merge`` and ``replay``: the subcommands that write a model."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def merge(arguments: argparse.Namespace) -> int:
     with _bar("merging") as progress:
         packing.merge(arguments.model, arguments.adapter, arguments.out, progress=progress)
     print(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
+    return 0
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Rebuild what a zeroth-order run trained."""
+    from blockwalk import replay as replaying
+
+    with _bar("replaying") as progress:
+        steps = replaying.replay(
+            arguments.base, arguments.ledger, arguments.out, until=arguments.until, progress=progress
+        )
+    print(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
     return 0
 
 

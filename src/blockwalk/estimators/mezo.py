@@ -10,12 +10,19 @@ from collections.abc import Mapping
 
 import torch
 
+from blockwalk.anatomy import canonical_name
+from blockwalk.blocks import CutModel
 from blockwalk.estimators.zo_update import ZerothOrderRule
 from blockwalk.ledger import Entry
 from blockwalk.noise import MezoNoise
 
 SIGNS = (1, -2, 1)
 """The three passes of perturbation: to θ + ε·z, to θ − ε·z, and back."""
+
+
+def order_of(cut: CutModel) -> list[str]:
+    """Canonical names of the trainables in the order of the deduplicated ``named_parameters()``: that of the draws."""
+    return [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
 
 
 def perturb_(parameters: Mapping[str, torch.Tensor], seed: int, sign: int, epsilon: float) -> None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from blockwalk.anatomy import canonical_name
 from blockwalk.blocks import Prologue
 from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine import Engine
@@ -133,9 +132,8 @@ class ZerothOrder:
 
     def _resident_parameters(self) -> dict[str, torch.Tensor]:
         """All trainables in the order of ``named_parameters()``, for the original's draws; bound for good."""
-        buckets, cut = self.engine.buckets, self.engine.cut
-        names = [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
-        return {name: buckets.cells(buckets.home[name])[name][""].tensor for name in names}
+        buckets = self.engine.buckets
+        return {n: buckets.cells(buckets.home[n])[n][""].tensor for n in mezo.order_of(self.engine.cut)}
 
     def seed_of(self, given: int | None) -> int:
         """A step's seed: the one given (0 counts), else the plan's; the original draws one from numpy for each step."""

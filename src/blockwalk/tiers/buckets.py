@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from blockwalk.state import Codec, ModelSpec, Tier, Weight
-from blockwalk.tiers.codecs import EncodedWeight
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.tiers.slots import STATE, Cells, Initial, Slots, UnitTier, cells_of, fill, trainable_spec
-from blockwalk.tiers.store import BlockStore
+from blockwalk.tiers.store import BlockStore, StoredUnit
 from blockwalk.tiers.store_writer import plan_units
 from blockwalk.tiers.writable import WritableStore
 
@@ -98,13 +97,8 @@ class Buckets:
 
     @property
     def checksum(self) -> str:
-        """Of the trainables as they began, in their codecs: what a ledger's entries build on."""
-        facts = [
-            (param.name, str(param.codec), list(param.shape), param.dtype, param.crc32)
-            for unit in self.units
-            for param in unit.params
-        ]
-        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+        """Of the trainables as they began."""
+        return checksum(self.units)
 
     # ---- moving -----------------------------------------------------------------------------------------------------
 
@@ -165,10 +159,7 @@ class Buckets:
                 stored.close()  # its maps live as long as what was taken from them
                 continue
             bytes_P = self._resident[number] if number in self._resident else self._held()[number]
-            for name, states in cells_of(unit, bytes_P).items():
-                cell = states[""]
-                dtype: torch.dtype = getattr(torch, cell.layout.dtype)
-                out[name] = cell.tensor if cell.dense else EncodedWeight(cell.bytes_P, cell.layout, dtype)
+            out |= {name: states[""].value for name, states in cells_of(unit, bytes_P).items()}
         return out
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,3 +199,11 @@ class Buckets:
     def close(self) -> None:
         if self.tier is not None:
             self.tier.close()
+
+
+def checksum(units: Sequence[StoredUnit]) -> str:
+    """Of trainables as they were encoded: what a ledger's entries build on."""
+    facts = [
+        (param.name, str(param.codec), list(param.shape), param.dtype, param.crc32) for unit in units for param in unit.params
+    ]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

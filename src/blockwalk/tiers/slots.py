@@ -49,6 +49,14 @@ class Cell:
         assert self.dense
         return self.layout.codes(self.bytes_P).view(self.layout.shape)
 
+    @property
+    def value(self) -> torch.Tensor | Weight:
+        """The elements as they lie there: a tensor in the parameter's shape, or a weight that is decoded when read."""
+        if self.dense:
+            return self.tensor
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        return codecs.EncodedWeight(self.bytes_P, self.layout, dtype)
+
     def load(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
         """Rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
         if self.dense and self.layout.code_dtype == torch.float32:

@@ -1,0 +1,183 @@
+"""Oracle: a run that was never stopped. Taken up from its ledger, or rebuilt from it, it ends with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockwalk import method
+from blockwalk.cli import main
+from blockwalk.config import LoraSettings
+from blockwalk.ledger import Entry, Ledger, read_ledger
+from blockwalk.replay import replay
+from blockwalk.walker import Walker
+from tests.models import random_batch, tiny_model
+from tests.reference.test_zeroth_order import assert_same, trained
+
+OPTIMIZER = {"name": "sgd", "learning_rate": 1e-2, "weight_decay": 0.1, "schedule": "linear", "total_steps": 20}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model("opt", tied=True).save_pretrained(folder)
+    return folder
+
+
+def go_on(base: Path, plan: Any, folder: Path, steps: int, lora: Any = None) -> tuple[list[Any], dict[str, Any]]:
+    """Take a run up where it stands and take it to ``steps``."""
+    with Walker(base, plan, lora=lora, workdir=folder, device="cpu", ledger=folder / "ledger.jsonl") as walker:
+        grads = []
+        while walker.steps_done < steps:
+            done = walker.steps_done
+            grads.append(walker.step(random_batch(seed=done), seed=done if plan.zo.noise == "mezo" else None).projected_grad)
+        return grads, trained(walker)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "resident": {"name": "mezo"},
+    "disk": {"name": "zo2", "trainable": "disk", "update": {"flush_every": 3}},
+    "disk bf16": {"name": "zo2", "trainable": "disk × bf16"},
+    "host fp8": {"name": "zo2", "trainable": "host × fp8", "update": {"flush_every": 2}},
+    "hizoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"}},
+    "fzoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
+    "adamw": {"name": "zo2", "optimizer": {**OPTIMIZER, "name": "adamw", "learning_rate": 1e-3}},
+    "the original": {"name": "mezo", "zo": {"noise": "mezo"}, "loss": "model"},
+}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_taken_up_and_rebuilt(run: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    plan = method(**{"optimizer": OPTIMIZER, **run})
+    whole, expected = go_on(base, plan, tmp_path / "whole", 7)
+    first, _ = go_on(base, plan, tmp_path / "parts", 3)
+    shutil.copytree(tmp_path / "parts", tmp_path / "lost")
+    second, found = go_on(base, plan, tmp_path / "parts", 7)
+    assert first + second == whole
+    assert_same(found, expected)
+
+    for store in (tmp_path / "lost").glob("weights-*"):  # the ledger alone is enough
+        shutil.rmtree(store)
+    third, found = go_on(base, plan, tmp_path / "lost", 7)
+    assert first + third == whole
+    assert_same(found, expected)
+
+    assert replay(base, tmp_path / "whole" / "ledger.jsonl", tmp_path / "out") == 7
+    rebuilt = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = {name: tensor.to(rebuilt[name].dtype) for name, tensor in expected.items()}
+    assert_same(rebuilt, wanted)
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_replay_until_a_step(base: Path, tmp_path: Path) -> None:
+    plan = method("zo2", trainable="disk", optimizer=OPTIMIZER)
+    _, third = go_on(base, plan, tmp_path / "a", 3)
+    go_on(base, plan, tmp_path / "b", 6)
+    ledger, out = str(tmp_path / "b" / "ledger.jsonl"), str(tmp_path / "out")
+    assert main(["replay", str(base), ledger, out, "--until", "3"]) == 0
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), third)
+    with pytest.raises(ValueError, match="steps 0 to 6"):
+        replay(base, tmp_path / "b" / "ledger.jsonl", tmp_path / "other", until=7)
+
+
+def test_replay_of_an_adapter(base: Path, tmp_path: Path) -> None:
+    plan = method("mezo", optimizer={"name": "adamw", "learning_rate": 1e-2}, seed=3)
+    _, expected = go_on(base, plan, tmp_path / "run", 4, LoraSettings(rank=2))
+    replay(base, tmp_path / "run" / "ledger.jsonl", tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert_same({name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, expected)
+
+
+def test_replay_refuses_another_base(base: Path, tmp_path: Path) -> None:
+    """Oracle: one weight changed by one bit."""
+    go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 2)
+    other = tiny_model("opt", tied=True)
+    with torch.no_grad():
+        other.get_parameter("model.decoder.layers.1.fc1.weight")[3, 4].mul_(1 + 2**-22)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="differ from those that the run began with"):
+        replay(tmp_path / "other", tmp_path / "run" / "ledger.jsonl", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="base is"):
+        go_on(tmp_path / "other", method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 3)
+    with pytest.raises(ValueError, match=r"rule\.weight_decay is 0\.1 there and 0\.0 here"):
+        go_on(base, method("mezo"), tmp_path / "run", 3)
+
+
+def test_a_ledger_that_was_cut_is_not_taken_for_whole(base: Path, tmp_path: Path) -> None:
+    """Oracle: weights on disk are of a later step."""
+    plan = method("zo2", trainable="disk", optimizer=OPTIMIZER)
+    go_on(base, plan, tmp_path, 4)
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    with pytest.raises(ValueError, match=r"has 2 steps, and the weights .* have 4"):
+        go_on(base, plan, tmp_path, 5)
+
+
+HEADER = {"run": "r", "rule": {"kind": "spsa"}}
+
+
+def entry(step: int) -> Entry:
+    return Entry(step, 0, 1e-7 / 3, 1e-3, (0.1 + 0.2, 2.0), (1 / 3,))
+
+
+def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
+    """Oracle: the entries themselves."""
+    ledger = Ledger(tmp_path / "ledger.jsonl", HEADER)
+    for step in (1, 2):
+        ledger.append(entry(step))
+    ledger.close()
+    header, entries = read_ledger(tmp_path / "ledger.jsonl")
+    assert entries == [entry(1), entry(2)]
+    assert header["run"] == "r"
+
+
+def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
+    """Oracle: the lines that were whole. The last line is cut at every byte; the next step stands alone on its line."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, HEADER)
+    ledger.append(entry(1))
+    before = path.stat().st_size
+    ledger.append(entry(2))
+    ledger.close()
+    data = path.read_bytes()
+    for length in range(before, len(data)):
+        path.write_bytes(data[:length])
+        ledger = Ledger(path, HEADER)
+        assert ledger.entries == [entry(1)]
+        ledger.append(entry(2))
+        ledger.close()
+        assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no whole line"),
+        ("{}\n", "no ledger"),
+        (json.dumps({"format": "blockwalk-ledger", "version": 9}) + "\n", "version 9"),
+        (json.dumps({"format": "blockwalk-ledger", "version": 1}) + "\n{torn\n{}\n", "damaged"),
+        (json.dumps({"format": "blockwalk-ledger", "version": 1}) + '\n{"step": 2}\n', "no step of a ledger"),
+    ],
+)
+def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    """Oracle: the format's description."""
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_ledger(path)
+
+
+def test_a_ledger_of_kilobytes(base: Path, tmp_path: Path) -> None:
+    """Oracle: the file's size."""
+    go_on(base, copy.deepcopy(method("mezo", optimizer=OPTIMIZER)), tmp_path, 6)
+    lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines()
+    assert len(lines) == 7
+    assert max(map(len, lines[1:])) < 300
