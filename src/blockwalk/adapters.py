@@ -161,7 +161,9 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *
     """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike."""
     adapter = module.active_adapters[0]
     base = module.base_layer
-    lazy = isinstance(base.weight, LazyParameter) and not args and not kwargs
+    keeps_in_out = type(base).__name__ == "Conv1D"
+    linear = keeps_in_out or type(base).forward is nn.Linear.forward
+    lazy = linear and isinstance(base.weight, LazyParameter) and not args and not kwargs
     plain = not (module.disable_adapters or module.merged or module.lora_variant) and adapter in module.lora_A
     if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
         return original(x, *args, **kwargs)
@@ -170,7 +172,7 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *
     if odd or a_RD.dtype != x.dtype or (base.bias is not None and base.bias.requires_grad):
         return original(x)
     scaling = float(module.scaling[adapter])
-    return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=base.weight.turned)
+    return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=keeps_in_out)
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +18,8 @@ SEED = 11
 def tiny_config(model_type: str, **settings: object):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
     return shrink(CONFIG_MAPPING[model_type](**settings))
 
 

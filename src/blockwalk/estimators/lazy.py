@@ -150,7 +150,9 @@ def _product(
     n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
     # An expanded gradient (that of a sum) would be copied again by each product.
     a_PI = a.reshape(-1, n_in).contiguous()
-    out_PO = torch.empty(a_PI.shape[0], n_out, dtype=a.dtype, device=a.device)
+    # Not a view of it is what a layer gets: some (falcon) add to their products in place.
+    out = torch.empty(*a.shape[:-1], n_out, dtype=a.dtype, device=a.device)
+    out_PO = out.view(a_PI.shape[0], n_out)
     for start, stop in pairwise(_borders(n_in, n_out, a_PI, chunk_bytes)):
         part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
         out_Po = out_PO[:, start:stop]
@@ -158,7 +160,7 @@ def _product(
             torch.mm(a_PI, part_IO, out=out_Po)
         else:
             torch.addmm(bias[start:stop], a_PI, part_IO, out=out_Po)
-    return out_PO.view(*a.shape[:-1], n_out)
+    return out
 
 
 def _borders(n_in: int, n_out: int, a_PI: torch.Tensor, chunk_bytes: int | None) -> list[int]:
