@@ -154,7 +154,7 @@ def _fuse(wrapped: Any) -> None:
 
     for module in wrapped.modules():
         if isinstance(module, Linear):
-            module.forward = functools.partial(_fused_forward, module, module.forward)
+            module.__dict__["forward"] = functools.partial(_fused_forward, module, module.forward)
 
 
 def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,8 @@ def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> 
     idle = [name for name in layers if name.rsplit(".", 1)[0] in parents and name not in trace.calls]
     if idle:
         raise ValueError(f"layers {idle} were not called in a forward pass")
-    head_module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    whole: Any = model
+    head_module = whole.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
     return Anatomy(
         layer_parents=parents,

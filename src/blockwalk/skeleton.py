@@ -56,7 +56,7 @@ def model_class(config: Any) -> type[nn.Module]:
             f"transformers has no causal language model for model_type {config.model_type!r}; "
             "Blockwalk trains decoders that AutoModelForCausalLM knows"
         )
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     first: type[nn.Module] = found[0] if isinstance(found, list | tuple) else found
     return first
 
@@ -96,7 +96,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         with _LargeEmptyOnMeta():
             yield
@@ -128,7 +128,9 @@ def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None) -> Ske
         model: nn.Module = cls._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
     strays = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if strays:
-        raise ValueError(f"{cls.__name__} leaves its buffers {strays[:3]} unset; Blockwalk cannot build it without weights")
+        raise ValueError(
+            f"{cls.__name__} leaves its buffers {strays[:3]} unset; Blockwalk cannot build it without weights"
+        )
     return Skeleton(model, persistent_buffers(model))
 
 
