@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
 
