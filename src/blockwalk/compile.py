@@ -8,13 +8,13 @@ arguments give the same program on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind, check
-from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec, encoded_nbytes
+from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, ParamSpec, StateKind, Tier, UnitSpec, encoded_nbytes
 
 RULE_STATES = {"adamw": 2, "momentum": 1, "sgd": 0, "sign": 0}
 """Float32 state tensors that each update rule keeps for a trainable parameter."""
@@ -32,7 +32,7 @@ class UnitCost:
     backward_transient: int = 0
     """Peak device bytes of recomputing with graph and differentiating, gradients of parameters included."""
     saved: int = 0
-    """Bytes of activations that a kept graph holds."""
+    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and what its calls hold for the blocks."""
     forward_flops: int = 0
     backward_flops: int = 0
     """Recomputation not included."""
@@ -43,6 +43,8 @@ class Costs:
     """Costs by kind of unit, hashable so that programs can be cached."""
 
     units: tuple[tuple[str, UnitCost], ...] = ()
+    scratch: int = 0
+    """Device bytes of the buffers that weights are decoded or perturbed into: kept from op to op."""
 
     def of(self, kind: str) -> UnitCost:
         return dict(self.units).get(kind, UnitCost())
@@ -54,6 +56,8 @@ class Pending:
 
     entries: int = 0
     flush: bool = False
+    dirty: frozenset[int] = frozenset()
+    """Sharded over ranks: units whose trainables changed since their node slice was gathered."""
 
 
 @lru_cache(maxsize=64)
@@ -83,7 +87,15 @@ def compile(
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program` does not hold.
     """
-    builder = _Builder(plan, model, shape, costs, device, group_size)
+    if plan.sharded:
+        from blockwalk.compile_sharded import sharded_builder
+
+        trains = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+        builder: _Builder = sharded_builder(
+            plan, model, shape, costs, device, group_size, dirty=pending.dirty, differentiates=trains
+        )
+    else:
+        builder = _Builder(plan, model, shape, costs, device, group_size)
     if step_kind is StepKind.FLUSH:
         _flush(builder, pending)
     elif plan.estimator is Estimator.ZEROTH_ORDER and step_kind is StepKind.TRAIN:
@@ -101,6 +113,8 @@ class _Turn:
 
     unit: int
     work: Callable[[tuple[int, ...]], list[int]]
+    updates: bool = False
+    """An update at the step's end: it needs a unit's masters, and what is in a slot only where they are there."""
 
 
 @dataclass(slots=True)
@@ -159,6 +173,90 @@ class _Builder:
     def reads(self, index: int) -> UnitSpec:
         """A unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
         return self.model.units[index] if index != self.last else epilogue_reads(self.model)
+
+    def carried(self, step_kind: StepKind) -> int:
+        """Device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the backward
+        walk the hidden state's gradient) and what the prologue made for the blocks."""
+        micro_batches = self.plan.gradient_accumulation_steps if step_kind is not StepKind.EVALUATE else 1
+        if self.plan.estimator is Estimator.ZEROTH_ORDER:
+            in_turn = self.plan.zo.noise == "mezo" or step_kind is not StepKind.TRAIN
+            walks = micro_batches * (1 if in_turn else forward_passes(self.plan))
+        else:
+            walks = micro_batches if self.plan.accumulation_order == "block" else 1
+        made = self.costs.of(self.model.prologue.kind).saved
+        saves = self.plan.estimator is Estimator.BACKPROP and step_kind is not StepKind.EVALUATE
+        if made and not (saves and _activation_pool(self.plan, self.device) is Pool.DEVICE):
+            made += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
+        return 0 if step_kind is StepKind.FLUSH else walks * made
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of one micro-batch's hidden state."""
+        return self.shape.tokens * self.model.hidden_size * DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
+
+    def gradient_bytes(self, unit: int) -> int:
+        """Float32 bytes of the gradients that are first made at a unit's backward turn; a tied head's are made there."""
+        tied = {canonical for _, canonical in self.model.tied}
+        params = self.reads(unit).params
+        return 4 * sum(p.numel for p in params if p.trainable and not (unit == 0 and p.name in tied))
+
+    @property
+    def gradient_pool(self) -> Pool:
+        return {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}[self.plan.gradient.tier]
+
+    def differentiates(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
+        """What a backward op takes: its first micro-batch's gradients stay as accumulators, where they already are in
+        float32 they are the very tensors that it made. The loss adds to accumulators that were there before it."""
+        made = self.gradient_bytes(unit) if micro_batch == 0 else 0
+        size = DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
+        beside = made * size // 4 if size < 4 else 0
+        if unit != self.last:
+            transient = max(transient - made, beside if transient else 0)
+        return {
+            "transient": transient,
+            "takes": ((self.gradient_pool, made),) if made else (),
+        }
+
+    @property
+    def draw_bytes(self) -> int:
+        """Of the original's noise: a whole parameter's draw, and its product with the scale."""
+        return 2 * max((p.nbytes for p in self.model.params() if p.trainable), default=0)
+
+    def updates(self, unit: int) -> dict[str, object]:
+        """What an update uses up: the accumulated gradients of a unit's own parameters."""
+        used = 0
+        if self.plan.estimator is Estimator.BACKPROP:
+            used = 4 * self.model.units[unit].numel(trainable=True)
+        if self.plan.zo.noise == "mezo" and self.plan.estimator is Estimator.ZEROTH_ORDER:
+            return {"part": StateKind.TRAINABLE, "transient": self.draw_bytes if unit == 0 else 0}
+        narrow = [p.numel for p in self.model.units[unit].params if p.trainable and self.master_bytes(p) < 4]
+        frees = ((self.gradient_pool, used),) if used else ()
+        # a 16-bit master is updated in a float32 copy, and the last one's is let go after the next one is made
+        lifted = 4 * sum(sorted(narrow)[-2:]) if used else 0
+        return {"part": StateKind.TRAINABLE, "frees": frees, "transient": lifted}
+
+    def master_bytes(self, p: ParamSpec) -> int:
+        """Bytes an element of a trainable's master."""
+        return DTYPE_BYTES[CODEC_DTYPE.get(self.plan.trainable.codec, p.dtype)]
+
+    # ---- what is different where state is spread over ranks ------------------------------------------------------
+
+    @property
+    def graphs_outlive_slots(self) -> bool:
+        """Whether a graph can be kept while its parameters leave their slot."""
+        return False
+
+    def reduced(self, unit: int, done: int, complete: bool) -> list[int]:
+        """Sum a unit's gradients over ranks after its backward; ``complete`` after the last micro-batch."""
+        return []
+
+    def completed(self, gradients: Iterable[int]) -> list[int]:
+        """The ops after which all gradients are there, given the last that made each unit's."""
+        return list(gradients)
+
+    def exchange(self) -> list[int]:
+        """Add up the losses of all ranks."""
+        return []
 
     # ---- emitting -----------------------------------------------------------------------------------------------
 
@@ -223,7 +321,7 @@ class _Builder:
         )
         slots = self.plan.prefetch + 1 if slot_bytes else 0
         static = resident(self.plan, self.model, device=self.device, group_size=self.group_size)
-        static[Pool.DEVICE] = static.get(Pool.DEVICE, 0) + slots * slot_bytes
+        static[Pool.DEVICE] = static.get(Pool.DEVICE, 0) + slots * slot_bytes + self.costs.scratch + self.carried(step_kind)
         return Program(
             title=f"{self.plan.method} on {self.model.name}",
             step_kind=step_kind,
@@ -246,7 +344,11 @@ def epilogue_reads(model: ModelSpec) -> UnitSpec:
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: int = 32) -> dict[Pool, int]:
-    """Bytes that each pool holds between steps: parameters on their tiers, optimizer states, gradient accumulators."""
+    """Bytes that each pool holds between steps: parameters on their tiers and optimizer states."""
+    if plan.sharded:
+        from blockwalk.compile_sharded import sharded_resident
+
+        return sharded_resident(plan, model)
     builder = _Builder(plan, model, Shape(1, 1), Costs(), device, group_size)
     pools = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
     held: dict[Pool, int] = {}
@@ -274,8 +376,6 @@ def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: i
         Pool.MAPPED if plan.optimizer_state.tier is Tier.DISK and device == "cpu" else pools[plan.optimizer_state.tier],
         moments,
     )
-    if plan.update.timing is Timing.STEP:
-        hold(pools[plan.gradient.tier], 4 * trained)
     return held
 
 
@@ -292,7 +392,7 @@ def _backprop(b: _Builder, *, update: bool) -> None:
     groups = [[m] for m in micro_batches] if plan.accumulation_order == "micro_batch" else [list(micro_batches)]
     keep = _kept_graphs(b)
     at_turn = update and plan.update.timing is Timing.BLOCK
-    hidden_bytes = b.shape.tokens * b.model.hidden_size * DTYPE_BYTES[_compute_dtype(plan, b.model)]
+    hidden_bytes = b.hidden_bytes
     activation_pool = _activation_pool(plan, b.device)
     saves: dict[tuple[int, int], int] = {}
     hidden_from: dict[int, int] = {}
@@ -334,7 +434,7 @@ def _backprop(b: _Builder, *, update: bool) -> None:
                     micro_batch=m,
                     keep_graph=kept,
                     flops=cost.forward_flops,
-                    transient=cost.forward_transient,
+                    transient=max(cost.forward_transient - cost.saved, 0) if kept else cost.forward_transient,
                     takes=((Pool.DEVICE, cost.saved),) if kept and cost.saved else (),
                 )
                 used.append(hidden_from[m])
@@ -354,7 +454,7 @@ def _backprop(b: _Builder, *, update: bool) -> None:
                     micro_batch=m,
                     last=m == micro_batches[-1],
                     flops=cost.forward_flops + cost.backward_flops,
-                    transient=cost.backward_transient,
+                    **b.differentiates(last, m, cost.backward_transient),
                 )
                 for m in group
             ]
@@ -394,7 +494,7 @@ def _backprop(b: _Builder, *, update: bool) -> None:
                         keep_graph=kept,
                         last=m == micro_batches[-1],
                         flops=cost.backward_flops + (0 if kept else cost.forward_flops),
-                        transient=cost.backward_transient - (cost.saved if kept else 0),
+                        **b.differentiates(i, m, cost.backward_transient - (cost.saved if kept else 0)),
                         frees=freed if kept else ((activation_pool, hidden_bytes),),
                     )
                 )
@@ -414,7 +514,7 @@ def _backprop(b: _Builder, *, update: bool) -> None:
                     after,
                     micro_batch=m,
                     last=m == micro_batches[-1],
-                    transient=cost.backward_transient,
+                    **b.differentiates(0, m, cost.backward_transient),
                 )
                 for m in group
             ]
@@ -432,18 +532,26 @@ def _backprop(b: _Builder, *, update: bool) -> None:
         if b.model.prologue.numel(trainable=True):
             turns.append(_Turn(0, prologue_backward(group)))
     b.walk(turns)
+    b.exchange()
+    if not update and not plan.sharded:  # the caller takes the gradients over
+        made = 4 * b.model.numel(trainable=True)
+        b.ops[-1] = replace(b.ops[-1], frees=(*b.ops[-1].frees, (b.gradient_pool, made)))
     if update and plan.update.timing is Timing.STEP:
         norm = plan.optimizer.max_grad_norm > 0
-        done = [ops[-1] for ops in gradients.values()]
+        done = b.completed(ops[-1] for ops in gradients.values())
         after = [b.op(OpKind.REDUCE, last, Lane.COMPUTE, done, part=StateKind.GRADIENT)] if norm else done
         b.walk(
-            [_Turn(u, _update_at_end(b, u, after)) for u in range(last + 1) if b.model.units[u].numel(trainable=True)]
+            [
+                _Turn(u, _update_at_end(b, u, after), updates=True)
+                for u in range(last + 1)
+                if b.model.units[u].numel(trainable=True)
+            ]
         )
 
 
 def _update_at_end(b: _Builder, unit: int, gradients: Sequence[int]) -> Callable[[tuple[int, ...]], list[int]]:
     def work(after: tuple[int, ...]) -> list[int]:
-        done = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, [*after, *gradients], part=StateKind.TRAINABLE)
+        done = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, [*after, *gradients], **b.updates(unit))
         return [done, *_store(b, unit, [done])]
 
     return work
@@ -458,11 +566,13 @@ def _finish(
     group: list[int],
     all_: Sequence[int],
 ) -> list[int]:
-    """The update at the block's turn, once the gradients of all micro-batches are there."""
-    if not at_turn or group[-1] != all_[-1] or not b.model.units[unit].numel(trainable=True):
-        return []
-    update = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, [done], part=StateKind.TRAINABLE)
-    return [update, *_store(b, unit, [update])]
+    """Reductions over ranks, and the update at the block's turn once the gradients of all micro-batches are there."""
+    complete = group[-1] == all_[-1]
+    reduced = b.reduced(unit, done, complete)
+    if not at_turn or not complete or not b.model.units[unit].numel(trainable=True):
+        return reduced
+    update = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, [done, *reduced[-1:]], **b.updates(unit))
+    return [*reduced, update, *_store(b, unit, [update])]
 
 
 def _store(b: _Builder, unit: int, after: Sequence[int]) -> list[int]:
@@ -492,7 +602,7 @@ def _kept_graphs(b: _Builder) -> frozenset[int]:
     kept: set[int] = set()
     for i in reversed(blocks):
         in_slot = any(not b.mapped(part) for part in b.parts(i))
-        if in_slot and kept:
+        if in_slot and kept and not b.graphs_outlive_slots:
             break
         if room is not None:
             room -= groups * b.costs.of(b.model.units[i].kind).saved
@@ -528,6 +638,7 @@ def _evaluate(b: _Builder) -> None:
     turns = [_Turn(0, work(OpKind.PROLOGUE, 0))]
     turns += [_Turn(i, work(OpKind.FORWARD, i)) for i in range(1, b.last)]
     b.walk([*turns, _Turn(b.last, work(OpKind.LOSS, b.last))])
+    b.exchange()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -608,10 +719,11 @@ def _zeroth_order(b: _Builder, pending: Pending) -> None:
 
     if plan.zo.noise == "mezo":
         for p in range(2):
-            b.op(OpKind.PERTURB, 0, Lane.COMPUTE, [len(b.ops) - 1] if b.ops else [], forward_pass=p)
+            after = [len(b.ops) - 1] if b.ops else []
+            b.op(OpKind.PERTURB, 0, Lane.COMPUTE, after, forward_pass=p, transient=b.draw_bytes)
             passes = range(p, p + 1)
             b.walk(turns())
-        b.op(OpKind.PERTURB, 0, Lane.COMPUTE, [len(b.ops) - 1], forward_pass=2)
+        b.op(OpKind.PERTURB, 0, Lane.COMPUTE, [len(b.ops) - 1], forward_pass=2, transient=b.draw_bytes)
     else:
         b.walk(turns())
     done = b.op(OpKind.EXCHANGE, last, Lane.COMPUTE, [len(b.ops) - 1])

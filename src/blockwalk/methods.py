@@ -6,6 +6,11 @@
 | mebp    | backprop, LoRA | disk × int4 × nobody (frozen)              | disk        | at the block's turn     |
 | mezo    | zeroth-order   | device × raw × nobody                      | –           | at step end             |
 | zo2     | zeroth-order   | host or disk × any × nobody                | –           | deferred, at next fetch |
+| zero3   | backprop       | device slice 1/G × raw × world             | device      | sharded over the world  |
+| zeropp  | backprop       | the same, node slices kept on the device   | device      | sharded over the world  |
+| mics    | backprop       | device slice 1/g × raw × node              | device      | sharded in the node     |
+| fcdp    | backprop       | device slice 1/G, node slices on the host  | device      | sharded over the world  |
+| hzp     | backprop       | device slice 1/Z3 × raw × Z3 group         | device      | sharded over Z1         |
 
 Each function below returns a Plan and does nothing else. A setting given to :func:`method` wins over the row's.
 """
@@ -13,9 +18,11 @@ Each function below returns a Plan and does nothing else. A setting given to :fu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from blockwalk.plan import (
+    CacheSettings,
     Estimator,
     OptimizerSettings,
     Plan,
@@ -25,7 +32,7 @@ from blockwalk.plan import (
     did_you_mean,
     override,
 )
-from blockwalk.state import Codec, Placement, Tier
+from blockwalk.state import Codec, Group, Placement, Tier
 
 
 def plain() -> Plan:
@@ -81,7 +88,55 @@ def zo2() -> Plan:
     )
 
 
-METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in (plain, mebp, mezo, zo2)}
+def zero3() -> Plan:
+    """Parameters, gradients and optimizer states over all ranks: gathered before every use, reduced after every backward.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 3.
+    """
+    return _sharded("zero3", parameters=Group.WORLD, gradients=Group.WORLD, optimizer=Group.WORLD)
+
+
+def zeropp() -> Plan:
+    """ZeRO-3 whose parameters are also kept as a slice over the node, from which the backward walk gathers.
+
+    Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023), hpZ.
+    """
+    plan = _sharded("zeropp", parameters=Group.NODE, gradients=Group.WORLD, optimizer=Group.WORLD)
+    return replace(plan, cache=CacheSettings(tier="device"))
+
+
+def mics() -> Plan:
+    """Everything over the ranks of one node, replicated between nodes; gradients cross nodes once per optimizer step.
+
+    Source: Zhang et al., "MiCS: Near-Linear Scaling for Training Gigantic Model on Public Cloud" (2022).
+    """
+    return _sharded("mics", parameters=Group.NODE, gradients=Group.NODE, optimizer=Group.NODE)
+
+
+def fcdp() -> Plan:
+    """ZeRO-3's device memory, with a cache of the node's slices in host memory: parameters cross nodes once per optimizer
+    step, frozen ones never after start; gradients add up inside the node and cross nodes once."""
+    plan = _sharded("fcdp", parameters=Group.NODE, gradients=Group.NODE, optimizer=Group.WORLD)
+    return replace(plan, cache=CacheSettings(tier="host"), gradient=replace(plan.gradient, tier=Tier.HOST))
+
+
+def hzp() -> Plan:
+    """Optimizer states over Z1 ranks, gradients over Z2, parameters over Z3, chosen freely: world, node and node unless
+    ``mesh.z1``, ``mesh.z2`` and ``mesh.z3`` say otherwise."""
+    return _sharded("hzp", parameters=Group.NODE, gradients=Group.NODE, optimizer=Group.WORLD)
+
+
+def _sharded(name: str, *, parameters: Group, gradients: Group, optimizer: Group) -> Plan:
+    return Plan(
+        method=name,
+        frozen=Placement(group=parameters),
+        trainable=Placement(group=parameters),
+        gradient=Placement(codec=Codec.FP32, group=gradients),
+        optimizer_state=Placement(codec=Codec.FP32, group=optimizer),
+    )
+
+
+METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in (plain, mebp, mezo, zo2, zero3, zeropp, mics, fcdp, hzp)}
 """The rows by name, in the order of the table."""
 
 
@@ -101,17 +156,35 @@ def method(name: str, **settings: Any) -> Plan:
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
     row = METHODS[name]()
-    return override(row, _settled(row, settings))
+    return override(row, _settled(row, _on_mesh(row, settings)))
+
+
+def _on_mesh(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with the sizes of the groups that a sharded row names, once world and node are known."""
+    flat = _flat(settings)
+    if not row.sharded or "mesh.world" not in flat:
+        return settings
+    world = int(flat["mesh.world"])
+    sizes = {Group.NODE: int(flat.get("mesh.ranks_per_node", world)), Group.WORLD: world}
+    mesh = {key.removeprefix("mesh."): value for key, value in flat.items() if key.startswith("mesh.")}
+    mesh.setdefault("ranks_per_node", world)
+    for key, placement in (("z1", row.optimizer_state), ("z2", row.gradient), ("z3", row.trainable)):
+        mesh.setdefault(key, sizes[placement.group])
+    return {**{key: value for key, value in settings.items() if not key.startswith("mesh")}, "mesh": mesh}
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{key}.{inner}" if inner else key: each
+        for key, value in settings.items()
+        for inner, each in (value.items() if isinstance(value, dict) else [("", value)])
+    }
 
 
 def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with updates at the step's end where a row that updates at the block's turn cannot: clipping needs
     the norm of all gradients, and walking micro-batch by micro-batch completes them only in the last one."""
-    flat = {
-        f"{key}.{inner}" if inner else key: each
-        for key, value in settings.items()
-        for inner, each in (value.items() if isinstance(value, dict) else [("", value)])
-    }
+    flat = _flat(settings)
     if row.update.timing is not Timing.BLOCK or "update.timing" in flat:
         return settings
     by_micro_batch = flat.get("accumulation_order", row.accumulation_order) == "micro_batch"

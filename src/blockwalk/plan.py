@@ -154,6 +154,11 @@ class Plan:
                 raise ValueError(f"plan {self.method!r}: {message}")
 
     @property
+    def sharded(self) -> bool:
+        """True where parameters are spread over ranks and gradients are summed over them."""
+        return self.estimator is Estimator.BACKPROP and self.trainable.group is not Group.NOBODY
+
+    @property
     def streams_parameters(self) -> bool:
         """True where a block's frozen or trainable parameters are fetched when its turn comes."""
         return any(p.tier is not Tier.DEVICE or p.group is not Group.NOBODY for p in (self.frozen, self.trainable))

@@ -112,6 +112,10 @@ class Op:
     forward_pass: int = 0
     """Which forward of a zeroth-order step: one for each perturbed copy of the weights."""
     slot: int = -1
+    span: tuple[int, int] | None = None
+    """Groups of so many ranks become groups of so many: where a GATHER's pieces come from, where a REDUCE's sums go."""
+    buffer: int = -1
+    """The gradient buffer that a backward op fills and a REDUCE empties."""
     entries: int = 0
     """Deferred updates that an UPDATE applies."""
     keep_graph: bool = False
@@ -142,6 +146,8 @@ class Program:
     static: Bytes = ()
     slots: int = 0
     slot_bytes: int = 0
+    dirty: frozenset[int] = frozenset()
+    """Sharded over ranks: units whose node slices are out of date when the program has run."""
     _peaks: dict[Pool, int] = field(default_factory=dict, compare=False, repr=False)
 
     def bytes_by_lane(self) -> dict[Lane, int]:
@@ -189,6 +195,10 @@ def _detail(op: Op) -> str:
             words.append(f"pass {op.forward_pass}")
     if op.slot >= 0:
         words.append(f"slot {op.slot}")
+    if op.span is not None:
+        words.append(f"ranks {op.span[0]}–{op.span[1]}")
+    if op.buffer >= 0:
+        words.append(f"buffer {op.buffer}")
     if op.entries:
         words.append(f"{op.entries} pending")
     if op.keep_graph:
@@ -210,7 +220,8 @@ def human_bytes(nbytes: float) -> str:
 # What must hold of every program. Each function returns the broken places in words; none means that it holds.
 # ---------------------------------------------------------------------------------------------------------------------
 
-_USES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.UPDATE, OpKind.STORE, OpKind.GATHER)
+_FILLS = (OpKind.FETCH, OpKind.GATHER)
+_USES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD, OpKind.UPDATE, OpKind.STORE)
 
 
 def happens_before(program: Program) -> list[int]:
@@ -247,7 +258,12 @@ def used_unfetched(program: Program) -> list[str]:
         name = program.unit_names[op.unit]
         if op.unit not in program.streamed:
             continue
-        if op.kind is OpKind.FETCH:
+        if op.kind in _FILLS and op.slot >= 0:
+            wrong += [
+                f"{name}: op {op.index} {op.kind} completes what op {earlier} has not brought yet"
+                for earlier in live.get(op.unit, [])
+                if program.ops[earlier].part is op.part and not before[op.index] >> earlier & 1
+            ]
             live.setdefault(op.unit, []).append(op.index)
         elif op.kind is OpKind.EVICT:
             wrong += [
@@ -256,7 +272,7 @@ def used_unfetched(program: Program) -> list[str]:
                 if not before[op.index] >> user & 1
             ]
             live.pop(op.unit, None)
-        elif op.kind in _USES:
+        elif op.kind in _USES and (op.kind is not OpKind.UPDATE or op.unit in program.written):
             users.setdefault(op.unit, []).append(op.index)
             fetches = live.get(op.unit, [])
             if not fetches:
@@ -274,7 +290,7 @@ def left_behind(program: Program) -> list[str]:
     held: Counter[Pool] = Counter()
     occupied: dict[int, int] = {}
     for op in program.ops:
-        if op.kind is OpKind.FETCH and op.slot >= 0:
+        if op.kind in _FILLS and op.slot >= 0:
             occupied[op.slot] = op.unit
         if op.kind is OpKind.EVICT and op.slot >= 0:
             occupied.pop(op.slot, None)
@@ -295,7 +311,7 @@ def shared_slots(program: Program) -> list[str]:
     for op in program.ops:
         if op.slot < 0:
             continue
-        if op.kind is OpKind.FETCH and holder.get(op.slot) != op.unit:
+        if op.kind in _FILLS and holder.get(op.slot) != op.unit:
             if op.slot in holder:
                 wrong.append(f"op {op.index} fills slot {op.slot}, which holds {program.unit_names[holder[op.slot]]}")
             if op.slot in evicted and not before[op.index] >> evicted[op.slot] & 1:
@@ -306,6 +322,36 @@ def shared_slots(program: Program) -> list[str]:
         elif op.kind is OpKind.EVICT:
             evicted[op.slot] = op.index
             holder.pop(op.slot, None)
+    return wrong
+
+
+def shared_buffers(program: Program) -> list[str]:
+    """A gradient buffer is filled by one unit at a time, and by the next only after the last reduction that read it."""
+    before = happens_before(program)
+    fills: dict[int, list[Op]] = {}
+    reductions: dict[int, list[Op]] = {}
+    wrong: list[str] = []
+    for op in program.ops:
+        if op.buffer < 0:
+            continue
+        name = program.unit_names[op.unit]
+        if op.kind is OpKind.REDUCE:
+            wrong += [
+                f"{name}: op {op.index} reduces buffer {op.buffer}, which op {fill.index} fills and it does not wait for"
+                for fill in fills.get(op.buffer, [])
+                if fill.unit != op.unit or not before[op.index] >> fill.index & 1
+            ]
+            reductions.setdefault(op.buffer, []).append(op)
+            continue
+        emptied = reductions.pop(op.buffer, [])
+        if emptied:
+            fills[op.buffer] = []
+        wrong += [
+            f"{name}: op {op.index} fills buffer {op.buffer} before op {reduction.index} is done with it"
+            for reduction in emptied
+            if not before[op.index] >> reduction.index & 1
+        ]
+        fills.setdefault(op.buffer, []).append(op)
     return wrong
 
 
@@ -330,7 +376,7 @@ def over_budget(program: Program, budget: int | None) -> list[str]:
     return [f"the step needs {human_bytes(peak)} of device memory, and the budget is {human_bytes(budget)}"]
 
 
-INVARIANTS = (broken_dependencies, used_unfetched, left_behind, shared_slots, lost_updates)
+INVARIANTS = (broken_dependencies, used_unfetched, left_behind, shared_slots, shared_buffers, lost_updates)
 """The rules without a parameter; :func:`check` asserts them all."""
 
 

@@ -1,0 +1,372 @@
+"""Lower a plan whose state is spread over ranks: gathers before a unit's turn, reductions after its backward.
+
+A unit's parameters of one part (frozen or trainable) are one flat buffer of n elements. Between uses a rank keeps its slice
+over Z3 ranks (the *node slice*, where Z3 is a node: on the device, or with ``cache.tier: host`` in host memory), the slice
+over Z1 ranks beside its optimizer states, and accumulates gradients in its slice over Z2 ranks. Node slices are refreshed
+over Z3 → Z1 at the first use after an update, and never else: which of them are out of date (*dirty*) is known when the
+program is compiled, so that all ranks agree. With Z3 = Z1 there is no node slice, and every use gathers from Z1.
+
+Bytes that one node sends per optimizer step, with N nodes, Z3 = Z2 = a node and Z1 = world: (N − 1)/N · n · (b_p + b_g),
+whatever the number of micro-batches. That is the least for an exact synchronous step: every node must learn of every
+parameter what the node that updates it made of it, and that node must learn every other's gradient.
+
+Source: Rajbhandari et al., "ZeRO" (2020); Wang et al., "ZeRO++" (2023); Zhang et al., "MiCS" (2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from blockwalk.compile import RULE_STATES, Costs, _Builder, _compute_dtype, _Turn
+from blockwalk.mesh import Axis, between, gather_bytes, make_axes
+from blockwalk.plan import Plan
+from blockwalk.program import Lane, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind, Tier, UnitSpec
+
+ALIGN = 16
+"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
+
+PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
+
+_USES_SLOT = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
+_DIFFERENTIATES = (OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where the parameters of one part of a unit lie in its flat buffer."""
+
+    offsets: tuple[tuple[str, int], ...]
+    """First element of each parameter, by canonical name."""
+    numel: int
+    """Padded: a multiple of ``ALIGN`` for every rank of the world."""
+
+
+def flat_layout(unit: UnitSpec, part: StateKind, world: int) -> FlatLayout:
+    offsets, end = [], 0
+    for param in unit.params:
+        if param.trainable == (part is StateKind.TRAINABLE):
+            offsets.append((param.name, end))
+            end += -(-param.numel // ALIGN) * ALIGN
+    return FlatLayout(tuple(offsets), -(-end // (world * ALIGN)) * world * ALIGN)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The device buffers that a sharded plan reuses, in elements: (frozen, trainable) of each slot, and gradients."""
+
+    slots: tuple[tuple[int, int], ...]
+    gradients: tuple[int, ...]
+    slot_of_end: tuple[int, int]
+    """The slots of prologue and epilogue: the same one, unless a tied weight keeps both in use."""
+    gradient_of_end: tuple[int, int]
+
+
+def buffer_pools(plan: Plan, model: ModelSpec) -> Pools:
+    """One slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
+
+    def most(units: Iterable[UnitSpec], part: StateKind) -> int:
+        return max((flat_layout(unit, part, plan.mesh.world).numel for unit in units), default=0)
+
+    def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
+        return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
+
+    count, ends = plan.prefetch + 1, (model.prologue, model.epilogue)
+    each = [(unit,) for unit in ends] if model.tied else [ends]
+    waiting = min(count, 2)
+    return Pools(
+        slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
+        gradients=(
+            *[most(model.blocks, StateKind.TRAINABLE)] * waiting,
+            *(most(units, StateKind.TRAINABLE) for units in each),
+        ),
+        slot_of_end=(count, count + len(each) - 1),
+        gradient_of_end=(waiting, waiting + len(each) - 1),
+    )
+
+
+def accumulates(plan: Plan) -> bool:
+    """Whether a unit's gradients are complete only after several turns, so that they are kept over Z2 in between."""
+    return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
+
+
+def has_node_slice(plan: Plan) -> bool:
+    return plan.mesh.z3 < plan.mesh.z1
+
+
+def hosts_node_slice(plan: Plan) -> bool:
+    return has_node_slice(plan) and plan.cache.tier == "host"
+
+
+def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
+    """Bytes of one rank between steps, without slots and gradient buffers.
+
+    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/Z1 + 4n/Z2 + 2n/Z3.
+    """
+    mesh, size = plan.mesh, DTYPE_BYTES[_compute_dtype(plan, model)]
+    pools = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
+    held: dict[Pool, int] = {}
+
+    def hold(pool: Pool, nbytes: int) -> None:
+        held[pool] = held.get(pool, 0) + nbytes
+
+    for unit in model.units:
+        frozen, trained = (flat_layout(unit, part, mesh.world).numel for part in PARTS)
+        hold(Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE, size * (frozen + trained) // mesh.z3)
+        if not has_node_slice(plan) and size == 4 and plan.optimizer_state.tier is Tier.DEVICE:
+            hold(Pool.DEVICE, -size * trained // mesh.z3)  # the master is gathered from
+        elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):
+            hold(Pool.DEVICE, size * trained // mesh.z1)
+        hold(pools[plan.optimizer_state.tier], 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+        in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
+        hold(Pool.DEVICE, 4 * trained // (mesh.z2 if in_place else mesh.z1))
+        if accumulates(plan) and not in_place:
+            hold(Pool.HOST, 4 * trained // mesh.z2)
+    return {pool: nbytes for pool, nbytes in held.items() if nbytes}
+
+
+@dataclass(slots=True)
+class ShardedBuilder(_Builder):
+    """Lowers turns to gathers, reductions and updates of slices."""
+
+    dirty: set[int] = field(default_factory=set)
+    """Units whose trainables were updated since their node slice was gathered."""
+    differentiates_: bool = False
+    axes: tuple[Axis, ...] = ()
+    pools: Pools = Pools((), (), (0, 0), (0, 0))
+    _open: dict[int, int] = field(default_factory=dict)
+    """The gradient buffer of each unit whose gradients are being made."""
+    _emptied: dict[int, int] = field(default_factory=dict)
+    """The op that last emptied each gradient buffer."""
+    _next_buffer: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)
+    """The op that last wrote each unit's node slice to the host."""
+    _complete: dict[int, int] = field(default_factory=dict)
+    """The reduction that completed each unit's gradients."""
+
+    def __post_init__(self) -> None:
+        self.adapters = False
+        self.axes = make_axes(self.plan.mesh)
+        self.pools = buffer_pools(self.plan, self.model)
+
+    # ---- what the base class asks -------------------------------------------------------------------------------
+
+    def mapped(self, part: StateKind) -> bool:
+        return False
+
+    def streams(self, unit: int, part: StateKind) -> bool:
+        """Every part travels; nothing is stored back, for updates change the slice that stays."""
+        return False
+
+    def parts(self, unit: int) -> list[StateKind]:
+        return [part for part in PARTS if self.numel(unit, part)]
+
+    def differentiates(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
+        return {"transient": transient}
+
+    def updates(self, unit: int) -> dict[str, object]:
+        return {"part": StateKind.TRAINABLE}
+
+    @property
+    def graphs_outlive_slots(self) -> bool:
+        """A kept graph refers to the places of its parameters, and finds them filled again."""
+        return True
+
+    def numel(self, unit: int, part: StateKind) -> int:
+        return flat_layout(self.model.units[unit], part, self.plan.mesh.world).numel
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def op(self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object) -> int:
+        if kind in _DIFFERENTIATES and self.differentiates_:
+            tied = (0,) if unit == self.last and self.model.tied else ()
+            for made in (unit, *tied):
+                if made not in self._open and self.numel(made, StateKind.TRAINABLE):
+                    buffer = self._open[made] = self._buffer(made)
+                    deps = [*deps, *([self._emptied[buffer]] if buffer in self._emptied else [])]
+            details["buffer"] = self._open.get(unit, -1)
+        if kind is OpKind.UPDATE and has_node_slice(self.plan):
+            self.dirty.add(unit)
+        return _Builder.op(self, kind, unit, lane, deps, **details)
+
+    def _buffer(self, unit: int) -> int:
+        if unit in (0, self.last):
+            return self.pools.gradient_of_end[unit == self.last]
+        self._next_buffer = (self._next_buffer + 1) % self.pools.gradient_of_end[0]
+        return self._next_buffer
+
+    def reduced(self, unit: int, done: int, complete: bool) -> list[int]:
+        """Sum a unit's gradients over Z2; where they are complete, over Z1 and its replicas as well."""
+        if unit not in self._open:
+            return []
+        mesh, buffer = self.plan.mesh, self._open.pop(unit)
+        spans = [(1, mesh.z2), (mesh.z2, mesh.z1), (mesh.z1, mesh.world)] if complete else [(1, mesh.z2)]
+        pieces = [piece for k, span in enumerate(spans) for piece in self._by_lane(*span, keep_empty=k == 0)]
+        numel, used, at = self.numel(unit, StateKind.TRAINABLE), [], done
+        for k, (lane, inner, outer) in enumerate(pieces):
+            nbytes = gather_bytes(between(self.axes, inner, outer), 4 * numel // inner)
+            at = self.op(
+                OpKind.REDUCE,
+                unit,
+                lane,
+                [at],
+                part=StateKind.GRADIENT,
+                nbytes=nbytes * 2 if inner >= mesh.z1 and outer > mesh.z1 else nbytes,
+                span=(inner, outer),
+                buffer=buffer if inner < mesh.z2 or k == 0 or not accumulates(self.plan) else -1,
+                last=complete and k == len(pieces) - 1,
+            )
+            used.append(at)
+            if outer == mesh.z2 or not accumulates(self.plan):
+                self._emptied[buffer] = at
+        if complete:
+            self._complete[unit] = at
+        return used
+
+    def completed(self, gradients: Iterable[int]) -> list[int]:
+        """The ops after which every gradient is summed over all ranks."""
+        return list(self._complete.values())
+
+    def exchange(self) -> list[int]:
+        """Add up the losses of all ranks."""
+        last_compute = max(op.index for op in self.ops if op.lane is Lane.COMPUTE)
+        return [self.op(OpKind.EXCHANGE, self.last, Lane.COMPUTE, [last_compute])]
+
+    def _by_lane(self, inner: int, outer: int, *, keep_empty: bool) -> list[tuple[Lane, int, int]]:
+        """The axes of a span, innermost first, in pieces that one lane serves."""
+        found = [
+            (Lane.INTER if crosses else Lane.INTRA, axes[0].inner, axes[-1].outer)
+            for crosses, group in groupby(between(self.axes, inner, outer), key=lambda axis: axis.crosses_nodes)
+            if (axes := list(group))
+        ]
+        return found or ([(Lane.INTRA, inner, outer)] if keep_empty else [])
+
+    # ---- parameters -----------------------------------------------------------------------------------------------
+
+    def walk(self, turns: Sequence[_Turn]) -> None:
+        """Emit the turns in order. Gathers run ahead by ``plan.prefetch`` blocks as far as slots are free; a block whose
+        next turn is near keeps its slot, so that the last one is gathered once for its forward and backward."""
+        count = self.plan.prefetch + 1
+        free = list(range(count))
+        held: dict[int, tuple[int, list[int], list[int]]] = {}
+
+        def acquire(unit: int) -> bool:
+            if unit in held or not self.parts(unit):
+                return True
+            slot = self._end_slot(unit) or next(iter(free), -1)
+            if slot < 0 or any(slot == taken for taken, _, _ in held.values()):
+                return False
+            if slot in free:
+                free.remove(slot)
+            after = [self.freed_by[slot]] if slot in self.freed_by else []
+            done = [self._acquire(unit, part, slot, after) for part in self.parts(unit)]
+            held[unit] = (slot, [ops[0] for ops in done], [op for ops in done for op in ops])
+            return True
+
+        for k, turn in enumerate(turns):
+            if turn.updates:
+                turn.work(())
+                continue
+            for later in self._window(turns, k):
+                if not all(acquire(unit) for unit in self._needs(turns[later].unit)):
+                    assert later > k, f"no slot for {self.model.units[turn.unit].name}"
+                    break
+            needs = [unit for unit in self._needs(turn.unit) if unit in held]
+            used = turn.work(tuple(op for unit in needs for op in held[unit][1]))
+            users = [op for op in used if self.ops[op].kind in _USES_SLOT]
+            near: dict[int, int] = {}  # by slot, for the ends may share one: the first that needs it
+            for later in self._window(turns, k + 1):
+                for unit in self._needs(turns[later].unit):
+                    near.setdefault(self._end_slot(unit) or -unit, unit)
+            for unit in needs:
+                if near.get(self._end_slot(unit) or -unit) != unit:
+                    slot, _, fills = held.pop(unit)
+                    self.freed_by[slot] = self.op(OpKind.EVICT, unit, Lane.STORE, [*users, *fills], slot=slot)
+                    if slot < count:
+                        free.append(slot)
+
+    def _end_slot(self, unit: int) -> int | None:
+        """The slot of prologue and epilogue; a block takes any that is free."""
+        return self.pools.slot_of_end[unit == self.last] if unit in (0, self.last) else None
+
+    def _window(self, turns: Sequence[_Turn], start: int) -> Iterable[int]:
+        """The turns from ``start`` on that ``prefetch`` further blocks are reached in."""
+        blocks = 0
+        for k in range(start, len(turns)):
+            blocks += turns[k].unit not in (0, self.last)
+            if blocks > self.plan.prefetch + 1:
+                return
+            yield k
+
+    def _needs(self, unit: int) -> tuple[int, ...]:
+        return (unit, 0) if unit == self.last and self.model.tied else (unit,)
+
+    def _acquire(self, unit: int, part: StateKind, slot: int, after: Sequence[int]) -> list[int]:
+        """Fill a part's place in a slot; the answer's first op is the one that completes it."""
+        mesh = self.plan.mesh
+        at, others = list(after), []
+        node_bytes = self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)] // mesh.z3
+        if has_node_slice(self.plan):
+            if part is StateKind.TRAINABLE and unit in self.dirty:
+                self.dirty.discard(unit)
+                at = [self._gather(unit, part, slot if hosts_node_slice(self.plan) else -1, at, mesh.z3, mesh.z1)]
+                if hosts_node_slice(self.plan):
+                    cached = self.op(OpKind.CACHE, unit, Lane.STORE, at, part=part, nbytes=node_bytes, slot=slot)
+                    self._cached[unit] = cached
+                    others.append(cached)
+                else:
+                    at += after
+            elif hosts_node_slice(self.plan):
+                written = [self._cached[unit]] if part is StateKind.TRAINABLE and unit in self._cached else []
+                after = [*at, *written]
+                at = [self.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=node_bytes, slot=slot)]
+        return [self._gather(unit, part, slot, at, 1, mesh.z3), *others]
+
+    def _gather(self, unit: int, part: StateKind, slot: int, after: Sequence[int], inner: int, outer: int) -> int:
+        nbytes = self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
+        at = list(after)
+        for lane, low, high in reversed(self._by_lane(inner, outer, keep_empty=True)):
+            moved = gather_bytes(between(self.axes, low, high), nbytes // low)
+            at = [self.op(OpKind.GATHER, unit, lane, at, part=part, nbytes=moved, slot=slot, span=(low, high))]
+        return at[0]
+
+    # ---- the finished program -------------------------------------------------------------------------------------
+
+    def program(self, step_kind: StepKind) -> Program:
+        size = DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
+        slot_bytes = [size * (frozen + trained) for frozen, trained in self.pools.slots]
+        gradients = 4 * sum(self.pools.gradients) if self.differentiates_ else 0
+        static = sharded_resident(self.plan, self.model)
+        buffers = sum(slot_bytes) + gradients + self.costs.scratch + self.carried(step_kind)
+        static[Pool.DEVICE] = static.get(Pool.DEVICE, 0) + buffers
+        return Program(
+            title=f"{self.plan.method} on {self.model.name}",
+            step_kind=step_kind,
+            shape=self.shape,
+            unit_names=("prologue", *(f"block {i}" for i in range(len(self.model.blocks))), "epilogue"),
+            streamed=frozenset(u for u in range(self.last + 1) if self.parts(u)),
+            written=frozenset(),
+            ops=tuple(self.ops),
+            static=tuple(static.items()),
+            slots=len(slot_bytes),
+            slot_bytes=max(slot_bytes, default=0),
+            dirty=frozenset(self.dirty),
+        )
+
+
+def sharded_builder(
+    plan: Plan,
+    model: ModelSpec,
+    shape: Shape,
+    costs: Costs,
+    device: str,
+    group_size: int,
+    *,
+    dirty: frozenset[int],
+    differentiates: bool,
+) -> ShardedBuilder:
+    return ShardedBuilder(
+        plan, model, shape, costs, device, group_size, dirty=set(dirty), differentiates_=differentiates
+    )

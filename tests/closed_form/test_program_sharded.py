@@ -1,0 +1,202 @@
+"""Oracle: the rules of a program for random sharded plans, and closed forms of the bytes that a node sends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.closed_form.test_program import toy
+
+from blockwalk.compile import Pending, compile
+from blockwalk.compile_sharded import PARTS, flat_layout
+from blockwalk.methods import method
+from blockwalk.plan import Plan
+from blockwalk.program import (
+    INVARIANTS,
+    Lane,
+    Op,
+    OpKind,
+    Program,
+    Shape,
+    StepKind,
+    happens_before,
+    shared_buffers,
+    used_unfetched,
+)
+from blockwalk.state import ModelSpec, StateKind
+
+SHARDED = ("zero3", "zeropp", "mics", "fcdp", "hzp")
+
+
+def on_mesh(name: str, nodes: int, ranks_per_node: int, **changes: object) -> Plan:
+    return method(name, mesh={"world": nodes * ranks_per_node, "ranks_per_node": ranks_per_node}, **changes)
+
+
+def steady(plan: Plan, model: ModelSpec) -> Program:
+    """A training step after another."""
+    shape = Shape(1, 8)
+    first = compile(plan, model, StepKind.TRAIN, shape)
+    return compile(plan, model, StepKind.TRAIN, shape, pending=Pending(dirty=first.dirty))
+
+
+def node_bytes(program: Program, plan: Plan, kinds: tuple[OpKind, ...] = (OpKind.GATHER, OpKind.REDUCE)) -> int:
+    """Bytes that one node sends to others."""
+    sent = sum(op.nbytes for op in program.ops if op.lane is Lane.INTER and op.kind in kinds)
+    return sent * plan.mesh.ranks_per_node
+
+
+def padded(model: ModelSpec, plan: Plan, part: StateKind) -> int:
+    return sum(flat_layout(unit, part, plan.mesh.world).numel for unit in model.units)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(SHARDED),
+    nodes=st.integers(1, 3),
+    local=st.integers(1, 3),
+    layers=st.integers(1, 6),
+    lora=st.booleans(),
+    tied=st.booleans(),
+    kind=st.sampled_from([StepKind.TRAIN, StepKind.GRADIENTS, StepKind.EVALUATE]),
+    prefetch=st.integers(0, 3),
+    micro_batches=st.integers(1, 3),
+    order=st.sampled_from(["micro_batch", "block"]),
+    recompute=st.sampled_from(["all", "none"]),
+    timing=st.sampled_from(["step", "block"]),
+    dirty=st.booleans(),
+)
+def test_every_rule_holds_for_every_sharded_plan(
+    name: str,
+    nodes: int,
+    local: int,
+    layers: int,
+    lora: bool,
+    tied: bool,
+    kind: StepKind,
+    prefetch: int,
+    micro_batches: int,
+    order: str,
+    recompute: str,
+    timing: str,
+    dirty: bool,
+) -> None:
+    if timing == "block" and micro_batches > 1:
+        order = "block"
+    changes = {"prefetch": prefetch, "gradient_accumulation_steps": micro_batches, "accumulation_order": order}
+    plan = on_mesh(name, nodes, local, recompute=recompute, **{"update.timing": timing}, **changes)
+    model = toy(layers, lora=lora, tied=tied)
+    trained = {u for u, unit in enumerate(model.units) if unit.numel(trainable=True)}
+    pending = Pending(dirty=frozenset(trained) if dirty and plan.mesh.z3 < plan.mesh.z1 else frozenset())
+    program = compile(plan, model, kind, Shape(2, 16), pending=pending)
+    for rule in INVARIANTS:
+        assert rule(program) == []
+    if kind is StepKind.TRAIN:
+        assert {op.unit for op in program.ops if op.kind is OpKind.UPDATE} == trained
+        assert program.dirty == (trained if plan.mesh.z3 < plan.mesh.z1 else frozenset())
+        complete = [op for op in program.ops if op.kind is OpKind.REDUCE and op.last]
+        assert sorted(op.unit for op in complete) == sorted(trained)
+    stale(program, plan, pending.dirty)
+
+
+def stale(program: Program, plan: Plan, dirty: frozenset[int]) -> None:
+    """No trainable node slice is used between its update and its refreshing."""
+    if plan.mesh.z3 == plan.mesh.z1:
+        return
+    out_of_date = set(dirty)
+    before = happens_before(program)
+    cached: dict[int, int] = {}
+    for op in program.ops:
+        if op.kind is OpKind.CACHE:
+            cached[op.unit] = op.index
+        if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE and op.unit in cached:
+            assert before[op.index] >> cached[op.unit] & 1, "a node slice is read while it is written"
+        if op.kind is OpKind.UPDATE:
+            out_of_date.add(op.unit)
+        if op.part is StateKind.TRAINABLE and op.kind is OpKind.GATHER and op.span and op.span[1] > plan.mesh.z3:
+            out_of_date.discard(op.unit)
+        if op.kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.PROLOGUE, OpKind.LOSS):
+            assert op.unit not in out_of_date
+    assert out_of_date == program.dirty
+
+
+@pytest.mark.parametrize("name", ["fcdp", "hzp"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("lora", "tied"), [(False, False), (False, True), (True, True)])
+def test_the_lower_bound_whatever_the_micro_batches(
+    name: str, micro_batches: int, nodes: int, local: int, lora: bool, tied: bool
+) -> None:
+    """Closed form: a node sends (N − 1)/N · W · (b_p + b_g) per optimizer step, W the trainable parameters."""
+    plan = on_mesh(name, nodes, local, gradient_accumulation_steps=micro_batches)
+    model = toy(5, lora=lora, tied=tied)
+    trained = padded(model, plan, StateKind.TRAINABLE)
+    assert node_bytes(steady(plan, model), plan) == (nodes - 1) * trained * (4 + 4) // nodes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_bytes_of_the_other_rows(micro_batches: int) -> None:
+    """Closed forms, A micro-batches, hierarchical collectives: the last block of a walk is gathered once for both its turns,
+    and so is the head; in between micro-batches, so are the prologue and the first block."""
+    model, nodes = toy(6, lora=False, tied=False), 2
+    share = (nodes - 1) / nodes
+    zero3, zeropp, mics = (
+        on_mesh(name, nodes, 2, gradient_accumulation_steps=micro_batches, prefetch=0) for name in SHARDED[:3]
+    )
+    whole = padded(model, zero3, StateKind.TRAINABLE)
+    sizes = [sum(flat_layout(unit, part, 4).numel for part in PARTS) for unit in model.units]
+    gathered = micro_batches * (2 * whole - sizes[6] - sizes[7]) - (micro_batches - 1) * (sizes[0] + sizes[1])
+    assert node_bytes(steady(zero3, model), zero3, (OpKind.GATHER,)) == share * 4 * gathered
+    assert node_bytes(steady(zero3, model), zero3, (OpKind.REDUCE,)) == share * micro_batches * 4 * whole
+    assert node_bytes(steady(zeropp, model), zeropp) == share * (4 * whole + micro_batches * 4 * whole)
+    assert node_bytes(steady(mics, model), mics) == share * 2 * 4 * whole
+
+
+def test_frozen_parameters_never_cross_nodes_under_a_cache() -> None:
+    """Closed form: zero bytes of frozen parameters between nodes, (N − 1)/N of them and more under ZeRO-3."""
+    model = toy(4, lora=True, tied=True)
+    for name, crosses in (("fcdp", False), ("hzp", False), ("zeropp", False), ("zero3", True)):
+        program = steady(on_mesh(name, 2, 2), model)
+        moved = [op for op in program.ops if op.lane is Lane.INTER and op.part is StateKind.FROZEN]
+        assert bool(moved) == crosses
+
+
+def test_host_cache_bytes_are_the_node_slices() -> None:
+    """Closed form: fcdp writes each node slice to the host once a step and reads it once for backward."""
+    model = toy(5, lora=False, tied=False)
+    plan = on_mesh("fcdp", 2, 2)
+    program = steady(plan, model)
+    whole = padded(model, plan, StateKind.TRAINABLE)
+    sizes = [flat_layout(unit, StateKind.TRAINABLE, 4).numel for unit in model.units]
+    assert sum(op.nbytes for op in program.ops if op.kind is OpKind.CACHE) == 4 * whole // 2
+    fetched = sum(op.nbytes for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE)
+    assert fetched == 4 * (whole - sizes[5] - sizes[6]) // 2
+
+
+def _without(program: Program, dep: int) -> Program:
+    ops = tuple(dataclasses.replace(op, deps=tuple(d for d in op.deps if d != dep)) for op in program.ops)
+    return dataclasses.replace(program, ops=ops, _peaks={})
+
+
+def test_broken_programs_are_found() -> None:
+    program = steady(on_mesh("fcdp", 2, 2, prefetch=0), toy(6, lora=False, tied=False))
+
+    def first(wanted: OpKind, lane: Lane) -> Op:
+        return next(op for op in program.ops if op.kind is wanted and op.lane is lane)
+
+    assert any(
+        "not brought" in line for line in used_unfetched(_without(program, first(OpKind.GATHER, Lane.INTER).index))
+    )
+    assert any(
+        "does not wait" in line for line in used_unfetched(_without(program, first(OpKind.GATHER, Lane.INTRA).index))
+    )
+    last = next(op for op in program.ops if op.kind is OpKind.REDUCE and op.buffer == 0)
+    final = max(op.index for op in program.ops if op.kind is OpKind.REDUCE and op.unit == last.unit)
+    assert any("before op" in line for line in shared_buffers(_without(program, final)))
+
+
+def test_the_printed_schedule_names_ranks_and_buffers() -> None:
+    text = str(steady(on_mesh("fcdp", 2, 2), toy(3, lora=True, tied=True)))
+    assert "ranks 2–4" in text
+    assert "buffer" in text
