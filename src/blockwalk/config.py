@@ -7,6 +7,7 @@ keys are errors. Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -285,20 +286,19 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
             return str(value).lower() == "true"
     elif hint is int:
         wanted = "a whole number"
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                number = float(value)
-            except ValueError:
-                number = 0.5
-            if number.is_integer():
-                return int(number)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+", value.strip()):
+            return int(value)
+        if isinstance(value, float | str):  # 1e3 is a whole number too
+            with contextlib.suppress(ValueError, OverflowError):
+                if float(value).is_integer():
+                    return int(float(value))
     elif hint is float:
         wanted = "a number"
         if isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
+            with contextlib.suppress(ValueError):
                 return float(value)
-            except ValueError:
-                pass
     elif hint == Mapping[str, Any]:
         wanted = "a mapping"
         if isinstance(value, Mapping):

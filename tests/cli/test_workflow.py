@@ -94,6 +94,19 @@ def test_all_parameters(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.Captur
     assert (tiny_run.model / "model.safetensors").read_bytes() == original
 
 
+def test_a_ledger_is_replayed(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the weights that the run itself saved; another run of half the steps."""
+    settings = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
+    for name, steps in (("whole", "10"), ("half", "5")):
+        run(capsys, "train", *tiny_run.arguments(tmp_path / name), *settings, "--max_steps", steps)
+    ledger = str(tmp_path / "whole" / "ledger.jsonl")
+    for name, until in (("whole", []), ("half", ["--until", "5"])):
+        out = tmp_path / f"replayed-{name}"
+        run(capsys, "replay", str(tiny_run.model), ledger, str(out), *until)
+        saved = tmp_path / name / "model" / "model.safetensors"
+        assert (out / "model.safetensors").read_bytes() == saved.read_bytes()
+
+
 def test_a_bad_record_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the line that was broken."""
     broken = tmp_path / "broken.jsonl"
