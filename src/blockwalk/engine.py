@@ -6,13 +6,10 @@ states; the estimators compute with what it binds. It never decides when somethi
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +19,13 @@ from torch import nn
 
 from blockwalk.blocks import CutModel
 from blockwalk.compile import bucket_states, epilogue_reads, streamed_trainables
+from blockwalk.heap import Slack, give_back
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Op
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.codecs import DenseWeight, EncodedWeight
 from blockwalk.tiers.scratch import ScratchMaps
-from blockwalk.updates import make_rule
+from blockwalk.updates import global_norm, make_rule
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
@@ -96,7 +94,8 @@ class Engine:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir / f"weights-{run}")
         self._held.clear()
-        _return_heap()
+        self._slack = Slack()
+        give_back()
 
     # ---- binding at construction ------------------------------------------------------------------------------------
 
@@ -223,8 +222,10 @@ class Engine:
         return lambda: self.scratch.dont_need(op.unit)
 
     def evict(self, op: Op) -> Callable[[], None]:
-        """EVICT: give the pages of a unit's frozen parameters back."""
+        """EVICT: give the pages of a unit's frozen parameters back; with them, between two blocks, the heap's slack."""
         source, names = self.source, self._stored[op.unit]
+        if self.device.type == "cpu":
+            self._slack.bound()
         return (lambda: source.release(names)) if source is not None else (lambda: None)
 
     # ---- what the estimators use ------------------------------------------------------------------------------------
@@ -238,9 +239,9 @@ class Engine:
 
     def rest(self, unit: int) -> None:
         """Let go of what :meth:`live` bound, where it was a copy."""
-        if any(self.masters[p.name].dtype != self.compute_dtype for p in self._trainables[unit]):
-            self.cut.unbind(unit)
-            self._bind_frozen(unit)
+        copies = [p.name for p in self._trainables[unit] if self.masters[p.name].dtype != self.compute_dtype]
+        if copies:
+            self.cut.unbind(unit, copies)
 
     def trainables(self, unit: int) -> tuple[ParamSpec, ...]:
         """The trainable parameters that a unit's turn reads."""
@@ -259,6 +260,41 @@ class Engine:
                 self.gradients[name].add_(gradient)
             else:
                 self.gradients[name] = gradient.to(torch.float32)
+
+    def accumulator(self, name: str | None) -> torch.Tensor | None:
+        """The float32 gradient buffer of a trainable, zero at first; None for what is not trained."""
+        if name is None or name not in self.masters:
+            return None
+        if name not in self.gradients:
+            shape = self.masters[name].shape
+            self.gradients[name] = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        return self.gradients[name]
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Hand over the accumulated gradients, by name."""
+        taken, self.gradients = self.gradients, {}
+        return taken
+
+    def grad_norm(self) -> float:
+        """Of all accumulated gradients."""
+        return global_norm([self.gradients[name] for name in self.masters if name in self.gradients])
+
+    # ---- what is different where state is spread over ranks ----------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.gradients.clear()
+
+    def expect(self, op: Op) -> None:
+        """A compute op is about to run."""
+
+    def graph(self, unit: int) -> AbstractContextManager[None]:
+        """Graphs of a unit are made inside."""
+        return contextlib.nullcontext()
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sums over all ranks."""
+        return values
 
     def update(self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0) -> None:
         """UPDATE: apply the rule to a unit's masters with its accumulated gradients, which are used up."""
@@ -332,14 +368,6 @@ class Engine:
             self.source.close()
 
 
-def _return_heap() -> None:
-    """Give what construction freed back to the system; the allocator would keep it, in pieces, for as long as we run."""
-    gc.collect()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def _open(
     model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
@@ -349,8 +377,8 @@ def _open(
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
         if plan.frozen.tier is Tier.DEVICE:
-            # A zeroth-order master keeps its dtype: forwards alone are in the compute dtype.
-            return model.to(dtype) if plan.estimator is Estimator.BACKPROP else model, None, dtype
+            # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
+            return model if plan.estimator is Estimator.ZEROTH_ORDER or plan.sharded else model.to(dtype), None, dtype
         folder = workdir / "model"
         model.save_pretrained(folder)  # type: ignore[operator]
         model = folder

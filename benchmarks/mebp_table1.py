@@ -1,0 +1,149 @@
+"""MeBP's table 1 on this machine: peak memory and seconds a step of exact LoRA gradients with 4-bit weights on disk.
+
+Random weights at true dimensions, batch 1, LoRA rank 8 on all linear layers, AdamW. Each model runs in a process of its
+own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole process. The time stands beside two LoRA
+forwards of the same lazily decoded weights, MeZO's step, taken in turn in the same process.
+
+    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PUBLISHED = {
+    ("Qwen2.5-0.5B", 256): (320, 1.44, 370, 1.44), ("Qwen2.5-1.5B", 256): (460, 1.66, 410, 1.5),
+    ("Qwen2.5-3B", 256): (662, 1.75, 445, 1.5), ("Gemma3-1B", 256): (569, 1.94, 450, 1.5),
+    ("Gemma3-4B", 256): (1029, 1.70, 540, 1.5), ("Qwen2.5-1.5B", 1024): (994, 1.89, 610, 1.6),
+}  # fmt: skip
+"""Published MB and MeBP/MeZO seconds (Song and Tang 2025, tables 1 and 3; iPhone 15 Pro Max), and our bounds for both."""
+
+
+def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any]:
+    """One model, in this process."""
+    from blockwalk.metrics import PeakMemory, process_bytes
+
+    import torch
+
+    imported = process_bytes()
+    from benchmarks.common import median, random_batch, random_store
+    from blockwalk import Walker, method
+    from blockwalk.config import LoraSettings
+    from blockwalk.program import OpKind
+    from blockwalk.state import Codec
+
+    store = random_store(name, Codec.INT4)
+    with PeakMemory(0.003) as memory, Walker(store, method("mebp"), lora=LoraSettings(rank=8), device="cpu") as walker:
+        vocab = walker.spec.vocab_size
+        trained: list[float] = []
+        forwards: list[float] = []
+        walker.step(random_batch(vocab, 1, sequence))
+        for step in range(1, steps + 1):
+            batch = random_batch(vocab, 1, sequence, seed=step)
+            trained.append(walker.step(batch).seconds)
+            began = time.perf_counter()
+            walker.evaluate(batch)
+            walker.evaluate(batch)
+            forwards.append(time.perf_counter() - began)
+        peak = memory.highest
+        spans = walker.timed_step(random_batch(vocab, 1, sequence)) if blocks else []
+        kinds = {kind: median([s for k, s in spans if k == kind]) for kind in (OpKind.FORWARD, OpKind.BACKWARD)} if spans else {}
+        return {
+            "model": name, "sequence": sequence, "trainable": walker.spec.numel(trainable=True),
+            "peak_MB": peak / 1e6, "import_torch_MB": imported / 1e6, "seconds": median(trained),
+            "mezo_seconds": median(forwards),
+            "ratio": median([a / b for a, b in zip(trained, forwards, strict=True)]),
+            "block_forward_ms": 1e3 * kinds.get(OpKind.FORWARD, 0.0), "block_backward_ms": 1e3 * kinds.get(OpKind.BACKWARD, 0.0),
+            "decode_share": decode_share(walker, random_batch(vocab, 1, sequence)) if blocks else None,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+
+
+def decode_share(walker: Any, batch: Any) -> float:
+    """The share of a step's seconds spent in decoding 4-bit weights, by timing the decoder's calls."""
+    from blockwalk.tiers.codecs import EncodedWeight
+
+    spent = 0.0
+    originals = {name: getattr(EncodedWeight, name) for name in ("rows", "columns", "gather")}
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal spent
+            began = time.perf_counter()
+            out = function(*args)
+            spent += time.perf_counter() - began
+            return out
+
+        return call
+
+    for name, function in originals.items():
+        setattr(EncodedWeight, name, timed(function))
+    try:
+        seconds = walker.step(batch).seconds
+    finally:
+        for name, function in originals.items():
+            setattr(EncodedWeight, name, function)
+    return spent / float(seconds)
+
+
+def in_own_process(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", "--model", name, "--seq", str(sequence), "--steps", str(steps)]
+    done = subprocess.run([*command, *(["--blocks"] if blocks else [])], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def main() -> None:
+    arguments = options()
+    if arguments.worker:
+        print(json.dumps(measure(arguments.model[0], arguments.seq, arguments.steps, arguments.blocks)))
+        return
+    from benchmarks.common import Bound, finish, random_store
+    from blockwalk.state import Codec
+
+    cases = [(name, arguments.seq) for name in arguments.model] if arguments.model else list(PUBLISHED)
+    figures: list[dict[str, Any]] = []
+    bounds: list[Bound] = []
+    print(f"{'model':<14} {'seq':>5} {'trained':>8} {'peak MB':>8} {'(above torch)':>13} {'published':>9} {'bound':>6}"
+          f" {'s/step':>7} {'MeZO s':>7} {'ratio':>6} {'published':>9} {'bound':>6}")  # fmt: skip
+    for name, sequence in cases:
+        random_store(name, Codec.INT4)
+        row = in_own_process(name, sequence, arguments.steps, arguments.blocks)
+        figures.append(row)
+        published = PUBLISHED.get((name, sequence), (float("nan"), float("nan"), float("inf"), float("inf")))
+        print(f"{name:<14} {sequence:>5} {row['trainable'] / 1e6:>7.2f}M {row['peak_MB']:>8.0f}"
+              f" {row['peak_MB'] - row['import_torch_MB']:>13.0f} {published[0]:>9} {published[2]:>6}"
+              f" {row['seconds']:>7.2f} {row['mezo_seconds']:>7.2f} {row['ratio']:>6.2f} {published[1]:>9} {published[3]:>6}",
+              flush=True)  # fmt: skip
+        if arguments.blocks:
+            print(f"{'':>14} a block: forward {row['block_forward_ms']:.1f} ms, backward {row['block_backward_ms']:.1f} ms;"
+                  f" decoding {100 * row['decode_share']:.0f}% of the step")  # fmt: skip
+        bounds.append(Bound(f"{name} at {sequence}: peak MB", row["peak_MB"], published[2]))
+        bounds.append(Bound(f"{name} at {sequence}: seconds over two forwards", row["ratio"], published[3]))
+    finish(arguments, figures, bounds)
+
+
+def options() -> argparse.Namespace:
+    from benchmarks.common import parser
+
+    made = parser(__doc__)
+    made.add_argument("--model", nargs="*", help="names in benchmarks/common.py; all published ones unless given")
+    made.add_argument("--seq", type=int, default=256)
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--blocks", action="store_true", help="time per block, and the share of decoding")
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return made.parse_args()
+
+
+if __name__ == "__main__":
+    main()
