@@ -1,0 +1,94 @@
+"""Oracle: the storages and the products of real steps, seen by PyTorch's dispatcher; what is predicted has no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk.compile import compile, resident
+from blockwalk.config import LoraSettings
+from blockwalk.costs import Meter, unit_costs
+from blockwalk.methods import method
+from blockwalk.program import Pool, Program, Shape, StepKind
+from blockwalk.walker import Walker
+
+CASES = {
+    "full, graphs kept": ("plain", None, {}),
+    "full, recomputed": ("plain", None, {"recompute": "all"}),
+    "full, two micro-batches": ("plain", None, {"recompute": "all", "gradient_accumulation_steps": 2}),
+    "LoRA, graphs kept": ("plain", LoraSettings(rank=4), {}),
+    "LoRA on 4 bits": ("mebp", LoraSettings(rank=4), {}),
+    "zeroth order, resident": ("mezo", None, {}),
+    "zeroth order, streamed": ("zo2", None, {}),
+}
+
+
+def config(kind: str, dtype: str) -> Any:
+    from transformers import AutoConfig
+
+    sizes: dict[str, Any] = {
+        "llama": {"intermediate_size": 352, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0.0},
+    }[kind]
+    return AutoConfig.for_model(
+        kind, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=3000, dtype=dtype, **sizes
+    )
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path.home() / ".cache"
+    (tmp_path / "blockwalk").mkdir()
+    for kept in (home / "blockwalk").glob("anatomy-*.json"):  # the costs are measured anew, the anatomies are not
+        (tmp_path / "blockwalk" / kept.name).write_bytes(kept.read_bytes())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("opt", "bfloat16")])
+def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str, case: str) -> None:
+    name, lora, changes = CASES[case]
+    plan = method(name, **changes)
+    settings = config(kind, dtype)
+    shape = Shape(4 // plan.gradient_accumulation_steps, 64)
+    costs = unit_costs(settings, plan, shape, lora=lora)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
+    ids = torch.randint(3, 3000, (4, 64))
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    from blockwalk.tiers import codecs
+
+    codecs._shared.__dict__.clear()  # what earlier tests decoded into would not be seen
+    with Walker(model, plan, lora=lora) as walker:
+        program: Program = compile(plan, walker.spec, StepKind.TRAIN, shape, costs=costs)
+        with Meter() as meter:
+            walker.step(batch)
+            once = meter.flops
+            walker.step(batch)  # buffers that are kept are there from the first step's end
+        slots = program.slots * program.slot_bytes
+        held = resident(plan, walker.spec).get(Pool.DEVICE, 0) + slots
+    predicted = program.peaks()[Pool.DEVICE] - held
+    assert predicted == pytest.approx(meter.peak, rel=0.03)
+    assert sum(op.flops for op in program.ops) == pytest.approx(once, rel=1e-3)
+
+
+def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the first answer; measuring again would fail here."""
+    from blockwalk import costs
+
+    settings, plan, shape = config("llama", "float32"), method("plain"), Shape(1, 32)
+    first = unit_costs(settings, plan, shape)
+    monkeypatch.delattr(costs, "_measure")
+    assert unit_costs(settings, plan, shape) == first
+
+
+def test_a_mask_for_padding_costs_what_it_takes() -> None:
+    """Oracle: closed form, B·S² booleans that every block's call refers to, beside what the prologue holds without."""
+    settings, plan, shape = config("llama", "float32"), method("plain"), Shape(2, 64)
+    plain, padded = (unit_costs(settings, plan, shape, padded=p).of("prologue").saved for p in (False, True))
+    assert 2 * 64 * 64 <= padded - plain <= 2 * 64 * 64 + 2 * 64 * 8
