@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +80,9 @@ class Engine:
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.gradients: dict[str, torch.Tensor] = {}
+        self.rank = 0
+        self.dirty: frozenset[int] = frozenset()
+        """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
         self.rule = make_rule(plan.optimizer)
         reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
         self._trainables = [tuple(p for p in unit.params if p.trainable) for unit in reads]
@@ -290,7 +293,13 @@ class Engine:
 
     def graph(self, unit: int) -> AbstractContextManager[None]:
         """Graphs of a unit are made inside."""
-        return contextlib.nullcontext()
+        return nullcontext()
+
+    def gather(self, op: Op) -> Callable[[], None]:
+        """GATHER: complete a slice over a group of ranks."""
+        raise AssertionError(f"nothing is spread over ranks under {self.plan.method}")
+
+    cache = reduce = gather
 
     def total(self, values: list[float]) -> list[float]:
         """Sums over all ranks."""
@@ -366,6 +375,15 @@ class Engine:
             self._buckets.close()
         if self.source is not None:
             self.source.close()
+
+
+def engine_class(plan: Plan) -> type[Engine]:
+    """The engine that a plan needs."""
+    if not plan.sharded:
+        return Engine
+    from blockwalk.sharded import ShardedEngine
+
+    return ShardedEngine
 
 
 def _open(

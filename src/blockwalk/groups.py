@@ -89,6 +89,10 @@ class Groups:
         self.reduce(slice_P, axes, lane)
         self.gather_(slice_P, axes, lane)
 
+    def lane(self, axis: Axis) -> Lane:
+        """The lane whose process group an axis has."""
+        return Lane.INTER if axis.crosses_nodes else Lane.INTRA
+
     def between(self, inner: int, outer: int) -> tuple[Axis, ...]:
         return between(self.axes, inner, outer)
 
@@ -127,7 +131,7 @@ def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
         raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
     groups = Groups(mesh, dist.get_rank() if world > 1 else 0, axes, device)
     for axis in axes:
-        lane = Lane.INTER if axis.crosses_nodes else Lane.INTRA
+        lane = groups.lane(axis)
         for first in range(world):
             if axis.coordinate(first) == 0:
                 members = axis.members(first)

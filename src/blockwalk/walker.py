@@ -15,8 +15,8 @@ from torch import nn
 
 from blockwalk import generation
 from blockwalk.compile import Costs, Pending, compile
-from blockwalk.data.batching import LabelWordBatch
-from blockwalk.engine import Engine
+from blockwalk.data.batching import LabelWordBatch, loss_tokens, share
+from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.objectives import as_objective
 from blockwalk.estimators.zeroth_order import ZerothOrder
@@ -104,9 +104,12 @@ class Walker:
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
         run = run_of(ledger)
-        self.engine = Engine(model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training)
+        self.engine = engine_class(plan)(
+            model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training
+        )
         self.lanes = Lanes(self.device)
-        self.costs = Costs()
+        self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
+        self._costs: dict[tuple[Shape, bool], Costs] = {}
         self.steps_done = 0
         self.ledger: Ledger | None = None
         self.estimator: Backprop | ZerothOrder
@@ -213,9 +216,7 @@ class Walker:
             raise ValueError(f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or mebp")
         self.engine.module.train()
         self._run(StepKind.GRADIENTS, batch, 0.0)
-        gradients = dict(self.engine.gradients)
-        self.engine.gradients.clear()
-        return gradients
+        return self.engine.take_gradients()
 
     def evaluate(self, batch: Batch) -> EvalResult:
         """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over."""
@@ -282,21 +283,47 @@ class Walker:
 
     # ---- the executor -----------------------------------------------------------------------------------------------
 
-    def program(self, step_kind: StepKind, shape: Shape) -> Program:
-        """The program of one kind of step at the shape of one micro-batch, as the walker now stands; cached."""
+    def costs(self, shape: Shape, *, padded: bool = True) -> Costs:
+        """What each kind of unit needs while it computes, see :mod:`blockwalk.costs`: measured once, on no weights."""
+        if (shape, padded) not in self._costs:
+            from blockwalk.costs import unit_costs
+
+            config, device = self.engine.cut.base.config, self.device.type
+            self._costs[shape, padded] = unit_costs(
+                config, self.plan, shape, lora=self._lora, device=device, padded=padded
+            )
+        return self._costs[shape, padded]
+
+    def program(self, step_kind: StepKind, shape: Shape, *, foresee: bool = False) -> Program:
+        """The program of one kind of step at the shape of one micro-batch, as the walker now stands; cached.
+
+        ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
+        (``recompute: auto``) always has them.
+        """
+        auto = self.plan.recompute == "auto" and self.plan.budget is not None
+        training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+        costs = self.costs(shape) if training and (foresee or auto) else Costs()
         pending = Pending()
         if isinstance(self.estimator, ZerothOrder) and self.plan.update.timing is Timing.DEFERRED:
             entries = self.estimator.waiting()
             pending = Pending(entries, flush=entries >= self.plan.update.flush_every)
         elif step_kind is StepKind.FLUSH:
             pending = Pending(1, flush=True)
+        elif self.plan.sharded:
+            pending = Pending(dirty=self.engine.dirty)
         return compile(
-            self.plan, self.spec, step_kind, shape, costs=self.costs, pending=pending, device=self.device.type
+            self.plan, self.spec, step_kind, shape, costs=costs, pending=pending, device=self.device.type
         )
 
     def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
-        batches = self._micro_batches(batch, self.plan.gradient_accumulation_steps if training else 1)
+        count = self.plan.gradient_accumulation_steps if training else 1
+        if self.plan.sharded and "by_row" not in options:
+            (whole,) = self._micro_batches(batch, 1)
+            options["tokens"] = loss_tokens(whole)
+            batches = share(whole, count, self.plan.mesh.world, self.engine.rank)
+        else:
+            batches = self._micro_batches(batch, count)
         program = self.program(step_kind, Shape(*batches[0]["input_ids"].shape))
         self.estimator.begin(
             batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training, **options
@@ -306,14 +333,22 @@ class Walker:
 
     def _execute(self, program: Program) -> list[Mark]:
         """Run a program's ops, each on its lane, in the program's order."""
-        movers = {OpKind.FETCH: self.engine.fetch, OpKind.EVICT: self.engine.evict, OpKind.STORE: self.engine.store}
+        movers = {
+            OpKind.FETCH: self.engine.fetch,
+            OpKind.EVICT: self.engine.evict,
+            OpKind.STORE: self.engine.store,
+            OpKind.GATHER: self.engine.gather,
+            OpKind.CACHE: self.engine.cache,
+        }
         marks: list[Mark] = []
         try:
             for op in program.ops:
-                work = movers.get(op.kind, self.estimator.prepare)(op)
+                sums = op.kind is OpKind.REDUCE and op.span is not None
+                work = (self.engine.reduce if sums else movers.get(op.kind, self.estimator.prepare))(op)
                 marks.append(self.lanes.submit(op.lane, work, (marks[dep] for dep in op.deps)))
         finally:
             self.lanes.drain(marks)
+        self.engine.dirty = program.dirty
         return marks
 
     def _micro_batches(self, batch: Batch, count: int) -> list[dict[str, torch.Tensor]]:

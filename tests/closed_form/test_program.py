@@ -65,7 +65,7 @@ def plans(draw: st.DrawFn) -> Plan:
         changes["activation"] = draw(st.sampled_from(["device", "host", "disk"]))
     elif plan.update.timing is Timing.DEFERRED:
         changes["zo.kind"] = draw(st.sampled_from(["spsa", "fzoo", "hizoo"]))
-        changes["zo.queries"] = draw(st.integers(1, 4))
+        changes["zo.queries"] = draw(st.integers(2 if changes["zo.kind"] == "fzoo" else 1, 4))
         changes["trainable"] = draw(st.sampled_from(["host × raw", "disk × bf16", "disk × fp8"]))
     return method(name, **changes)
 

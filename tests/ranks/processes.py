@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -64,7 +65,7 @@ def run_ranks(
                 failures.append(f"rank {rank} gave no answer within {timeout} s")
                 continue
             try:
-                ok, answers[rank] = pipe.recv()
+                ok, answers[rank] = pickle.loads(pipe.recv_bytes())  # tensors by value: their rank will be gone
                 if not ok:
                     failures.append(f"rank {rank}:\n{answers[rank]}")
             except EOFError:
@@ -96,11 +97,11 @@ def _rank(
         dist.init_process_group(
             "gloo", f"tcp://{master}:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        pipe.send((True, work(rank, *args)))
+        pipe.send_bytes(pickle.dumps((True, work(rank, *args))))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
         os._exit(0)

@@ -7,7 +7,7 @@ each rank's rows hold the same values whatever the world size. B batch, S sequen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,3 +198,19 @@ def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
         logits_BSV[:, :-1].float().transpose(1, 2), labels_BS[:, 1:], ignore_index=IGNORE, reduction="none"
     )
     return losses.sum(dim=1)
+
+
+def share(batch: Mapping[str, torch.Tensor], micro_batches: int, world: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    """A rank's share of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
+
+    Where B is no multiple of micro-batches × ranks, copies of its last rows with every label ignored make up for it.
+    """
+    rows = batch["input_ids"].shape[0]
+    missing = -rows % (micro_batches * world)
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in batch.items():
+        if missing:
+            extra = tensor[-1:].expand(missing, *tensor.shape[1:])
+            tensor = torch.cat([tensor, torch.full_like(extra, IGNORE) if name == "labels" else extra])
+        parts[name] = [micro_batch.chunk(world)[rank] for micro_batch in tensor.chunk(micro_batches)]
+    return [{name: each[m] for name, each in parts.items()} for m in range(micro_batches)]

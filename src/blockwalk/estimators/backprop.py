@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 import torch
 
 from blockwalk.blocks import Prologue
-from blockwalk.data.batching import row_losses
+from blockwalk.data.batching import loss_tokens, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import chunked_cross_entropy
 from blockwalk.noise import derive_seed
 from blockwalk.program import Op, OpKind
 from blockwalk.tiers.scratch import Activations
-from blockwalk.updates import clip_coefficient, global_norm
+from blockwalk.updates import clip_coefficient
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE = -100
@@ -93,6 +93,7 @@ class Backprop:
         training: bool,
         by_row: bool = False,
         next_token: bool = False,
+        tokens: int | None = None,
     ) -> None:
         """Start a step on its micro-batches. ``training`` keeps what a backward walk needs; ``by_row`` and ``next_token``
         (evaluation of one micro-batch) ask for the loss of each sequence, or for the next token's logits instead.
@@ -100,18 +101,20 @@ class Backprop:
         Raises:
             ValueError: no label of the step counts towards the loss.
         """
-        tokens = sum(int((batch["labels"][:, 1:] != IGNORE).sum()) for batch in batches)
+        if tokens is None:
+            tokens = sum(loss_tokens(batch) for batch in batches)
         if training and not tokens:
             raise ValueError(
                 "every label of this step is ignored (-100); check the data's completion or template settings"
             )
-        self.engine.gradients.clear()
+        self.engine.begin()
         self.activations.clear()
         self.state = _State(batches, tokens, learning_rate, step, training, by_row, next_token)
 
     def prepare(self, op: Op) -> Callable[[], None]:
         """The work of one op, its inputs read now: the op may run later, on another lane."""
         assert self.state is not None
+        self.engine.expect(op)
         return {
             OpKind.PROLOGUE: self._prologue,
             OpKind.FORWARD: self._forward,
@@ -121,6 +124,7 @@ class Backprop:
             OpKind.BACKWARD: self._backward,
             OpKind.PROLOGUE_BACKWARD: self._prologue_backward,
             OpKind.REDUCE: self._norm,
+            OpKind.EXCHANGE: self._exchange,
             OpKind.UPDATE: self._update,
         }[op.kind](op, self.state)
 
@@ -133,7 +137,7 @@ class Backprop:
             m = op.micro_batch
             engine = self.engine
             trainables = engine.live(0)
-            with torch.set_grad_enabled(state.training and bool(trainables)):
+            with engine.graph(0), torch.set_grad_enabled(state.training and bool(trainables)):
                 prologue = engine.cut.prologue(state.batches[m], seed=self._seed(state, op))
             state.prologues[m] = prologue
             state.prologue_trainables[m] = trainables
@@ -163,7 +167,7 @@ class Backprop:
         input_BSD = input_BSD.detach().requires_grad_()
         trainables = self.engine.live(op.unit)
         call = state.prologues[op.micro_batch].calls[op.unit - 1]
-        with torch.enable_grad():
+        with self.engine.graph(op.unit), torch.enable_grad():
             output_BSD = self.engine.cut.forward(call, input_BSD, seed=self._seed(state, op))
         return _Graph(input_BSD, output_BSD, trainables)
 
@@ -231,8 +235,8 @@ class Backprop:
             scale=head.scale,
             soft_cap=head.soft_cap,
             grad_scale=1.0 / state.tokens if state.training else None,
-            head_grad=self._accumulator(head.weight) if state.training else None,
-            bias_grad=self._accumulator(head.bias) if state.training else None,
+            head_grad=engine.accumulator(head.weight) if state.training else None,
+            bias_grad=engine.accumulator(head.bias) if state.training else None,
             losses_N=losses_N,
         )
         if losses_N is not None:
@@ -242,15 +246,6 @@ class Backprop:
         seed_BSD = torch.zeros_like(normed_BSD)
         seed_BSD[:, :-1] = result.grad_hidden_ND.view(normed_BSD.shape[0], -1, normed_BSD.shape[-1])
         return float(result.loss_sum), normed_BSD, seed_BSD
-
-    def _accumulator(self, name: str | None) -> torch.Tensor | None:
-        """The float32 gradient buffer of a trainable head, made when it is first needed."""
-        if name is None or name not in self.engine.masters:
-            return None
-        master = self.engine.masters[name]
-        if name not in self.engine.gradients:
-            self.engine.gradients[name] = torch.zeros(master.shape, dtype=torch.float32, device=self.engine.device)
-        return self.engine.gradients[name]
 
     def _backward(self, op: Op, state: _State) -> Callable[[], None]:
         def work() -> None:
@@ -292,9 +287,14 @@ class Backprop:
 
     def _norm(self, op: Op, state: _State) -> Callable[[], None]:
         def work() -> None:
-            names = [name for name in self.engine.masters if name in self.engine.gradients]
-            state.grad_norm = global_norm([self.engine.gradients[name] for name in names])
+            state.grad_norm = self.engine.grad_norm()
             state.coefficient = clip_coefficient(state.grad_norm, self.engine.plan.optimizer.max_grad_norm)
+
+        return work
+
+    def _exchange(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            (state.loss_sum,) = self.engine.total([state.loss_sum])
 
         return work
 
