@@ -20,7 +20,13 @@ from blockwalk.state import Codec
 CACHE = Path(os.environ.get("BLOCKWALK_BENCH_CACHE", Path.home() / ".cache" / "blockwalk" / "benchmarks"))
 """Random models are made once and kept here."""
 
-QWEN2 = {"bos_token_id": 1, "eos_token_id": 2, "rope_theta": 1e6, "max_position_embeddings": 32768, "vocab_size": 151936}
+QWEN2 = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "vocab_size": 151936,
+}
 GEMMA3 = {"bos_token_id": 2, "eos_token_id": 1, "vocab_size": 262144, "max_position_embeddings": 32768}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -125,7 +131,13 @@ def machine() -> dict[str, Any]:
         found = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = found[0] if found else model
     cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(), "cuda": cuda}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": cuda,
+    }
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -29,12 +29,13 @@ PUBLISHED = {
 
 def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any]:
     """One model, in this process."""
-    from blockwalk.metrics import PeakMemory, process_bytes
-
     import torch
+
+    from blockwalk.metrics import PeakMemory, process_bytes
 
     imported = process_bytes()
     from benchmarks.common import median, random_batch, random_store
+
     from blockwalk import Walker, method
     from blockwalk.config import LoraSettings
     from blockwalk.program import OpKind
@@ -55,7 +56,11 @@ def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any
             forwards.append(time.perf_counter() - began)
         peak = memory.highest
         spans = walker.timed_step(random_batch(vocab, 1, sequence)) if blocks else []
-        kinds = {kind: median([s for k, s in spans if k == kind]) for kind in (OpKind.FORWARD, OpKind.BACKWARD)} if spans else {}
+        kinds = (
+            {kind: median([s for k, s in spans if k == kind]) for kind in (OpKind.FORWARD, OpKind.BACKWARD)}
+            if spans
+            else {}
+        )
         return {
             "model": name, "sequence": sequence, "trainable": walker.spec.numel(trainable=True),
             "peak_MB": peak / 1e6, "import_torch_MB": imported / 1e6, "seconds": median(trained),
@@ -109,6 +114,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.model[0], arguments.seq, arguments.steps, arguments.blocks)))
         return
     from benchmarks.common import Bound, finish, random_store
+
     from blockwalk.state import Codec
 
     cases = [(name, arguments.seq) for name in arguments.model] if arguments.model else list(PUBLISHED)

@@ -1,0 +1,133 @@
+"""A training step inside a hard memory limit, page cache included: a process in a memory cgroup (v1), from a cold cache.
+
+    python benchmarks/memory_limit.py [--model Qwen2.5-0.5B --limit-mb 440] [--steps 2]
+
+Needs root and a cgroup v1 memory controller; says so and skips elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+CONTROLLER = Path("/sys/fs/cgroup/memory")
+LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560}
+"""Megabytes (10⁶) that each model must complete in."""
+
+
+def why_not() -> str | None:
+    """Why a limit cannot be set here, or None."""
+    if not (CONTROLLER / "memory.limit_in_bytes").exists():
+        return "there is no cgroup v1 memory controller"
+    if os.geteuid() != 0:
+        return "making a cgroup needs root"
+    return None
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Sync a folder's files and ask the kernel to forget their pages: what stays cached is charged to nobody."""
+    for path in folder.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def run_limited(
+    command: Sequence[str], limit: int, timeout: float = 900
+) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Run a command in a cgroup of its own, limited to ``limit`` bytes; answers it and the cgroup's peak bytes."""
+    group = CONTROLLER / f"blockwalk-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        done = subprocess.run(
+            ["sh", "-c", enter, "sh", *command], capture_output=True, text=True, timeout=timeout, check=False
+        )
+        return done, int((group / "memory.max_usage_in_bytes").read_text())
+    finally:
+        (group / "memory.force_empty").write_text("0")
+        group.rmdir()
+
+
+def worker(store: str, steps: int) -> None:
+    """A few steps on a store, in this process."""
+    from benchmarks.common import random_batch
+
+    from blockwalk import Walker, method
+    from blockwalk.config import LoraSettings
+
+    with Walker(store, method("mebp", frozen="disk × raw"), lora=LoraSettings(rank=8), device="cpu") as walker:
+        results = [walker.step(random_batch(walker.spec.vocab_size, 1, 256, seed=step)) for step in range(steps)]
+        print(json.dumps({"losses": [r.loss for r in results], "seconds": [r.seconds for r in results]}))
+
+
+def limited_run(store: Path, limit: int, steps: int) -> tuple[dict[str, Any], int]:
+    """Steps on a store from a cold cache under a limit of bytes; answers their figures and the peak.
+
+    Raises:
+        RuntimeError: the process was killed, or failed.
+    """
+    drop_from_cache(store)
+    command = [sys.executable, __file__, "--worker", str(store), "--steps", str(steps)]
+    done, peak = run_limited(command, limit)
+    if done.returncode:
+        raise RuntimeError(f"exit {done.returncode} under {limit / 1e6:.0f} MB: {done.stderr[-1500:]}")
+    return json.loads(done.stdout.splitlines()[-1]), peak
+
+
+def main() -> None:
+    from benchmarks.common import Bound, finish, parser, random_store
+
+    from blockwalk.state import Codec
+
+    made = parser(__doc__)
+    made.add_argument("--model", choices=sorted(LIMITS))
+    made.add_argument("--limit-mb", type=int, help="the limit of --model, instead of the one promised")
+    made.add_argument("--steps", type=int, default=2)
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, arguments.steps)
+        return
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return
+    figures, bounds = [], []
+    for name in [arguments.model] if arguments.model else LIMITS:
+        store = random_store(name, Codec.INT4)
+        limit = (arguments.limit_mb or LIMITS[name]) * 10**6
+        size = sum(path.stat().st_size for path in store.iterdir())
+        try:
+            result, peak = limited_run(store, limit, arguments.steps)
+            print(
+                f"{name}: {size / 1e6:.0f} MB of weights, {limit / 1e6:.0f} MB of memory: {result['seconds'][-1]:.2f} s a step"
+            )
+            figures.append({"model": name, "limit": limit, "store": size, "peak": peak, **result})
+        except RuntimeError as error:
+            print(f"{name}: {error}")
+        bounds.append(
+            Bound(
+                f"{name} completes in {limit / 1e6:.0f} MB",
+                float(bool(figures) and figures[-1]["model"] == name),
+                1,
+                False,
+            )
+        )
+    finish(arguments, figures, bounds)
+
+
+if __name__ == "__main__":
+    main()

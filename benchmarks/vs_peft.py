@@ -1,0 +1,132 @@
+"""The same LoRA step by Blockwalk (mebp, 4-bit weights on disk) and by plain transformers + PEFT (bf16 in memory, gradient
+checkpointing), turn by turn: seconds and peak memory of two processes that take their steps alternately.
+
+    python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+RANK = 16
+SECONDS_BOUND, MEMORY_BOUND = 1.0, 0.33
+
+
+def ours(name: str, sequence: int) -> Callable[[int], float]:
+    """A function that takes one step and answers its loss."""
+    from benchmarks.common import random_batch, random_store
+
+    from blockwalk import Walker, method
+    from blockwalk.config import LoraSettings
+    from blockwalk.state import Codec
+
+    walker = Walker(random_store(name, Codec.INT4), method("mebp"), lora=LoraSettings(rank=RANK), device="cpu")
+    return lambda step: walker.step(random_batch(walker.spec.vocab_size, 1, sequence, seed=step)).loss
+
+
+def theirs(name: str, sequence: int) -> Callable[[int], float]:
+    """The control: everything in memory in bfloat16, transformers' own forward, torch's AdamW."""
+    import torch
+    from benchmarks.common import model_config, random_batch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = model_config(name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=16, target_modules="all-linear"))
+    for parameter in peft.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    peft.enable_input_require_grads()
+    peft.train()
+    optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], lr=1e-4)
+
+    def step(number: int) -> float:
+        loss = peft(**random_batch(config.vocab_size, 1, sequence, seed=number), use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def serve(side: str, name: str, sequence: int) -> None:
+    """Take a step for every line on standard input; answer its loss, seconds and the peak of the process's memory."""
+    from blockwalk.metrics import PeakMemory
+
+    with PeakMemory(0.003) as memory:
+        step = {"ours": ours, "theirs": theirs}[side](name, sequence)
+        for line in sys.stdin:
+            began = time.perf_counter()
+            loss = step(int(line))
+            answer = {"loss": loss, "seconds": time.perf_counter() - began, "peak": memory.highest}
+            print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    from benchmarks.common import Bound, finish, median, parser, random_store
+
+    from blockwalk.state import Codec
+
+    made = parser(__doc__)
+    made.add_argument("--model", default="Qwen2.5-0.5B")
+    made.add_argument("--seq", type=int, default=256)
+    made.add_argument("--steps", type=int, default=7)
+    made.add_argument("--serve", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    arguments = made.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.model, arguments.seq)
+        return
+    random_store(arguments.model, Codec.INT4)
+    command = [sys.executable, __file__, "--model", arguments.model, "--seq", str(arguments.seq), "--serve"]
+    sides = {
+        side: subprocess.Popen([*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for side in ("ours", "theirs")
+    }
+
+    def turn(process: subprocess.Popen[str], step: int) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{step}\n")
+        process.stdin.flush()
+        answer: dict[str, Any] = json.loads(process.stdout.readline())
+        return answer
+
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for step in range(arguments.steps + 1):  # the first warms up and does not count
+        for side, process in sides.items():
+            found[side].append(turn(process, step))
+    for process in sides.values():
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+    counted = {side: rows[1:] for side, rows in found.items()}
+    seconds = {side: median([row["seconds"] for row in rows]) for side, rows in counted.items()}
+    peaks = {side: rows[-1]["peak"] / 1e6 for side, rows in counted.items()}
+    pairs = zip(counted["ours"], counted["theirs"], strict=True)
+    ratio = median([mine["seconds"] / other["seconds"] for mine, other in pairs])
+    print(f"{arguments.model}, rank {RANK}, 1 × {arguments.seq} tokens")
+    print(f"{'':<28}{'s/step':>8}{'peak MB':>9}")
+    print(f"{'transformers + PEFT, bf16':<28}{seconds['theirs']:>8.2f}{peaks['theirs']:>9.0f}")
+    print(f"{'blockwalk mebp, int4 on disk':<28}{seconds['ours']:>8.2f}{peaks['ours']:>9.0f}")
+    figures = {"seconds": seconds, "peak_MB": peaks, "seconds_ratio": ratio}
+    bounds = [
+        Bound("seconds, ours over PEFT's", ratio, SECONDS_BOUND),
+        Bound("peak memory, ours over PEFT's", peaks["ours"] / peaks["theirs"], MEMORY_BOUND),
+    ]
+    finish(arguments, figures, bounds)
+
+
+if __name__ == "__main__":
+    main()
