@@ -16,6 +16,14 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
     sizes: dict[str, dict[str, Any]] = {
         "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
         "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32},
+        "mixtral": {
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+        },
         "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
         "gemma2": {
             "hidden_size": 32,

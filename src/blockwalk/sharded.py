@@ -180,8 +180,8 @@ class ShardedEngine(Engine):
         axes = self.groups.between(inner, outer)
         if op.slot < 0:
             assert shard.node is not None
-            node = shard.node
-            return lambda: self.groups.gather_(node, axes, op.lane)
+            refreshed = self._inside(shard.node, shard.numel, mesh.z3, inner)
+            return lambda: self.groups.gather_(refreshed, axes, op.lane)
         target = self._place(op)
         begin: torch.Tensor | None = None
         if outer == mesh.z1:
