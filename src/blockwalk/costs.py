@@ -30,8 +30,8 @@ from torch.utils.flop_counter import flop_registry
 from blockwalk.arguments import rebuild
 from blockwalk.blocks import BlockCall, CutModel, Prologue
 from blockwalk.compile import Costs, UnitCost, epilogue_reads
-from blockwalk.estimators import lazy, loss
-from blockwalk.estimators.zo_update import CHUNK
+from blockwalk.estimators import chunks, lazy, loss
+from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemory, loss_memory
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weight
@@ -110,7 +110,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count(func._overloadpacket, args, kwargs, out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if id(storage) not in given and id(storage) not in self._known:
+            if tensor.device.type != "meta" and id(storage) not in given and id(storage) not in self._known:
                 self._enter(storage)
         return out
 
@@ -360,40 +360,25 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     cut.unbind(last)
     if not bench.backprop:
         return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops)
-    n, v = _loss_chunks(bench, device)
-    forward = kept + shifted + _loss_buffers(bench, device)
-    narrow = size if size < wide else 0
-    rows = max(n, v if trains_head else 0)
-    sums = n * spec.hidden_size * wide + rows * spec.hidden_size * narrow
-    lift = min(loss._LIFT, rows * spec.hidden_size) * wide if narrow else 0
-    gradient = tokens * spec.hidden_size * size
-    labels = 0 if trains_head else min(n, max(1, loss._LIFT // spec.hidden_size)) * spec.hidden_size * (wide + narrow)
-    at_loss = forward + sums + lift + labels + gradient
-    at_end = kept + shifted + gradient + hidden_bytes
+    taken = _loss_memory(bench, device, trains_head)
+    forward = kept + shifted + taken.buffers
+    at_loss = forward + taken.gradient_buffers + taken.gradient
+    at_end = kept + shifted + taken.gradient + hidden_bytes
     return UnitCost(max(forward, meter.peak - hidden_bytes), max(at_loss, at_end, meter.peak) + copies, 0, *flops)
 
 
-def _loss_chunks(bench: _Bench, device: str) -> tuple[int, int]:
-    """Tokens and vocabulary rows of one chunk of the loss on a kind of device."""
-    spec, budget = bench.cut.spec(), loss.CPU_BUDGET if device == "cpu" else loss.DEVICE_BUDGET
-    tokens, soft_cap = bench.shape.batch * (bench.shape.sequence - 1), bench.cut.head.soft_cap is not None
-    return loss.chunk_sizes(tokens, spec.hidden_size, spec.vocab_size, bench.dtype, soft_cap=soft_cap, budget=budget)
-
-
-def _loss_buffers(bench: _Bench, device: str) -> int:
-    """Bytes of the buffers of a loss without gradient: a chunk's hidden states and logits. Zeroth order keeps them."""
-    n, v = _loss_chunks(bench, device)
-    size = bench.dtype.itemsize
-    wide = max(size, 4)
-    copies = (size if size < wide else 0) + (wide if bench.cut.head.soft_cap is not None else 0)
-    return n * v * (wide + copies) + n * bench.cut.spec().hidden_size * size
+def _loss_memory(bench: _Bench, device: str, trains_head: bool) -> LossMemory:
+    spec, tokens = bench.cut.spec(), bench.shape.batch * (bench.shape.sequence - 1)
+    soft_cap = bench.cut.head.soft_cap is not None
+    return loss_memory(
+        tokens, spec.hidden_size, spec.vocab_size, bench.dtype, soft_cap=soft_cap, device=device, trains_head=trains_head
+    )
 
 
 def _scratch(bench: _Bench, device: str) -> int:
     """Bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
     any, and under zeroth order the loss's and the update's."""
     spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
-    chunk = lazy.CPU_CHUNK_BYTES if device == "cpu" else lazy.CUDA_CHUNK_BYTES
     chunked = bench.plan.loss == "chunked" and not head.custom and head.lora is None
     largest = 0
     for unit in spec.units:
@@ -401,16 +386,16 @@ def _scratch(bench: _Bench, device: str) -> int:
             if not bench.lazily(p):
                 continue
             if p.name == head.weight and chunked:
-                largest = max(largest, _loss_chunks(bench, device)[1] * spec.hidden_size * size)
+                largest = max(largest, _loss_memory(bench, device, False).head_rows)
             elif unit.kind != "prologue":
-                largest = max(largest, min(chunk, p.numel * size))
+                largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
     if bench.plan.zo.kind == "hizoo" and not bench.backprop:
         largest += 2 * largest * 4 // size  # z and √H in float32
     if bench.backprop:
         return largest
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
     pieces = narrow + (bench.plan.optimizer.name != "sgd" or bench.plan.zo.kind == "hizoo") * 2
-    return largest + 4 * CHUNK[device] * pieces + (_loss_buffers(bench, device) if chunked else 0)
+    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,7 +412,8 @@ def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: 
     settings["dtype"] = str(config.dtype)
     adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
     of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind]
-    code = Path(__file__).read_bytes() + Path(str(loss.__file__)).read_bytes() + Path(str(lazy.__file__)).read_bytes()
+    rooms = (chunks.__file__, lazy.__file__, loss.__file__, __file__)
+    code = b"".join(Path(str(room)).read_bytes() for room in rooms)
     facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
     text = json.dumps([*facts, torch.__version__, transformers.__version__], sort_keys=True, default=str)
     return hashlib.blake2s(text.encode() + code, digest_size=16).hexdigest()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockwalk.estimators.loss import CPU_BUDGET, LossScratch, chunk_sizes, chunked_cross_entropy
+from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
+from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
 
 IGNORED = -100
 
@@ -309,8 +310,8 @@ def test_logits_are_never_whole(dtype: torch.dtype, trained: bool) -> None:
                 hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=head_grad, scratch=scratch
             )
         held = scratch.nbytes
-        assert largest.nbytes <= CPU_BUDGET / 2 < tokens * vocab * 4 / 5
-        assert held + vocab_chunk * hidden * dtype.itemsize <= CPU_BUDGET
+        assert largest.nbytes <= LOSS_BUDGET["cpu"] / 2 < tokens * vocab * 4 / 5
+        assert held + vocab_chunk * hidden * dtype.itemsize <= LOSS_BUDGET["cpu"]
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=head_grad, scratch=scratch)
         assert scratch.nbytes == held
 
@@ -322,7 +323,7 @@ def test_chunks_of_real_models_stay_within_the_budget(hidden: int, vocab: int, t
     token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, torch.bfloat16, soft_cap=True)
     logits = token_chunk * vocab_chunk * (2 + 4 + 4)
     sums = token_chunk * hidden * (4 + 2 + 2)
-    assert logits + sums + vocab_chunk * hidden * 2 <= CPU_BUDGET
+    assert logits + sums + vocab_chunk * hidden * 2 <= LOSS_BUDGET["cpu"]
     parts = -(-tokens // token_chunk)
     assert parts * token_chunk - tokens < parts  # tokens are cut evenly
     assert vocab_chunk == chunk_sizes(1, hidden, vocab, torch.bfloat16, soft_cap=False)[1]  # by the head alone

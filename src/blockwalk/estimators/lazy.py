@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from blockwalk.estimators.chunks import DECODE_BYTES
 from blockwalk.state import Weight
 
-CPU_CHUNK_BYTES = 4 << 20
-"""Of decoded weight. Measured with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB nothing is won."""
-CUDA_CHUNK_BYTES = 256 << 20
 _ALIGN = 64
 """Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
 
@@ -170,7 +168,7 @@ def _borders(n_in: int, n_out: int, a_PI: torch.Tensor, chunk_bytes: int | None)
     narrow that another kernel, with another order of additions, would take it.
     """
     if chunk_bytes is None:
-        chunk_bytes = CUDA_CHUNK_BYTES if a_PI.is_cuda else CPU_CHUNK_BYTES
+        chunk_bytes = DECODE_BYTES[a_PI.device.type]
     align = _ALIGN if a_PI.is_cuda else min(_ALIGN * torch.get_num_threads(), 1024)
     chunks = -(-n_out * n_in * a_PI.element_size() // chunk_bytes)
     chunks = max(min(chunks, n_out // align), 1)

@@ -28,14 +28,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from blockwalk.estimators.chunks import LIFT, LOSS_BUDGET, chunk_sizes
 from blockwalk.state import Weight
-
-CPU_BUDGET = 16 << 20
-DEVICE_BUDGET = 256 << 20
-"""Bytes of scratch that chunk sizes aim at, one chunk of the head included: on a processor, on an accelerator."""
-
-_LIFT = 1 << 18
-"""Elements of the float32 scratch through which 16-bit products are added up."""
 
 _LOWEST = -1e30
 """Where running maxima start: finite, so that m − m is 0 for a token that has seen nothing but −∞."""
@@ -117,7 +111,7 @@ class _Head:
         product = self.scratch.take("product", *into.shape, like=into, dtype=left.dtype)
         torch.mm(left, right, out=product)
         # an add_ of mixed dtypes would allocate a float32 copy of the whole product
-        rows = max(1, _LIFT // into.shape[1])
+        rows = max(1, LIFT // into.shape[1])
         for at in range(0, len(into), rows):
             part, onto = product[at : at + rows], into[at : at + rows]
             onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
@@ -157,23 +151,6 @@ class _Rows:
     def weight_n(self) -> Tensor:
         """What turns exp(l_j − maximum) into p_j: q/rest, float64."""
         return self.miss_n / self.rest_n
-
-
-def chunk_sizes(
-    tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, *, soft_cap: bool, budget: int = CPU_BUDGET
-) -> tuple[int, int]:
-    """Tokens and vocabulary rows of one chunk for about ``budget`` bytes of scratch: a third for a chunk of the head, a
-    third for its logits, a third for the sums [n, D].
-
-    The vocabulary chunk rests on the head alone, so that a token's loss is the same whatever it is batched with.
-    """
-    third, size = budget // 3, dtype.itemsize
-    wide = max(size, 4)
-    vocab_chunk = min(vocab_size, max(256, third // (hidden_size * size) // 256 * 256))
-    logit = wide * (2 if soft_cap else 1) + (size if size < wide else 0)
-    token_chunk = max(32, min(third // (vocab_chunk * logit), third // (hidden_size * (wide + 2 * size))))
-    parts = -(-tokens // token_chunk)
-    return -(-tokens // parts), vocab_chunk
 
 
 @torch.no_grad()
@@ -232,7 +209,7 @@ def chunked_cross_entropy(
     scratch = scratch or LossScratch()
     layer = _Head(head, bias, scale, soft_cap, wide, scratch)
     vocab_size, hidden_size = head.shape
-    budget = CPU_BUDGET if device.type == "cpu" else DEVICE_BUDGET
+    budget = LOSS_BUDGET[device.type]
     capped = soft_cap is not None
     token_chunk, chunk = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=capped, budget=budget)
     edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
@@ -324,7 +301,7 @@ def _finish(layer: _Head, labels_n: Tensor, rows: _Rows, sum_nD: Tensor, grad_sc
     if layer.soft_cap is not None:
         label_n = label_n * (1.0 - (rows.label_logit_n.double() / layer.soft_cap) ** 2)
     label_n = label_n.to(layer.wide)
-    step = max(1, _LIFT // sum_nD.shape[1])
+    step = max(1, LIFT // sum_nD.shape[1])
     for at in range(0, len(labels_n), step):
         weight_nD = layer.weight.gather(labels_n[at : at + step]).to(layer.wide)
         sum_nD[at : at + step].addcmul_(weight_nD, label_n[at : at + step].unsqueeze(1))

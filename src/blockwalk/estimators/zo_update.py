@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blockwalk.estimators.chunks import UPDATE_ELEMENTS
 from blockwalk.estimators.loss import LossScratch
 from blockwalk.ledger import Entry
 from blockwalk.noise import NoiseKey, NoiseKind, add_scaled_, fill_
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 UNDECAYED = ("bias", "layer_norm", "layernorm")
 HESSIAN = "hessian"
-
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Elements updated at a time: what stays in cache on a processor, what pays for its launches on an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ def apply_entries_(
     cell = cells[""]
     if not entries or not cell.layout.rows * cell.layout.columns:
         return
-    piece = max(1, CHUNK[cell.bytes_P.device.type] // cell.layout.columns)
+    piece = max(1, UPDATE_ELEMENTS[cell.bytes_P.device.type] // cell.layout.columns)
     for first in range(0, cell.layout.rows, piece):
         last = min(first + piece, cell.layout.rows)
         for entry in entries:  # what the codec rounded is read again: the next entry sees what a tier would have kept
