@@ -51,11 +51,16 @@ class Cell:
 
     @property
     def value(self) -> torch.Tensor | Weight:
-        """The elements as they lie there: a tensor in the parameter's shape, or a weight that is decoded when read."""
+        """The elements as they lie there: a tensor in the parameter's shape, or a matrix that is decoded when read; what
+        has another number of dimensions (a layer's experts) is decoded afresh."""
         if self.dense:
             return self.tensor
         dtype: torch.dtype = getattr(torch, self.layout.dtype)
-        return codecs.EncodedWeight(self.bytes_P, self.layout, dtype)
+        if len(self.layout.shape) == 2:
+            return codecs.EncodedWeight(self.bytes_P, self.layout, dtype)
+        out = torch.empty(self.layout.shape, dtype=dtype, device=self.bytes_P.device)
+        codecs.decode_rows(self.bytes_P, self.layout, 0, self.layout.rows, out.view(self.layout.rows, self.layout.columns))
+        return out
 
     def load(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
         """Rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
