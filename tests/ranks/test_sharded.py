@@ -58,7 +58,11 @@ def make(kind: str, lora: bool) -> nn.Module:
 
 def walked(kind: str, lora: bool, name: str, mesh: dict[str, int], steps: int, **changes: Any) -> dict[str, Any]:
     model = make(kind, lora)
-    settings = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01, "max_grad_norm": changes.pop("max_grad_norm", 0.0)}
+    settings = {
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": 0.01,
+        "max_grad_norm": changes.pop("max_grad_norm", 0.0),
+    }
     nested = {key.removeprefix("mesh."): changes.pop(key) for key in list(changes) if key.startswith("mesh.")}
     plan = method(name, mesh={**mesh, **nested}, optimizer=settings, **changes)
     with Walker(model, plan, device="cpu") as walker:

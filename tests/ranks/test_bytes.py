@@ -1,0 +1,124 @@
+"""Oracle: the kernel's byte counters on the link of each node; tensors really held, counted one by one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from blockwalk.blocks import CutModel
+from blockwalk.methods import method
+from blockwalk.program import Pool, Shape, StepKind
+from blockwalk.state import DTYPE_BYTES
+from blockwalk.walker import Walker
+from tests.models import random_batch, tiny_model
+from tests.ranks.cluster import cluster, sent_bytes
+from tests.ranks.processes import run_ranks
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+
+
+def model(lora: bool) -> torch.nn.Module:
+    made = tiny_model("llama", **SIZES)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        made = get_peft_model(made, LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    return made
+
+
+def _step_bytes(rank: int, cases: list[tuple[str, bool, int]]) -> list[tuple[int, int]]:
+    """Bytes that this rank's node sent in a steady step, and the trainable parameters."""
+    counted = []
+    for name, lora, micro_batches in cases:
+        mesh = {"world": dist.get_world_size(), "ranks_per_node": 2}
+        plan = method(name, mesh=mesh, gradient_accumulation_steps=micro_batches)
+        with Walker(model(lora), plan, device="cpu") as walker:
+            walker.step(random_batch(16, 8))
+            dist.barrier()
+            before = sent_bytes()
+            dist.barrier()
+            walker.step(random_batch(16, 8, seed=1))
+            dist.barrier()
+            counted.append((sent_bytes() - before, walker.spec.numel(trainable=True)))
+            dist.barrier()
+    return counted
+
+
+@pytest.mark.root
+def test_a_node_sends_the_lower_bound() -> None:
+    """Operating system: (N − 1)/N · W_t · (b_p + b_g) bytes per optimizer step, within 2 % and 16 KB, full and LoRA, whatever
+    the number of micro-batches; ZeRO-3 sends more."""
+    cases = [*itertools.product(("fcdp", "hzp"), (False, True), (1, 4)), ("zero3", False, 4)]
+    for lora in (False, True):
+        CutModel(model(lora))
+    with cluster(2, 2) as nodes:
+        answers = nodes.run(_step_bytes, cases)
+    for case, counts in zip(cases, zip(*answers[::2], strict=True), strict=True):
+        for sent, trained in counts:
+            bound = trained * (4 + 4) / 2
+            if case[0] == "zero3":
+                assert sent > 9 * bound / 2, case
+            else:
+                assert bound * 0.99 <= sent <= 1.02 * bound + 16_384, (case, sent, bound)
+
+
+def _held(rank: int, cases: list[tuple[str, int, str]]) -> list[dict[str, int]]:
+    found = []
+    for name, micro_batches, dtype in cases:
+        mesh = {"world": dist.get_world_size(), "ranks_per_node": 2}
+        plan = method(name, mesh=mesh, gradient_accumulation_steps=micro_batches, compute_dtype=dtype)
+        with Walker(model(False), plan, device="cpu") as walker:
+            engine: Any = walker.engine
+            storages: dict[int, tuple[int, bool]] = {}
+            for shard in engine.shards.values():
+                host = {id(shard.accumulator)} if plan.gradient.tier == "host" else set()
+                host |= {id(shard.node)} if plan.cache.tier == "host" else set()
+                pieces = (
+                    shard.source,
+                    shard.node,
+                    shard.master,
+                    shard.gradient,
+                    shard.accumulator,
+                    *shard.moments.values(),
+                )
+                for piece in pieces:
+                    if piece is not None:
+                        storage = piece.untyped_storage()
+                        storages[storage.data_ptr()] = (storage.nbytes(), id(piece) in host)
+            buffers = [*engine._buffers, *(buffer for slot in engine._slots for buffer in slot.values())]
+            program = walker.program(StepKind.TRAIN, Shape(2, 8))
+            numel = sum(shard.numel for shard in engine.shards.values())
+            found.append(
+                {
+                    "numel": numel,
+                    "size": DTYPE_BYTES[dtype],
+                    "device": sum(nbytes for nbytes, host in storages.values() if not host),
+                    "host": sum(nbytes for nbytes, host in storages.values() if host),
+                    "buffers": sum(buffer.nbytes for buffer in buffers),
+                    "said": dict(program.static)[Pool.DEVICE],
+                    "said_host": dict(program.static).get(Pool.HOST, 0),
+                }
+            )
+    return found
+
+
+def test_memory_held_is_what_the_program_says() -> None:
+    """Closed form: 12n/Z1 + 4n/Z2 + 2n/Z3 bytes on the device for bf16, Adam and accumulation; fcdp holds what zero3 does."""
+    cases = [(name, a, d) for name in ("zero3", "fcdp", "hzp", "mics") for a, d in ((1, "float32"), (4, "bfloat16"))]
+    CutModel(model(False))
+    held = dict(zip(cases, run_ranks(4, _held, cases)[0], strict=True))
+    for case, each in held.items():
+        assert each["device"] + each["buffers"] == each["said"], case
+        assert each["host"] == each["said_host"], case
+    for name, z1, z2, z3 in (("zero3", 4, 4, 4), ("hzp", 4, 2, 2), ("mics", 2, 2, 2)):
+        each = held[name, 4, "bfloat16"]
+        n = each["numel"]
+        assert each["device"] == 12 * n // z1 + 4 * n // z2 + 2 * n // z3, name
+    for a, dtype in ((1, "float32"), (4, "bfloat16")):
+        assert held["fcdp", a, dtype]["device"] == held["zero3", a, dtype]["device"]
+    each = held["fcdp", 4, "bfloat16"]
+    assert each["host"] == 2 * each["numel"] // 2 + 4 * each["numel"] // 2
