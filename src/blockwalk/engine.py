@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,7 +45,8 @@ class Engine:
         lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
         device: where blocks compute; CUDA if there is one unless given.
         workdir: a folder for scratch maps and packed stores; a temporary one unless given.
-        run: names the store of a zeroth-order run's weights in ``workdir``; one that is there is taken up.
+        run: names the store of a zeroth-order run's weights in ``workdir``; one that is there is taken up. Without a name
+            it goes when the engine is closed.
 
         training: False freezes everything: no masters, no optimizer states.
 
@@ -60,7 +62,7 @@ class Engine:
         lora: LoraSettings | str | os.PathLike[str] | None,
         device: torch.device,
         workdir: Path,
-        run: str = "run",
+        run: str = "",
         training: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
@@ -95,7 +97,7 @@ class Engine:
             self._place_frozen(index)
             if plan.estimator is Estimator.BACKPROP:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
-        self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir / f"weights-{run}")
+        self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir, run)
         self._held.clear()
         self._slack = Slack()
         give_back()
@@ -155,7 +157,7 @@ class Engine:
             name, _, state = key.partition("\0")
             self.moments.setdefault(name, {})[state] = tensor
 
-    def _fill_buckets(self, path: Path) -> Buckets:
+    def _fill_buckets(self, workdir: Path, run: str) -> Buckets:
         """The trainables of a zeroth-order run, each unit's in one piece, and what its rule keeps beside them."""
         from blockwalk.tiers.buckets import Buckets
 
@@ -168,7 +170,8 @@ class Engine:
             streamed=streamed_trainables(self.plan, self.spec, self.device.type),
             slots=self.plan.prefetch + 1,
             device=self.device,
-            path=path,
+            path=workdir / f"weights-{run or uuid.uuid4().hex[:12]}",
+            keep=bool(run),
         )
 
     @property
@@ -229,7 +232,15 @@ class Engine:
         source, names = self.source, self._stored[op.unit]
         if self.device.type == "cpu":
             self._slack.bound()
-        return (lambda: source.release(names)) if source is not None else (lambda: None)
+        buckets = self._buckets
+
+        def work() -> None:
+            if source is not None:
+                source.release(names)
+            if buckets is not None:
+                buckets.vacate(op.slot)
+
+        return work
 
     # ---- what the estimators use ------------------------------------------------------------------------------------
 
@@ -364,7 +375,7 @@ class Engine:
         if hasattr(self.module, "peft_config"):
             from blockwalk.adapters import save_adapter
 
-            save_adapter(self.module, trained, folder)
+            save_adapter(self.module, {n: t for n, t in trained.items() if isinstance(t, torch.Tensor)}, folder)
             return
         from blockwalk.safetensors_file import save_model
 

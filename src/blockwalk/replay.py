@@ -41,8 +41,10 @@ SHARD_BYTES = 5_000_000_000
 
 
 def run_of(ledger: str | os.PathLike[str] | None) -> str:
-    """The name of the run that a ledger belongs to, or a new one."""
-    if ledger is not None and Path(ledger).exists():
+    """The name of the run that a ledger belongs to: its own, or a new one; none without a ledger."""
+    if ledger is None:
+        return ""
+    if Path(ledger).exists():
         return str(read_ledger(ledger)[0]["run"])
     return uuid.uuid4().hex[:12]
 

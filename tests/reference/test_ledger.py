@@ -181,3 +181,13 @@ def test_a_ledger_of_kilobytes(base: Path, tmp_path: Path) -> None:
     lines = (tmp_path / "ledger.jsonl").read_bytes().splitlines()
     assert len(lines) == 7
     assert max(map(len, lines[1:])) < 300
+
+
+def test_without_a_ledger_the_disk_keeps_nothing(base: Path, tmp_path: Path) -> None:
+    """Oracle: the folder's contents, and the refusal of a state that would lack the weights."""
+    with Walker(base, method("zo2", trainable="disk"), workdir=tmp_path, device="cpu") as walker:
+        walker.step(random_batch())
+        assert list(tmp_path.glob("weights-*"))
+        with pytest.raises(ValueError, match="ledger"):
+            walker.state_dict()
+    assert not list(tmp_path.glob("weights-*"))

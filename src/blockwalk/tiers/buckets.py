@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Buckets:
         slots: device buffers for streamed units.
         device: where blocks compute.
         path: the writable store of the disk tier. One that is there already is taken up where it stands.
+        keep: leave that store on the disk when this is closed; only then can a state be saved without it.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Buckets:
         slots: int,
         device: torch.device,
         path: Path,
+        keep: bool,
     ) -> None:
+        self._keep = keep
         spec, written_as = trainable_spec(model, codec, {name: codec for name, (codec, _) in states.items()})
         source = Initial(spec, *initial, {name: begin for name, (_, begin) in states.items()})
         self.streamed, self.device = streamed, device
@@ -106,6 +110,7 @@ class Buckets:
         """Bring a streamed unit into a slot."""
         assert self.tier is not None
         bytes_P = self.slots.view(slot, self.units[unit].nbytes)
+        self.slots.await_vacant(slot)
         self._steps[unit] = self.tier.read_unit(unit, bytes_P)
         self._slot_of[unit] = slot
 
@@ -114,6 +119,11 @@ class Buckets:
         assert self.tier is not None
         bytes_P = self.slots.view(self._slot_of[unit], self.units[unit].nbytes)
         self.tier.write_unit(unit, bytes_P, self._steps[unit])
+
+    def vacate(self, slot: int) -> None:
+        """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
+        if self.slots.count:
+            self.slots.vacate(slot)
 
     def settle(self) -> None:
         """Write the resident units to the disk tier, where that is the run's."""
@@ -163,7 +173,13 @@ class Buckets:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight."""
+        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight.
+
+        Raises:
+            ValueError: the weights are in a store on the disk that goes when the run ends.
+        """
+        if self._durable is not None and not self._keep:
+            raise ValueError("weights on the disk tier are saved by the run's ledger: give the walker one (ledger=...)")
         out: dict[str, Any] = {}
         for number, bytes_P in self._held().items():
             out[PREFIX + self.units[number].name] = bytes_P
@@ -199,6 +215,8 @@ class Buckets:
     def close(self) -> None:
         if self.tier is not None:
             self.tier.close()
+        if self._durable is not None and not self._keep:
+            shutil.rmtree(self._durable.path)
 
 
 def checksum(units: Sequence[StoredUnit]) -> str:

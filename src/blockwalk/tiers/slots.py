@@ -7,7 +7,7 @@ buffer as large as the largest bucket that travels; there are ``prefetch + 1`` o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +37,8 @@ class Cell:
 
     layout: Layout
     bytes_P: torch.Tensor
+    origin: int = 0
+    """Of its first element in the parameter that it is a piece of."""
 
     @property
     def dense(self) -> bool:
@@ -73,7 +75,7 @@ class Cell:
         """Encode what :meth:`load` gave; nothing to do where those were the elements themselves."""
         if self.dense and self.layout.code_dtype == torch.float32:
             return
-        codecs.encode_rows(rows_RD, self.bytes_P, self.layout, first, rounding=rounding, check=False)
+        codecs.encode_rows(rows_RD, self.bytes_P, self.layout, first, rounding=rounding, origin=self.origin, check=False)
 
     def rows(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
         """Rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
@@ -110,6 +112,21 @@ def cells_of(unit: StoredUnit, bytes_P: torch.Tensor, group_size: int = 32) -> C
         part_P = bytes_P[param.offset : param.offset + param.nbytes]
         cells.setdefault(name, {})[state] = Cell(param.layout(group_size), part_P)
     return cells
+
+
+def pieces_of(unit: StoredUnit, bytes_P: torch.Tensor, own: slice, largest: int) -> Iterator[tuple[str, Cell]]:
+    """What a slice of a bucket holds of each parameter, in pieces of at most ``largest`` elements: dense codecs, and no
+    states. A slice begins and ends at multiples of 64 bytes, so it cuts between elements."""
+    for param in unit.params:
+        assert param.dense
+        layout = param.layout(32)
+        size = layout.code_dtype.itemsize
+        first = max(own.start - param.offset, 0) // size
+        last = min(own.stop - param.offset, param.nbytes) // size
+        for a in range(first, last, largest):
+            b = min(a + largest, last)
+            part_P = bytes_P[param.offset + a * size : param.offset + b * size]
+            yield param.name, Cell(replace(layout, shape=(b - a,)), part_P, origin=a)
 
 
 def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) -> tuple[ModelSpec, Codec]:
@@ -234,6 +251,23 @@ class UnitTier(Protocol):
     def close(self) -> None: ...
 
 
+class SliceGroup(Protocol):
+    """The ranks of a node that hold one copy of the streamed buckets, each its slice."""
+
+    @property
+    def slices(self) -> int:
+        """How many they are."""
+        ...
+
+    def own(self, nbytes: int) -> slice:
+        """This rank's slice of a bucket."""
+        ...
+
+    def gather_(self, bucket_P: torch.Tensor) -> None:
+        """Complete a bucket (uint8 [P]) in place, of which this rank's slice is there; they call this together."""
+        ...
+
+
 class Slots:
     """The fixed device buffers that streamed buckets visit."""
 
@@ -243,7 +277,21 @@ class Slots:
         start = -whole_P.data_ptr() % 64
         self._buffers = [whole_P[start + i * nbytes : start + (i + 1) * nbytes] for i in range(count)]
         """Buckets are whole multiples of 64 bytes, so every slot begins at one."""
+        self._vacant: list[torch.cuda.Event | None] = [None] * count
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` bytes of a slot."""
         return self._buffers[slot][:nbytes]
+
+    def vacate(self, slot: int) -> None:
+        """On a GPU, mark where in the current stream a slot's last use ends."""
+        if self._buffers[slot].is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._buffers[slot].device))
+            self._vacant[slot] = event
+
+    def await_vacant(self, slot: int) -> None:
+        """Let the current stream wait for that mark: within a program lanes order this, between two nothing else does."""
+        event = self._vacant[slot]
+        if event is not None:
+            torch.cuda.current_stream(self._buffers[slot].device).wait_event(event)
