@@ -65,7 +65,16 @@ COMMANDS = (
         "plan",
         "print what a run will take: bytes on every tier, the predicted peak, the schedule",
         "blockwalk.commands.runs:plan",
-        (_CONFIG, ("--program", {"action": "store_true", "help": "print the schedule of a training step, op by op"})),
+        (
+            _CONFIG,
+            ("--program", {"action": "store_true", "help": "print the schedule of a training step, op by op"}),
+            (
+                "--hardware",
+                {"metavar": "NAME|FILE", "help": "rank every method on this machine (here: the one that doctor measured)"},
+            ),
+            ("--largest_batch", {"action": "store_true", "help": "with --hardware: the most sequences that fit, by method"}),
+            ("--trace", {"metavar": "FILE", "help": "with --hardware: the best plan's timeline, for Perfetto"}),
+        ),
         takes_settings=True,
     ),
     Command("train", "fine-tune a model", "blockwalk.commands.runs:train", (_CONFIG,), takes_settings=True),

@@ -29,16 +29,23 @@ def train(run: RunConfig, _: argparse.Namespace) -> int:
 
 
 def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Print the forecast of a training step, read off the model's configuration alone: no weight is touched."""
+    """Print the forecast of a training step, read off the model's configuration alone: no weight is touched. With
+    ``--hardware`` every method is simulated and ranked instead."""
+    _require(run, "model")
+    if arguments.hardware:
+        from blockwalk.commands.planning import plan_for
+
+        return plan_for(run, arguments)
     import torch
 
     from blockwalk.compile import compile
+    from blockwalk.costs import unit_costs
 
-    _require(run, "model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = Shape(run.batch_size // run.plan.gradient_accumulation_steps, run.data.max_length)
     model = model_spec(run)
-    program = compile(run.plan, model, StepKind.TRAIN, shape, device=device)
+    costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=not run.data.packing)
+    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device)
     forecast = Forecast(run.plan, model, program)
     for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
         print(line)

@@ -1,0 +1,194 @@
+"""Which plan for this model on this machine: enumerate, simulate, rank, and say why the others were left out.
+
+Everything is read off the model's ``config.json`` and a description of hardware; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blockwalk.compile import compile
+from blockwalk.methods import METHODS, method
+from blockwalk.plan import Estimator, Plan
+from blockwalk.program import Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.simulate import analytic
+from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.simulator import Simulation, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be trained, and on what."""
+
+    config: Mapping[str, Any]
+    """The model's ``config.json``."""
+    hardware: Hardware
+    batch: int = 1
+    """Sequences of one rank's micro-batch."""
+    sequence: int = 512
+    lora_rank: int | None = None
+    """None trains every parameter."""
+    budget: int | None = None
+    """Device bytes that a step may use, where that is less than the device has."""
+
+    @property
+    def room(self) -> int:
+        """Device bytes that a step may use."""
+        return min(self.hardware.device_bytes, self.budget or self.hardware.device_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan, what it takes, and why it is left out (empty: it is not)."""
+
+    plan: Plan
+    label: str
+    peaks: Mapping[Pool, int]
+    simulation: Simulation | None = None
+    refused: str = ""
+
+    @property
+    def zeroth_order(self) -> bool:
+        return self.plan.estimator is Estimator.ZEROTH_ORDER
+
+    def line(self) -> str:
+        """The candidate as a row of a table."""
+        held = f"{human_bytes(self.peaks.get(Pool.DEVICE, 0)):>9} {human_bytes(self.peaks.get(Pool.HOST, 0)):>9}"
+        if self.simulation is None:
+            return f"{self.label:<34} {held}  {self.refused}"
+        found = self.simulation
+        speed = f"{found.seconds:>9.3g} s {found.tokens_per_second:>9.4g} tok/s {100 * found.mfu:>5.1f}%"
+        return f"{self.label:<34} {held} {speed}  {found.bottleneck()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Every plan that was looked at: those that fit, best first, and the others."""
+
+    first_order: tuple[Candidate, ...]
+    zeroth_order: tuple[Candidate, ...]
+    refused: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest plan with exact gradients; without one, the fastest zeroth-order plan."""
+        return next(iter((*self.first_order, *self.zeroth_order)), None)
+
+    def lines(self, *, most: int = 10) -> Iterator[str]:
+        """The ranking as tables."""
+        yield f"{'plan':<34} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15} {'MFU':>6}  critical path"
+        for title, found in (("exact gradients", self.first_order), ("zeroth order", self.zeroth_order)):
+            if found:
+                yield f"-- {title}, by tokens a second"
+                yield from (candidate.line() for candidate in found[:most])
+        if self.zeroth_order:
+            yield "   (a zeroth-order step makes far less progress than a first-order one: compare within a table only)"
+        if self.refused:
+            yield "-- left out"
+            yield from (candidate.line() for candidate in self.refused)
+
+
+def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
+    """Every plan worth looking at, with a label of what tells it from its method's row.
+
+    Frozen weights in 4 or 8 bits need adapters; sharded rows need more ranks than one.
+    """
+    hardware, lora = task.hardware, task.lora_rank is not None
+    for recompute in ("none", "all"):
+        yield f"plain, recompute {recompute}", method("plain", recompute=recompute)
+    if lora:
+        for codec in ("int4", "int8", "raw"):
+            yield f"mebp, {codec}", method("mebp", frozen=f"disk × {codec}", recompute="all")
+    yield "mezo", method("mezo")
+    for tier in ("host", "disk"):
+        for codec in ("raw", "fp8") if not lora else ("raw",):
+            for prefetch in (1, 2):
+                placed = {"trainable": f"{tier} × {codec}", "frozen": f"{tier} × raw"}
+                yield f"zo2, {tier} × {codec}, prefetch {prefetch}", method("zo2", prefetch=prefetch, **placed)
+    if hardware.world > 1:
+        mesh = {"world": hardware.world, "ranks_per_node": hardware.devices_per_node}
+        for name in ("zero3", "zeropp", "mics", "fcdp"):
+            if name in METHODS:
+                for prefetch in (1, 2):
+                    yield f"{name}, prefetch {prefetch}", method(name, prefetch=prefetch, mesh=mesh)
+        node = hardware.devices_per_node
+        groups = sorted({size for size in (2, node // 2, node, 2 * node) if 1 < size <= hardware.world})
+        for z3 in (size for size in groups if hardware.world % size == 0 and (node % size == 0 or size % node == 0)):
+            yield f"hzp, z3 = z2 = {z3}", method("hzp", mesh={**mesh, "z3": z3, "z2": max(z3, 1)})
+        if "distzo2" in METHODS:
+            yield "distzo2", method("distzo2", mesh=mesh)
+
+
+def program_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[Program, Any, Any]:
+    """The training step of a plan, its model and its costs."""
+    shape = shape or Shape(task.batch, task.sequence)
+    device = task.hardware.device
+    model = analytic.model_spec(task.config, lora_rank=task.lora_rank)
+    costs = analytic.costs(task.config, plan, shape, lora_rank=task.lora_rank, device=device)
+    return compile(plan, model, StepKind.TRAIN, shape, costs=costs, device=device), model, costs
+
+
+def look_at(task: Task, label: str, plan: Plan) -> Candidate:
+    """One plan: simulated where it fits, else with the reason and what would make it fit."""
+    program, model, costs = program_of(task, plan)
+    held = program.peaks()
+    if refused := _too_large(task, held, plan.mesh.world):
+        if held.get(Pool.DEVICE, 0) > task.room:
+            static = dict(program.static).get(Pool.DEVICE, 0)
+            smaller = "; fewer tokens a micro-batch would fit" + (", or recompute: all" if plan.recompute == "none" else "")
+            alone = "; weights and states alone do not fit: stream, shard, or train adapters"
+            refused += alone if static > task.room else smaller
+        return Candidate(plan, label, held, None, refused)
+    return Candidate(plan, label, held, simulate(program, plan, model, task.hardware, costs))
+
+
+def rank(task: Task) -> Ranking:
+    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart.
+
+    Raises:
+        ValueError: a model that no formula describes.
+    """
+    found: list[Candidate] = []
+    analytic.dimensions(task.config)
+    for label, plan in candidates(task):
+        found.append(look_at(task, label, plan))
+    fits = sorted((c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens)  # type: ignore[union-attr]
+    return Ranking(
+        tuple(c for c in fits if not c.zeroth_order),
+        tuple(c for c in fits if c.zeroth_order),
+        tuple(c for c in found if c.simulation is None),
+    )
+
+
+def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
+    """The most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
+
+    def fits(batch: int) -> bool:
+        program, _, _ = program_of(task, plan, Shape(batch, task.sequence))
+        return not _too_large(task, program.peaks(), plan.mesh.world)
+
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _too_large(task: Task, held: Mapping[Pool, int], ranks: int) -> str:
+    """Why these peaks do not fit, or nothing."""
+    hardware = task.hardware
+    device, host = held.get(Pool.DEVICE, 0), held.get(Pool.HOST, 0) * min(ranks, hardware.devices_per_node)
+    if hardware.device == "cpu":
+        device, host = device + host, 0
+    for what, needed, there in (
+        ("on the device", device, task.room),
+        ("of host memory", host, hardware.host_bytes),
+        ("of disk", held.get(Pool.DISK, 0) + held.get(Pool.MAPPED, 0), hardware.disk_bytes),
+    ):
+        if needed > there:
+            return f"needs {human_bytes(needed)} {what}, which has {human_bytes(there)}"
+    return ""

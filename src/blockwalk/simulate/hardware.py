@@ -1,0 +1,145 @@
+"""What a machine, or a cluster of them, can do: a value, read from YAML and written to it. Bytes, seconds, FLOP/s.
+
+``blockwalk doctor`` measures one; descriptions of known machines ship beside this file. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from blockwalk.plan import did_you_mean, parse_bytes
+
+SHIPPED = Path(__file__).with_name("hardware")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way for bytes: ``latency`` seconds before the first (α), then ``bandwidth`` bytes a second (1/β)."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Of one transfer; nothing takes no time."""
+        return self.latency + nbytes / self.bandwidth if nbytes > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of node, and how many there are.
+
+    Raises:
+        ValueError: a figure that is not positive.
+    """
+
+    name: str
+    device: str = "cuda"
+    """cuda or cpu. On a CPU, device and host memory are one."""
+    device_bytes: int = 0
+    """Memory of one device that a step may use."""
+    host_bytes: int = 0
+    """Of a whole node."""
+    disk_bytes: int = 0
+    flops: Mapping[str, float] = field(default_factory=dict)
+    """Matrix throughput of one device that is reached in practice, by dtype, FLOP/s."""
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    """What the maker promises: what MFU is a share of; ``flops`` where it is not given."""
+    memory_bandwidth: float = 1e12
+    """Of the device's own memory, bytes/s."""
+    op_seconds: float = 0.0
+    """Of starting an op's work: kernel launches, Python."""
+    noise_rate: float = 5e10
+    """Elements of a perturbation drawn and added per second, by one device."""
+    decode_rate: float = 1e11
+    """Elements of a 4- or 8-bit weight decoded per second, by one device."""
+    host_to_device: Link = Link(25e9, 1e-5)
+    device_to_host: Link = Link(25e9, 1e-5)
+    disk_read: Link = Link(3e9, 1e-4)
+    disk_write: Link = Link(1e9, 1e-4)
+    intra: Link = Link(300e9, 1e-5)
+    """Between the devices of one node: what one rank can send."""
+    inter: Link = Link(12.5e9, 2e-5)
+    """Between nodes: of a whole node, which its ranks share."""
+    devices_per_node: int = 1
+    nodes: int = 1
+    source: str = ""
+    """Where the figures are from."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise ValueError(f"hardware {self.name!r}: device is {self.device!r}; it must be cuda or cpu")
+        for key in ("device_bytes", "memory_bandwidth", "devices_per_node", "nodes"):
+            if getattr(self, key) <= 0:
+                raise ValueError(f"hardware {self.name!r}: {key} is {getattr(self, key)}; it must be above 0")
+        if not self.flops or any(value <= 0 for value in self.flops.values()):
+            raise ValueError(f"hardware {self.name!r}: flops is {dict(self.flops)}; it needs a positive figure for a dtype")
+
+    @property
+    def world(self) -> int:
+        """Devices in all."""
+        return self.devices_per_node * self.nodes
+
+    def flops_of(self, dtype: str) -> float:
+        """Reached FLOP/s in a dtype; one that was not measured runs as fast as float32."""
+        return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
+
+    def peak_of(self, dtype: str) -> float:
+        """The promised FLOP/s in a dtype, or what is reached."""
+        return self.peak_flops.get(dtype) or self.flops_of(dtype)
+
+    def with_efficiency(self, factor: float) -> Hardware:
+        """The same machine with every matrix product ``factor`` times as fast."""
+        return dataclasses.replace(self, flops={dtype: value * factor for dtype, value in self.flops.items()})
+
+
+_FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate")
+
+
+def names() -> list[str]:
+    """The machines that ship."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def load(name_or_path: str | Path) -> Hardware:
+    """A shipped machine by its name, or a description in a file.
+
+    Raises:
+        ValueError: an unknown name or key, or a figure out of range.
+    """
+    path = SHIPPED / f"{name_or_path}.yaml"
+    if not path.is_file():
+        path = Path(name_or_path)
+    if not path.is_file():
+        known = names()
+        raise ValueError(f"unknown hardware {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)}; a file, or one"
+                         f" of {', '.join(known)}")  # fmt: skip
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds no mapping of figures")
+    known = [f.name for f in dataclasses.fields(Hardware)]
+    values: dict[str, Any] = {"name": path.stem}
+    for key, value in raw.items():
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
+        if isinstance(value, dict) and "bandwidth" in value:
+            values[key] = Link(float(value["bandwidth"]), float(value.get("latency", 0.0)))
+        elif key.endswith("_bytes"):
+            values[key] = parse_bytes(value)
+        elif isinstance(value, dict):
+            values[key] = {str(dtype): float(figure) for dtype, figure in value.items()}
+        else:
+            values[key] = float(value) if isinstance(value, str) and key in _FIGURES else value
+    return Hardware(**values)
+
+
+def save(hardware: Hardware, path: str | Path) -> None:
+    """Write a description that :func:`load` reads back to an equal value."""
+    value = dataclasses.asdict(hardware)
+    value["flops"], value["peak_flops"] = dict(hardware.flops), dict(hardware.peak_flops)
+    Path(path).write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8")

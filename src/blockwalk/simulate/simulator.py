@@ -1,0 +1,280 @@
+"""Run a program on paper: seconds, peak bytes of every pool, bytes on every lane, and what the time was spent on.
+
+Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it waits for are done: the
+rules of :mod:`blockwalk.lanes`. An op's seconds are a sum of non-negative terms that each fall with one rate of the hardware,
+so a faster link can never make a step slower. Ranks of one program do the same at the same time: one stands for all.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from blockwalk.compile import RULE_STATES, Costs
+from blockwalk.plan import Estimator, Plan
+from blockwalk.program import Lane, Op, OpKind, Pool, Program
+from blockwalk.simulate.hardware import Hardware
+from blockwalk.state import DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier
+
+_COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
+
+NO_COSTS = Costs()
+
+TRAFFIC = 4.0
+"""Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one op runs, in seconds from the step's start."""
+
+    op: Op
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What one step takes on one kind of hardware."""
+
+    program: Program
+    spans: tuple[Span, ...]
+    seconds: float
+    tokens: int
+    """Of one step, over all ranks."""
+    peaks: dict[Pool, int]
+    """Bytes of one rank."""
+    bytes_by_lane: dict[Lane, int]
+    """Bytes of one rank."""
+    useful_flops: float
+    """Of one rank: recomputation not counted."""
+    peak_flops: float
+    critical: dict[str, float]
+    """Seconds on the critical path, by what they were spent on, longest first."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else math.inf
+
+    @property
+    def mfu(self) -> float:
+        """Useful FLOP/s as a share of the device's promised ones."""
+        return self.useful_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
+
+    def bottleneck(self) -> str:
+        """What most of the critical path is, in words: ``"78% waiting for the network: gather of frozen parameters"``."""
+        if not self.critical or not self.seconds:
+            return "nothing takes time"
+        what, seconds = next(iter(self.critical.items()))
+        return f"{100 * seconds / self.seconds:.0f}% {what}"
+
+    def lines(self) -> Iterator[str]:
+        """The answer as a few lines of text."""
+        yield f"{self.seconds:.4g} s a step, {self.tokens_per_second:.4g} tokens/s, MFU {100 * self.mfu:.1f}%"
+        for what, seconds in list(self.critical.items())[:4]:
+            yield f"  {100 * seconds / self.seconds:5.1f}%  {what}"
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of an op on a machine.
+
+    A compute op takes its launches, its products at the dtype's reached rate, its element-wise traffic at the memory's
+    bandwidth, and the decoding and perturbing of the weights that it reads. See ``docs/cost-model.md``.
+    """
+
+    plan: Plan
+    model: ModelSpec
+    hardware: Hardware
+
+    def seconds(self, op: Op) -> float:
+        lanes: dict[Lane, Callable[[Op], float]] = {
+            Lane.COMPUTE: self._compute,
+            Lane.FETCH: self._fetch,
+            Lane.STORE: self._store,
+            Lane.INTRA: self._intra,
+            Lane.INTER: self._inter,
+        }
+        return lanes[op.lane](op)
+
+    @property
+    def dtype(self) -> str:
+        return self.model.dtype if self.plan.compute_dtype == "auto" else self.plan.compute_dtype
+
+    def _compute(self, op: Op) -> float:
+        unit, hw = self.model.units[op.unit], self.hardware
+        if op.kind in _COMPUTES:
+            zeroth_order = self.plan.estimator is Estimator.ZEROTH_ORDER
+            seconds = hw.op_seconds + op.flops / hw.flops_of(self.dtype)
+            weights = unit.numel() * DTYPE_BYTES[self.dtype] if op.kind is not OpKind.PROLOGUE else 0
+            seconds += (TRAFFIC * op.transient + weights) / hw.memory_bandwidth
+            passes = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
+            if self.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8) and op.kind is not OpKind.PROLOGUE:
+                seconds += passes * unit.numel(trainable=False) / hw.decode_rate
+            if zeroth_order and self.plan.zo.noise != "mezo" and op.kind is not OpKind.PROLOGUE:
+                seconds += unit.numel(trainable=True) / hw.noise_rate
+            return seconds
+        trained = unit.numel(trainable=True)
+        if op.kind is OpKind.UPDATE and self.plan.estimator is Estimator.ZEROTH_ORDER:
+            entries = max(op.entries, 1) * self.plan.zo.queries
+            return hw.op_seconds + entries * (trained / hw.noise_rate + 8 * trained / hw.memory_bandwidth)
+        if op.kind is OpKind.UPDATE:
+            share = self.plan.mesh.z1 if self.plan.sharded else 1
+            touched = 4 * (3 + 2 * RULE_STATES[self.plan.optimizer.name]) * trained / share
+            return hw.op_seconds + touched / hw.memory_bandwidth
+        if op.kind is OpKind.PERTURB:
+            return self.model.numel(trainable=True) / hw.noise_rate
+        if op.kind is OpKind.REDUCE:
+            return 4 * self.model.numel(trainable=True) / hw.memory_bandwidth
+        return 0.0
+
+    def _tier(self, op: Op) -> Tier:
+        if op.part is StateKind.ACTIVATION:
+            return self.plan.activation.tier
+        if self.plan.sharded:
+            return Tier.HOST
+        return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
+
+    def _fetch(self, op: Op) -> float:
+        hw, tier = self.hardware, self._tier(op)
+        if not op.nbytes or tier is Tier.DEVICE:
+            return 0.0
+        if hw.device == "cpu":  # what the page cache holds is there; what it cannot hold is read
+            cached = tier is Tier.HOST or self._stored() <= hw.host_bytes // 2
+            return op.nbytes / hw.memory_bandwidth if cached else hw.disk_read.seconds(op.nbytes)
+        from_disk = hw.disk_read.seconds(op.nbytes) if tier is Tier.DISK else 0.0
+        return from_disk + hw.host_to_device.seconds(op.nbytes)
+
+    def _store(self, op: Op) -> float:
+        hw, tier = self.hardware, self._tier(op)
+        if not op.nbytes or tier is Tier.DEVICE:
+            return 0.0
+        if hw.device == "cpu":
+            cached = tier is Tier.HOST or self._stored() <= hw.host_bytes // 2
+            return op.nbytes / hw.memory_bandwidth if cached else hw.disk_write.seconds(op.nbytes)
+        to_disk = hw.disk_write.seconds(op.nbytes) if tier is Tier.DISK else 0.0
+        return to_disk + hw.device_to_host.seconds(op.nbytes)
+
+    def _stored(self) -> int:
+        return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
+
+    def _intra(self, op: Op) -> float:
+        return self.hardware.intra.seconds(op.nbytes) + self._rounds(op) * self.hardware.intra.latency
+
+    def _inter(self, op: Op) -> float:
+        """The ranks of a node share its link to the others."""
+        sharing = min(self.plan.mesh.ranks_per_node, self.hardware.devices_per_node)
+        return self.hardware.inter.seconds(op.nbytes * sharing) + self._rounds(op) * self.hardware.inter.latency
+
+    def _rounds(self, op: Op) -> int:
+        """Rounds of a collective after the first: as many as a tree over its ranks has."""
+        if op.span is None or not op.nbytes:
+            return 0
+        return max(math.ceil(math.log2(max(op.span[1] // op.span[0], 1))) - 1, 0)
+
+
+def simulate(program: Program, plan: Plan, model: ModelSpec, hardware: Hardware, costs: Costs = NO_COSTS) -> Simulation:
+    """Run a program on paper.
+
+    Args:
+        program: compiled with ``costs``, for ``hardware.device``.
+        plan, model: what it was compiled from.
+        hardware: the machine.
+        costs: for the FLOPs of recomputation, which do not count as useful.
+    """
+    model_of = CostModel(plan, model, hardware)
+    spans = schedule(program, model_of.seconds)
+    seconds = max((span.ended for span in spans), default=0.0)
+    recomputed = sum(
+        costs.of(model.units[op.unit].kind).forward_flops
+        for op in program.ops
+        if op.kind is OpKind.BACKWARD and not op.keep_graph
+    )
+    ranks = plan.mesh.world if plan.sharded else plan.mesh.data
+    return Simulation(
+        program=program,
+        spans=spans,
+        seconds=seconds,
+        tokens=program.shape.tokens * plan.gradient_accumulation_steps * ranks,
+        peaks=peaks(program, spans),
+        bytes_by_lane=program.bytes_by_lane(),
+        useful_flops=sum(op.flops for op in program.ops) - recomputed,
+        peak_flops=hardware.peak_of(model_of.dtype),
+        critical=critical_path(program, spans, lambda op: _words(op, model_of)),
+    )
+
+
+def schedule(program: Program, seconds_of: Callable[[Op], float]) -> tuple[Span, ...]:
+    """When each op begins and ends, given how long it takes."""
+    free: dict[Lane, float] = {}
+    spans: list[Span] = []
+    for op in program.ops:
+        began = max([free.get(op.lane, 0.0), *(spans[dep].ended for dep in op.deps)])
+        spans.append(Span(op, began, began + seconds_of(op)))
+        free[op.lane] = spans[-1].ended
+    return tuple(spans)
+
+
+def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
+    """Peak bytes of each pool; of ops at one instant the earlier of the program ends before the next begins."""
+    events = sorted(
+        [(span.began, span.op.index, 0) for span in spans] + [(span.ended, span.op.index, 1) for span in spans]
+    )
+    held = Counter(dict(program.static))
+    peak = Counter(held)
+    for _, index, ends in events:
+        op = program.ops[index]
+        for pool, nbytes in op.frees if ends else op.takes:
+            held[pool] += -nbytes if ends else nbytes
+            peak[pool] = max(peak[pool], held[pool])
+        held[Pool.DEVICE] += -op.transient if ends else op.transient
+        peak[Pool.DEVICE] = max(peak[Pool.DEVICE], held[Pool.DEVICE])
+    return {Pool(pool): int(nbytes) for pool, nbytes in peak.items()}
+
+
+def critical_path(program: Program, spans: tuple[Span, ...], words: Callable[[Op], str]) -> dict[str, float]:
+    """Seconds of the chain of ops that the step's end waited for, by what they do, longest first."""
+    if not spans:
+        return {}
+    before: dict[int, int] = {}
+    last: dict[Lane, int] = {}
+    for op in program.ops:
+        earlier = [*op.deps, *([last[op.lane]] if op.lane in last else [])]
+        if earlier:
+            before[op.index] = max(earlier, key=lambda i: spans[i].ended)
+        last[op.lane] = op.index
+    total: Counter[str] = Counter()
+    at: int | None = max(range(len(spans)), key=lambda i: spans[i].ended)
+    while at is not None:
+        if spans[at].seconds:
+            total[words(spans[at].op)] += spans[at].seconds  # type: ignore[assignment]
+        at = before.get(at)
+    return dict(total.most_common())
+
+
+_NOUN = {OpKind.GATHER: "gather", OpKind.REDUCE: "reduction", OpKind.FETCH: "fetch", OpKind.STORE: "write-back",
+         OpKind.CACHE: "cache", OpKind.SAVE: "save", OpKind.LOAD: "load"}  # fmt: skip
+_STATE = {StateKind.FROZEN: "frozen parameters", StateKind.TRAINABLE: "trainable parameters",
+          StateKind.GRADIENT: "gradients", StateKind.ACTIVATION: "activation checkpoints", None: "state"}  # fmt: skip
+_DOING = {OpKind.FORWARD: "computing forwards", OpKind.BACKWARD: "computing backwards", OpKind.LOSS: "computing the loss",
+          OpKind.UPDATE: "updating", OpKind.PERTURB: "perturbing"}  # fmt: skip
+
+
+def _words(op: Op, model_of: CostModel) -> str:
+    if op.lane is Lane.COMPUTE:
+        return _DOING.get(op.kind, "computing the rest")
+    if op.lane is Lane.INTER:
+        where = "the network"
+    elif op.lane is Lane.INTRA:
+        where = "the node's own link"
+    else:
+        where = "the disk" if model_of._tier(op) is Tier.DISK else "the host's link"
+    return f"waiting for {where}: {_NOUN.get(op.kind, op.kind.lower())} of {_STATE.get(op.part, 'state')}"

@@ -1,0 +1,126 @@
+"""Oracle: the lifetime analysis, closed forms of α–β links and lanes, and what must hold of any honest forecast."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockwalk.compile import compile
+from blockwalk.methods import method
+from blockwalk.plan import Plan
+from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.simulate import analytic, hardware, simulator, trace
+from blockwalk.simulate.hardware import Hardware, Link
+from blockwalk.state import StateKind
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "vocab_size": 4000,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "dtype": "bfloat16", "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPE = Shape(2, 64)
+MESH = {"mesh": {"world": 16, "ranks_per_node": 8}}
+PLANS = {
+    "plain": method("plain"),
+    "recomputed": method("plain", recompute="all", gradient_accumulation_steps=2),
+    "host": method("plain", recompute="all", frozen="host × raw", trainable="host × fp32", activation="host", prefetch=2),
+    "mezo": method("mezo"),
+    "zo2": method("zo2"),
+    "zero3": method("zero3", **MESH),
+    "fcdp": method("fcdp", **MESH),
+}
+
+
+def program_of(plan: Plan) -> tuple[Program, object, object]:
+    costs = analytic.costs(CONFIG, plan, SHAPE, device="cuda")
+    model = analytic.model_spec(CONFIG)
+    return compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cuda"), model, costs
+
+
+def run(plan: Plan, machine: Hardware) -> simulator.Simulation:
+    program, model, costs = program_of(plan)
+    return simulator.simulate(program, plan, model, machine, costs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_ops_that_cost_nothing_peak_as_the_lifetime_analysis_says(name: str) -> None:
+    program, _, _ = program_of(PLANS[name])
+    assert simulator.peaks(program, simulator.schedule(program, lambda _: 0.0)) == program.peaks()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_simulated_peaks_never_exceed_the_programs_order_by_more_than_what_is_in_flight(name: str) -> None:
+    """Lanes that run ahead hold what they carry: no more than every op's own claim at once."""
+    machine = hardware.load("a40-48gb-x8-eth1")
+    found, (program, _, _) = run(PLANS[name], machine), program_of(PLANS[name])
+    claims = sum(n for op in program.ops if op.lane is not Lane.COMPUTE for pool, n in op.takes if pool is Pool.DEVICE)
+    assert found.peaks[Pool.DEVICE] <= program.peaks()[Pool.DEVICE] + claims
+    assert found.bytes_by_lane == program.bytes_by_lane()
+
+
+PARTS = ("host_to_device", "device_to_host", "disk_read", "disk_write", "intra", "inter", "memory_bandwidth", "flops")
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(sorted(PLANS)), faster=st.sampled_from(PARTS), by=st.floats(1.0, 50.0))
+def test_a_faster_part_never_makes_a_step_slower(name: str, faster: str, by: float) -> None:
+    machine = hardware.load("a40-48gb-x8-eth10")
+    if faster == "flops":
+        better = machine.with_efficiency(by)
+    else:
+        was = getattr(machine, faster)
+        change = Link(was.bandwidth * by, was.latency / by) if isinstance(was, Link) else was * by
+        better = dataclasses.replace(machine, **{faster: change})
+    assert run(PLANS[name], better).seconds <= run(PLANS[name], machine).seconds * (1 + 1e-12)
+
+
+def _op(index: int, lane: Lane, deps: tuple[int, ...] = ()) -> Op:
+    return Op(index, OpKind.FORWARD, 1, lane, deps)
+
+
+def test_lanes_overlap_as_far_as_dependencies_allow() -> None:
+    """Closed form: fetches of 3 s and computations of 2 s in turn end after 3 + 3 + 3 + 2 s."""
+    ops = tuple(
+        op for i in range(3) for op in (_op(2 * i, Lane.FETCH), _op(2 * i + 1, Lane.COMPUTE, (2 * i,)))
+    )
+    program = Program("toy", StepKind.TRAIN, SHAPE, ("a", "b"), frozenset(), frozenset(), ops)
+    spans = simulator.schedule(program, lambda op: 3.0 if op.lane is Lane.FETCH else 2.0)
+    assert [span.ended for span in spans] == [3, 5, 6, 8, 9, 11]
+    path = simulator.critical_path(program, spans, lambda op: str(op.lane))
+    assert path == {"fetch": 9.0, "compute": 2.0}
+
+
+def test_a_gather_takes_alpha_and_beta() -> None:
+    """Closed form: 8 ranks share the node's link; a tree over 2 nodes has one round."""
+    machine = hardware.load("a40-48gb-x8-eth1")
+    plan = PLANS["zero3"]
+    model = simulator.CostModel(plan, analytic.model_spec(CONFIG), machine)
+    op = Op(0, OpKind.GATHER, 1, Lane.INTER, part=StateKind.TRAINABLE, nbytes=10**6, span=(8, 16))
+    assert model.seconds(op) == pytest.approx(1e-4 + 8 * 10**6 / 1.18e8)
+
+
+def test_every_description_that_ships_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    assert len(hardware.names()) >= 9
+    for name in hardware.names():
+        machine = hardware.load(name)
+        hardware.save(machine, tmp_path / "hardware.yaml")
+        assert hardware.load(tmp_path / "hardware.yaml") == machine
+    with pytest.raises(ValueError, match="did you mean 'laptop'"):
+        hardware.load("labtop")
+
+
+def test_a_trace_holds_every_op_that_took_time(tmp_path: Path) -> None:
+    """Oracle: the spans; a lane's events do not overlap."""
+    found = run(PLANS["zo2"], hardware.load("a100-80gb"))
+    timed = [(span.op, span.began, span.ended) for span in found.spans]
+    trace.write(tmp_path / "trace.json", trace.events(found.program, [timed], process="simulated"))
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum(e["dur"] for e in events) == pytest.approx(1e6 * sum(span.seconds for span in found.spans), rel=1e-3)
+    for lane in {e["tid"] for e in events}:
+        mine = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == lane)
+        assert all(a + d <= b + 0.01 for (a, d), (b, _) in itertools.pairwise(mine))
