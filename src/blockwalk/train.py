@@ -94,7 +94,7 @@ def train(run: RunConfig) -> Outcome:
         ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             shape = Shape(run.batch_size // plan.gradient_accumulation_steps, _longest(rows, run))
-            forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape))
+            forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape, foresee=True))
             forecast.check()
             loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory)
             if start is not None:
@@ -223,7 +223,13 @@ class _Loop:
             self.first_loss = result.loss
         self.last_loss = result.loss
         self.metrics.write(_line(result, read, peak))
-        progress.step(result.step, loss=result.loss, tokens_per_second=read / result.seconds, peak_bytes=peak)
+        progress.step(
+            result.step,
+            loss=result.loss,
+            seconds=result.seconds,
+            tokens_per_second=read / result.seconds,
+            peak_bytes=peak,
+        )
 
     def _fill_in_metrics(self) -> None:
         """Lines of steps that the ledger has and ``metrics.jsonl`` has not: a kill came between the two."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from blockwalk.compile import RULE_STATES, forward_passes
+from blockwalk.compile import RULE_STATES
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import OpKind, Pool, Program, human_bytes
 from blockwalk.state import ModelSpec, Placement
@@ -62,7 +62,7 @@ class Forecast:
     def lines(self) -> Iterator[str]:
         """The forecast as a small table."""
         plan, program, shape = self.plan, self.program, self.program.shape
-        passes = f", {forward_passes(plan)} forward passes" if plan.estimator is Estimator.ZEROTH_ORDER else ""
+        passes = f", {plan.forward_passes} forward passes" if plan.estimator is Estimator.ZEROTH_ORDER else ""
         yield f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at {_when(plan)}"
         for row in self.rows():
             yield f"  {row.kind:<11} {row.placement!s:<24} {human_bytes(row.nbytes):>10}   {row.note}".rstrip()

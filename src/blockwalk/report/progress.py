@@ -24,8 +24,9 @@ class Progress:
         self._total, self._done, self._log_every = total, done, log_every
         self._bar: Any = None
         self._task: Any = None
-        self._began = time.perf_counter()
         self._first = done
+        self._began: float | None = None
+        """When the first step began: what comes before it (evaluation, compiling) says nothing of those to come."""
 
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():
@@ -56,12 +57,15 @@ class Progress:
         else:
             print(text, flush=True)
 
-    def step(self, step: int, *, loss: float, tokens_per_second: float, peak_bytes: int) -> None:
+    def step(self, step: int, *, loss: float, seconds: float, tokens_per_second: float, peak_bytes: int) -> None:
         """Show that a step is done."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now - seconds
         figures = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=figures)
         elif step % self._log_every == 0 or step == self._total:
             width = int(math.log10(self._total)) + 1
-            left = (time.perf_counter() - self._began) / (step - self._first) * (self._total - step)
+            left = (now - self._began) / (step - self._first) * (self._total - step)
             print(f"step {step:>{width}}/{self._total}  {figures}  {left:.0f} s left", flush=True)
