@@ -312,6 +312,9 @@ class Engine:
 
     cache = reduce = gather
 
+    def masters_changed(self) -> None:
+        """The masters have new values from outside."""
+
     def total(self, values: list[float]) -> list[float]:
         """Sums over all ranks."""
         return values

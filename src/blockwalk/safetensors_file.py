@@ -182,7 +182,7 @@ def pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[t
     if isinstance(weight, torch.Tensor):
         yield weight
         return
-    rows, columns = weight.shape
+    rows, columns = weight.shape[0], prod(weight.shape[1:])
     some = max(1, elements // columns)
     for start in range(0, rows, some):
         yield weight.rows(start, min(start + some, rows))

@@ -84,6 +84,7 @@ class ShardedEngine(Engine):
         }
         self._open: set[int] = set()
         """Units whose gradient buffer holds something."""
+        self._gathered: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._summed: dict[int, torch.Tensor] = {}
         """Of each unit the gradients as far as they are reduced."""
         self._waiting: set[int] = set()
@@ -378,14 +379,55 @@ class ShardedEngine(Engine):
             found |= {name: view.clone() for name, view in shard.views(self.gathered(shard, own)).items()}
         return found
 
-    def gathered(self, shard: Shard, own: torch.Tensor) -> torch.Tensor:
-        """A whole flat buffer from this rank's slice over Z1; every rank calls this together, outside a program."""
+    def gathered(self, shard: Shard, own: torch.Tensor | None = None) -> torch.Tensor:
+        """A whole flat buffer, of masters or frozen parameters unless this rank's slice of something else is given. Every
+        rank calls this together, outside a program."""
+        size = self.plan.mesh.z1
+        if own is None:
+            own = shard.master if shard.master is not None else shard.source
+        if own is None:
+            own, size = shard.node, self.plan.mesh.z3
+        assert own is not None
         flat = torch.empty(shard.numel, dtype=own.dtype, device=self.device)
-        z1 = self.plan.mesh.z1
-        flat[self.groups.slice(shard.numel, z1)] = own.to(self.device)
-        for axis in reversed(self.groups.between(1, z1)):
+        flat[self.groups.slice(shard.numel, size)] = own.to(self.device)
+        for axis in reversed(self.groups.between(1, size)):
             self.groups.gather_(flat[self.groups.slice(shard.numel, axis.inner)], (axis,), self.groups.lane(axis))
         return flat
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Rank 0 writes what was trained, one unit gathered at a time; every rank calls this together."""
+        if hasattr(self.module, "peft_config"):
+            trained = self.whole_masters()
+            if self.rank == 0:
+                from blockwalk.adapters import save_adapter
+
+                save_adapter(self.module, trained, folder)
+            return
+        from blockwalk.safetensors_file import pieces, save_model
+
+        weights = {p.name: _Gathered(self, p) for p in self.spec.params()}
+        if self.rank == 0:
+            save_model(folder, self.module, weights)
+            return
+        for weight in weights.values():
+            for _ in pieces(weight):
+                pass
+
+    def gathered_unit(self, unit: int) -> dict[str, torch.Tensor]:
+        """A unit's parameters, whole: trainables in float32. The last unit that was asked for is kept."""
+        if self._gathered[0] != unit:
+            self._gathered = (-1, {})
+            found: dict[str, torch.Tensor] = {}
+            for part in PARTS:
+                shard = self.shards[unit, part]
+                if shard.numel:
+                    found |= shard.views(self.gathered(shard))
+            self._gathered = (unit, found)
+        return self._gathered[1]
+
+    def owner(self, name: str) -> int:
+        """The unit of a parameter."""
+        return self._owner[name][0]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices, by unit and kind."""
@@ -422,6 +464,25 @@ class ShardedEngine(Engine):
     def close(self) -> None:
         super().close()
         self.groups.close()
+
+
+class _Gathered:
+    """A parameter that is gathered with its unit when its rows are asked for, in the dtype that the model came in."""
+
+    def __init__(self, engine: ShardedEngine, param: ParamSpec) -> None:
+        self._engine, self._name = engine, param.name
+        self.shape: Any = param.shape
+        self.dtype: torch.dtype = getattr(torch, param.dtype)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        whole = self._engine.gathered_unit(self._engine.owner(self._name))[self._name]
+        return whole[start:stop].to(self.dtype)
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self.rows(0, self.shape[0])[:, start:stop]
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return self.rows(0, self.shape[0])[index]
 
 
 def _copy(out_P: torch.Tensor, from_P: torch.Tensor) -> None:

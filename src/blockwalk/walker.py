@@ -28,6 +28,7 @@ from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
 
 if TYPE_CHECKING:
+    from blockwalk.checkpoint_sharded import Saver
     from blockwalk.config import LoraSettings
 
 Batch = Mapping[str, torch.Tensor]
@@ -111,6 +112,7 @@ class Walker:
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: dict[tuple[Shape, bool], Costs] = {}
         self.steps_done = 0
+        self._saver: Saver | None = None
         self.ledger: Ledger | None = None
         self.estimator: Backprop | ZerothOrder
         if plan.estimator is Estimator.ZEROTH_ORDER:
@@ -390,6 +392,24 @@ class Walker:
         self.engine.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
         self.steps_done = steps if self.ledger is None else self.ledger.steps
 
+    def save_state(self, folder: str | os.PathLike[str], *, wait: bool = True) -> None:
+        """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
+        False it is written behind the next steps; see :class:`blockwalk.checkpoint_sharded.Saver`."""
+        self._state_saver().save(folder, self.steps_done, wait=wait)
+
+    def load_state(self, folder: str | os.PathLike[str]) -> None:
+        """First order: go on from what :meth:`save_state` wrote, on any mesh."""
+        self.steps_done = self._state_saver().load(folder)
+
+    def _state_saver(self) -> Saver:
+        if isinstance(self.estimator, ZerothOrder):
+            raise ValueError(f"method {self.plan.method!r} is zeroth-order: its ledger is its checkpoint")
+        if self._saver is None:
+            from blockwalk.checkpoint_sharded import Saver
+
+            self._saver = Saver(self.engine)
+        return self._saver
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors."""
         self.flush()
@@ -398,6 +418,8 @@ class Walker:
     def close(self) -> None:
         """Let go of threads, files and scratch."""
         self.lanes.close()
+        if self._saver is not None:
+            self._saver.close()
         self.engine.close()
         if self.ledger is not None:
             self.ledger.close()

@@ -1,0 +1,89 @@
+"""Oracle: the run that was never interrupted, bit for bit; files that transformers reads, with the weights that were trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from blockwalk.blocks import CutModel
+from blockwalk.methods import method
+from blockwalk.walker import Walker
+from tests.models import random_batch, tiny_model
+from tests.ranks.processes import run_ranks
+
+
+def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = {} if name == "plain" else {"mesh": {"world": world, "ranks_per_node": min(world, ranks_per_node)}}
+    model = tiny_model("llama", tied=True, seed=3)
+    return Walker(model, method(name, optimizer={"learning_rate": 1e-3}, **mesh), device="cpu")
+
+
+def weights(walker: Walker) -> dict[str, torch.Tensor]:
+    engine: Any = walker.engine
+    return engine.whole_masters() if walker.plan.sharded else {n: m.clone() for n, m in engine.masters.items()}
+
+
+def _interrupted(rank: int, folder: Path) -> Any:
+    """Two steps, a checkpoint written behind the third, and the run without a stop."""
+    with walker_of("hzp") as walker:
+        for step in range(2):
+            walker.step(random_batch(8, 8, seed=step))
+        walker.save_state(folder / "four", wait=False)
+        before = weights(walker)
+        loss = walker.step(random_batch(8, 8, seed=2)).loss
+        walker.save_pretrained(folder / "model")
+        after = weights(walker)
+    with pytest.raises(FileExistsError, match="save to another folder"), walker_of("hzp") as walker:
+        walker.save_state(folder / "four")
+    with walker_of("hzp") as again:
+        again.load_state(folder / "four")
+        assert again.steps_done == 2
+        assert again.step(random_batch(8, 8, seed=2)).loss == loss
+        resumed = weights(again)
+        assert all(torch.equal(resumed[name], value) for name, value in after.items())
+    return before, after, loss
+
+
+def _continued(rank: int, name: str, source: Path, target: Path | None) -> Any:
+    """Load at another world size, save again, and step once."""
+    with walker_of(name) as walker:
+        walker.load_state(source)
+        loaded = weights(walker)
+        if target is not None:
+            walker.save_state(target)
+        loss = walker.step(random_batch(8, 8, seed=2)).loss
+        return loaded, weights(walker), loss
+
+
+def test_a_run_goes_on_at_any_world_size_and_method(tmp_path: Path) -> None:
+    """4 → 2 → 1 ranks, hzp → fcdp → plain: masters bit for bit, the next step to rounding; the saved model is that of
+    transformers."""
+    CutModel(tiny_model("llama", tied=True, seed=3))
+    before, after, loss = run_ranks(4, _interrupted, tmp_path)[0]
+    assert not list(tmp_path.glob(".*"))
+    two = run_ranks(2, _continued, "fcdp", tmp_path / "four", tmp_path / "two")[0]
+    one = _continued(0, "plain", tmp_path / "two", None)
+    for loaded, stepped, found in (two, one):
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, value in before.items():
+            assert torch.equal(loaded[name], value), name
+            assert torch.allclose(stepped[name], after[name], rtol=1e-4, atol=1e-6), name
+
+    from transformers import AutoModelForCausalLM
+
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(saved[name], value) for name, value in after.items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with walker_of("plain") as walker:
+        walker.save_state(tmp_path / "one")
+    other = Walker(tiny_model("llama", num_hidden_layers=2), method("plain"), device="cpu")
+    with other, pytest.raises(ValueError, match="is not of this model and optimizer"):
+        other.load_state(tmp_path / "one")
