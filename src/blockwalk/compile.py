@@ -94,6 +94,12 @@ def compile(
         builder: _Builder = sharded_builder(
             plan, model, shape, costs, device, group_size, dirty=pending.dirty, differentiates=trains
         )
+    elif plan.mesh.slice > 1:
+        from blockwalk.compile_slices import SliceBuilder
+
+        builder = SliceBuilder(
+            plan, model, shape, costs, device, group_size, pending=pending, gathers=step_kind is not StepKind.FLUSH
+        )
     else:
         builder = _Builder(plan, model, shape, costs, device, group_size)
     if step_kind is StepKind.FLUSH:
@@ -180,7 +186,7 @@ class _Builder:
         micro_batches = self.plan.gradient_accumulation_steps if step_kind is not StepKind.EVALUATE else 1
         if self.plan.estimator is Estimator.ZEROTH_ORDER:
             in_turn = self.plan.zo.noise == "mezo" or step_kind is not StepKind.TRAIN
-            walks = micro_batches * (1 if in_turn else forward_passes(self.plan))
+            walks = micro_batches * (1 if in_turn else passes_of_rank(self.plan))
         else:
             walks = micro_batches if self.plan.accumulation_order == "block" else 1
         made = self.costs.of(self.model.prologue.kind).saved
@@ -240,6 +246,10 @@ class _Builder:
         return DTYPE_BYTES[CODEC_DTYPE.get(self.plan.trainable.codec, p.dtype)]
 
     # ---- what is different where state is spread over ranks ------------------------------------------------------
+
+    def arrives_updated(self, unit: int) -> bool:
+        """Whether what is pending for a unit is applied on its way to its turn."""
+        return False
 
     @property
     def graphs_outlive_slots(self) -> bool:
@@ -361,7 +371,7 @@ def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: i
         for part, placement in ((StateKind.FROZEN, plan.frozen), (StateKind.TRAINABLE, plan.trainable)):
             nbytes = builder.part_bytes(unit, part)
             if builder.streams(index, part):
-                hold(pools[placement.tier], nbytes)
+                hold(pools[placement.tier], nbytes // (plan.mesh.slice if part is StateKind.TRAINABLE else 1))
             elif placement.tier is Tier.DISK and builder.mapped(part):
                 hold(Pool.MAPPED, nbytes)
             else:
@@ -658,7 +668,7 @@ def bucket_states(plan: Plan) -> dict[str, tuple[Codec, float]]:
 
 
 def bucket_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> int:
-    """Bytes of a unit's bucket: its trainables in their codec and the states beside them, aligned."""
+    """Bytes of a unit's bucket: its trainables in their codec and the states beside them, aligned, and cut into slices."""
     codec = plan.trainable.codec
     total = 0
     for p in unit.params:
@@ -667,7 +677,7 @@ def bucket_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> int:
             sizes = [encoded_nbytes(p.shape, p.dtype, written_as, group_size)]
             sizes += [encoded_nbytes(p.shape, "float32", kept, group_size) for kept, _ in bucket_states(plan).values()]
             total += sum(-(-size // BUCKET_ALIGN) * BUCKET_ALIGN for size in sizes)
-    return total
+    return -(-total // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN * plan.mesh.slice
 
 
 def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[int]:
@@ -676,16 +686,15 @@ def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[
     return frozenset(unit for unit in range(len(model.units)) if builder.streams(unit, StateKind.TRAINABLE))
 
 
-def forward_passes(plan: Plan) -> int:
-    """Forwards of one zeroth-order step: 2q for two-point queries, N + 1 for fzoo, 2q + 1 for hizoo."""
-    queries = plan.zo.queries
-    return {"spsa": 2 * queries, "fzoo": queries + 1, "hizoo": 2 * queries + 1}[plan.zo.kind]
+def passes_of_rank(plan: Plan) -> int:
+    """The most forwards of one zeroth-order step that a rank runs; where they do not divide, some run one less."""
+    return -(-plan.forward_passes // plan.mesh.perturb)
 
 
 def _zeroth_order(b: _Builder, pending: Pending) -> None:
     """Every forward of the step while the unit is on the device; the last step's update first, where it is deferred."""
     plan, last = b.plan, b.last
-    passes = range(forward_passes(plan))
+    passes = range(passes_of_rank(plan))
     deferred = plan.update.timing is Timing.DEFERRED
 
     def work(kind: OpKind, unit: int) -> Callable[[tuple[int, ...]], list[int]]:
@@ -739,6 +748,8 @@ def _apply_pending(b: _Builder, unit: int, after: Sequence[int], pending: Pendin
     A resident unit was brought up to date in every step, so it finds one entry; a streamed one finds all that its
     tier has not seen.
     """
+    if b.arrives_updated(unit):
+        return []
     streamed = b.streams(unit, StateKind.TRAINABLE)
     entries = pending.entries if streamed else min(pending.entries, 1)
     if not entries or not b.model.units[unit].numel(trainable=True):

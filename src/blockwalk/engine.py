@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
     from blockwalk.tiers import WeightSource
     from blockwalk.tiers.buckets import Buckets
+    from blockwalk.tiers.slots import SliceGroup
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Engine:
             it goes when the engine is closed.
 
         training: False freezes everything: no masters, no optimizer states.
+        slices: zeroth order: the ranks that hold the streamed trainables together.
 
     Raises:
         ValueError: the model cannot be cut, or its weights do not fit the plan; the message says why.
@@ -64,8 +66,9 @@ class Engine:
         workdir: Path,
         run: str = "",
         training: bool = True,
+        slices: SliceGroup | None = None,
     ) -> None:
-        self.plan, self.device = plan, device
+        self.plan, self.device, self._slices = plan, device, slices
         self.scratch = ScratchMaps(workdir)
         self.source: WeightSource | None = None
         module, self.source, self.compute_dtype = _open(model, plan, workdir)
@@ -172,6 +175,7 @@ class Engine:
             device=self.device,
             path=workdir / f"weights-{run or uuid.uuid4().hex[:12]}",
             keep=bool(run),
+            group=self._slices,
         )
 
     @property
@@ -308,9 +312,13 @@ class Engine:
 
     def gather(self, op: Op) -> Callable[[], None]:
         """GATHER: complete a slice over a group of ranks."""
-        raise AssertionError(f"nothing is spread over ranks under {self.plan.method}")
+        return partial(self.buckets.gather, op.unit)
 
-    cache = reduce = gather
+    def cache(self, op: Op) -> Callable[[], None]:
+        """CACHE, and REDUCE over ranks."""
+        raise AssertionError(f"{op.kind} has no meaning under {self.plan.method}")
+
+    reduce = cache
 
     def masters_changed(self) -> None:
         """The masters have new values from outside."""
@@ -412,7 +420,9 @@ def _open(
             # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
             return model if plan.estimator is Estimator.ZEROTH_ORDER or plan.sharded else model.to(dtype), None, dtype
         folder = workdir / "model"
-        model.save_pretrained(folder)  # type: ignore[operator]
+        from blockwalk.safetensors_file import save_model
+
+        save_model(folder, model, dict(model.named_parameters()))  # transformers' own writes on rank 0 alone
         model = folder
     from blockwalk.skeleton import build_skeleton, load_config
 

@@ -100,6 +100,18 @@ class Ledger:
             self._fd = -1
 
 
+class LedgerCopy(Ledger):
+    """What a rank other than the first keeps of the run's ledger: in memory, each step compared by its caller."""
+
+    def __init__(self, path: Path, header: dict[str, Any], entries: list[Entry]) -> None:
+        self.path, self.header, self.entries = path, header, entries
+        self._fd = -1
+
+    def append(self, entry: Entry) -> None:
+        assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in the copy of {self.path}"
+        self.entries.append(entry)
+
+
 def read_ledger(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Entry]]:
     """The header and the whole lines of a ledger, without changing it.
 

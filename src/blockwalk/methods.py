@@ -6,6 +6,7 @@
 | mebp    | backprop, LoRA | disk × int4 × nobody (frozen)              | disk        | at the block's turn     |
 | mezo    | zeroth-order   | device × raw × nobody                      | –           | at step end             |
 | zo2     | zeroth-order   | host or disk × any × nobody                | –           | deferred, at next fetch |
+| distzo2 | zeroth-order   | host slice M/n × any × node                | –           | deferred, at next fetch |
 | zero3   | backprop       | device slice 1/G × raw × world             | device      | sharded over the world  |
 | zeropp  | backprop       | the same, node slices kept on the device   | device      | sharded over the world  |
 | mics    | backprop       | device slice 1/g × raw × node              | device      | sharded in the node     |
@@ -17,6 +18,7 @@ Each function below returns a Plan and does nothing else. A setting given to :fu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -88,6 +90,15 @@ def zo2() -> Plan:
     )
 
 
+def distzo2() -> Plan:
+    """ZO2 over ranks that exchange scalars: forwards shared inside, the batch outside, one copy of the blocks a node.
+
+    Source: Wang et al., "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning LLMs with Distributed
+    Parallel Computing" (2025).
+    """
+    return replace(zo2(), method="distzo2")
+
+
 def zero3() -> Plan:
     """Parameters, gradients and optimizer states over all ranks: gathered before every use, reduced after every backward.
 
@@ -136,7 +147,8 @@ def _sharded(name: str, *, parameters: Group, gradients: Group, optimizer: Group
     )
 
 
-METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in (plain, mebp, mezo, zo2, zero3, zeropp, mics, fcdp, hzp)}
+_ROWS = (plain, mebp, mezo, zo2, distzo2, zero3, zeropp, mics, fcdp, hzp)
+METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in _ROWS}
 """The rows by name, in the order of the table."""
 
 
@@ -162,15 +174,32 @@ def method(name: str, **settings: Any) -> Plan:
 def _on_mesh(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with the sizes of the groups that a sharded row names, once world and node are known."""
     flat = _flat(settings)
-    if not row.sharded or "mesh.world" not in flat:
+    zeroth_order = row.estimator is Estimator.ZEROTH_ORDER
+    if not (row.sharded or zeroth_order) or "mesh.world" not in flat:
         return settings
     world = int(flat["mesh.world"])
     sizes = {Group.NODE: int(flat.get("mesh.ranks_per_node", world)), Group.WORLD: world}
     mesh = {key.removeprefix("mesh."): value for key, value in flat.items() if key.startswith("mesh.")}
     mesh.setdefault("ranks_per_node", world)
+    others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
+    if zeroth_order:
+        return {**others, "mesh": _shared_passes(override(row, others), mesh)}
     for key, placement in (("z1", row.optimizer_state), ("z2", row.gradient), ("z3", row.trainable)):
         mesh.setdefault(key, sizes[placement.group])
-    return {**{key: value for key, value in settings.items() if not key.startswith("mesh")}, "mesh": mesh}
+    return {**others, "mesh": mesh}
+
+
+def _shared_passes(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:
+    """A zeroth-order mesh with what was not given: neighbours share the forwards as far as these divide evenly, the others
+    cut the batch; where blocks are streamed in a form that can be cut, the ranks of a node hold them once."""
+    world, node = int(mesh["world"]), int(mesh["ranks_per_node"])
+    if "perturb" not in mesh:
+        together = 1 if plan.zo.noise == "mezo" else math.gcd(node, plan.forward_passes)
+        mesh["perturb"] = world // max(int(mesh["data"]), 1) if "data" in mesh else together
+    mesh.setdefault("data", world // max(int(mesh["perturb"]), 1))
+    if plan.method == "distzo2" and plan.sliceable:
+        mesh.setdefault("slice", node)
+    return mesh
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

@@ -96,11 +96,16 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class MeshSettings:
-    """The ranks (``mesh.*``). Zeroth order: data × perturb × slice. Backpropagation: z3 | z2 | z1 | world."""
+    """The ranks (``mesh.*``). Zeroth order: data × perturb, holding slices. Backpropagation: z3 | z2 | z1 | world."""
 
     data: int = 1
+    """Parts that the global batch is cut into, the outer axis."""
     perturb: int = 1
+    """Ranks that share the forwards of a step, the inner axis: neighbours."""
     slice: int = 1
+    """Neighbours of a node that hold one copy of the streamed blocks, each its slice, whatever they compute."""
+    check_every: int = 100
+    """Zeroth order: steps between comparisons of the ranks' weights."""
     z1: int = 1
     """Ranks that share optimizer states."""
     z2: int = 1
@@ -157,6 +162,19 @@ class Plan:
     def sharded(self) -> bool:
         """True where parameters are spread over ranks and gradients are summed over them."""
         return self.estimator is Estimator.BACKPROP and self.trainable.group is not Group.NOBODY
+
+    @property
+    def forward_passes(self) -> int:
+        """Forwards of one zeroth-order step: 2q for two-point queries, N + 1 for fzoo, 2q + 1 for hizoo."""
+        queries = self.zo.queries
+        return {"spsa": 2 * queries, "fzoo": queries + 1, "hizoo": 2 * queries + 1}.get(self.zo.kind, 1)
+
+    @property
+    def sliceable(self) -> bool:
+        """True where a slice of a unit's bytes can be brought up to date by itself."""
+        on_host = self.trainable.tier is Tier.HOST and self.update.timing is Timing.DEFERRED
+        dense = self.trainable.codec is Codec.RAW or self.trainable.codec in CODEC_DTYPE
+        return on_host and dense and self.optimizer.name in ("sgd", "sign") and self.zo.kind != "hizoo"
 
     @property
     def streams_parameters(self) -> bool:
@@ -295,9 +313,28 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             f" world={mesh.world}; change mesh.z1, mesh.z2 or mesh.z3",
         ),
         (
-            zeroth_order and mesh.data * mesh.perturb * mesh.slice != mesh.world,
-            f"mesh.data × mesh.perturb × mesh.slice = {mesh.data}×{mesh.perturb}×{mesh.slice}"
-            f" = {mesh.data * mesh.perturb * mesh.slice}, but there are {mesh.world} ranks",
+            zeroth_order and mesh.data * mesh.perturb != mesh.world,
+            f"mesh.data × mesh.perturb = {mesh.data}×{mesh.perturb} = {mesh.data * mesh.perturb}, but there are"
+            f" {mesh.world} ranks",
+        ),
+        (
+            zeroth_order and mesh.perturb > max(plan.forward_passes, 1),
+            f"mesh.perturb is {mesh.perturb}, and a step has {plan.forward_passes} forwards; lower it, or raise zo.queries",
+        ),
+        (
+            zeroth_order and mesh.perturb > 1 and plan.zo.noise == "mezo",
+            "zo.noise: mezo perturbs the weights one forward after the other; set mesh.perturb: 1, or zo.noise: gaussian",
+        ),
+        (
+            zeroth_order and mesh.ranks_per_node % mesh.slice != 0,
+            f"mesh.slice={mesh.slice} does not divide mesh.ranks_per_node={mesh.ranks_per_node}: slices are gathered inside a"
+            " node",
+        ),
+        (
+            zeroth_order and mesh.slice > 1 and not plan.sliceable,
+            f"mesh.slice is {mesh.slice}: a slice is of plain numbers on the host, with nothing beside them, whose updates"
+            " wait. Use trainable: host in raw, fp32, bf16 or fp16, update.timing: deferred, optimizer.name: sgd or sign and"
+            " zo.kind: spsa or fzoo; or set mesh.slice: 1",
         ),
         (
             mesh.world % mesh.ranks_per_node != 0,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.objectives import as_objective
 from blockwalk.estimators.zeroth_order import ZerothOrder
+from blockwalk.groups import require_agreement, versions
 from blockwalk.lanes import Lanes, Mark
-from blockwalk.ledger import Entry, Ledger
-from blockwalk.plan import Estimator, Plan, Timing
+from blockwalk.ledger import Entry, Ledger, LedgerCopy
+from blockwalk.plan import Estimator, MeshSettings, Plan, Timing
 from blockwalk.program import Lane, OpKind, Program, Shape, StepKind
+from blockwalk.ranks import Ranks, make_ranks
 from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
 
@@ -104,10 +107,18 @@ class Walker:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
-        run = run_of(ledger)
+        zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+        self.ranks = make_ranks(plan, self.device) if zeroth_order else Ranks(MeshSettings())
+        if self.ranks.world > 1:
+            folder = folder / f"rank-{self.ranks.rank}"
+        run = self.ranks.first(lambda: run_of(ledger))
+        place: dict[str, Any] = {"slices": self.ranks} if zeroth_order else {}
         self.engine = engine_class(plan)(
-            model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training
+            model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training, **place
         )
+        if self.ranks.world > 1:
+            facts = {"plan": json.dumps(asdict(plan), default=str), "the model's weights": self.engine.buckets.checksum}
+            require_agreement({**facts, **versions()})
         self.lanes = Lanes(self.device)
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: dict[tuple[Shape, bool], Costs] = {}
@@ -116,9 +127,10 @@ class Walker:
         self.ledger: Ledger | None = None
         self.estimator: Backprop | ZerothOrder
         if plan.estimator is Estimator.ZEROTH_ORDER:
-            self.estimator = ZerothOrder(self.engine, None if objective is None else as_objective(objective))
+            function = None if objective is None else as_objective(objective)
+            self.estimator = ZerothOrder(self.engine, function, self.ranks)
             if ledger is not None:
-                self._take_up(Ledger(ledger, header(self.engine, lora, run)))
+                self._take_up(self._open_ledger(Path(ledger), header(self.engine, lora, run)))
         elif ledger is not None or objective is not None:
             raise ValueError(f"method {plan.method!r} differentiates: ledger and objective belong to zeroth order")
         else:
@@ -166,6 +178,8 @@ class Walker:
         state = self.estimator.state
         assert state is not None
         self.steps_done += 1
+        if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
+            self.ranks.compare(self.steps_done, *self.engine.buckets.sums())
         return StepResult(
             step=self.steps_done,
             loss=state.loss,
@@ -188,6 +202,17 @@ class Walker:
     def _catch_up(self) -> None:
         if isinstance(self.estimator, ZerothOrder) and self.estimator.waiting():
             self._execute(self.program(StepKind.FLUSH, Shape(1, 1)))
+
+    def _open_ledger(self, path: Path, head: Mapping[str, Any]) -> Ledger:
+        """The run's ledger: rank 0's file, of which the others keep a copy in memory."""
+        opened: list[Ledger] = []
+
+        def ask() -> tuple[dict[str, Any], list[Entry]]:
+            opened.append(Ledger(path, head))
+            return opened[0].header, opened[0].entries
+
+        found, entries = self.ranks.first(ask)
+        return opened[0] if opened else LedgerCopy(path, found, entries)
 
     def _take_up(self, ledger: Ledger) -> None:
         """Go on where a ledger stands."""
@@ -325,7 +350,7 @@ class Walker:
             options["tokens"] = loss_tokens(whole)
             batches = share(whole, count, self.plan.mesh.world, self.engine.rank)
         else:
-            batches = self._micro_batches(batch, count)
+            batches = self._micro_batches(batch, count * (self.plan.mesh.data if training else 1))
         program = self.program(step_kind, Shape(*batches[0]["input_ids"].shape))
         self.estimator.begin(
             batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training, **options
@@ -363,7 +388,7 @@ class Walker:
             raise ValueError(f"every tensor of a batch must be [batch, sequence] of one shape; got {shapes}")
         if shape[0] % count:
             raise ValueError(
-                f"the batch has {shape[0]} sequences, which gradient_accumulation_steps={count} does not divide"
+                f"the batch has {shape[0]} sequences, which gradient_accumulation_steps × mesh.data = {count} does not divide"
             )
         moved = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
         parts = {key: value.chunk(count) for key, value in moved.items()}

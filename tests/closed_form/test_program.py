@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.compile import Costs, Pending, UnitCost, compile, forward_passes, resident
+from blockwalk.compile import Costs, Pending, UnitCost, compile, resident
 from blockwalk.methods import METHODS, method
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import (
@@ -90,7 +90,7 @@ def test_every_rule_holds_for_every_plan(
     for rule in INVARIANTS:
         assert rule(program) == []
     forwards = [op for op in program.ops if op.kind is OpKind.FORWARD]
-    passes = forward_passes(plan) if kind is StepKind.TRAIN and plan.estimator is Estimator.ZEROTH_ORDER else 1
+    passes = plan.forward_passes if kind is StepKind.TRAIN and plan.estimator is Estimator.ZEROTH_ORDER else 1
     micro_batches = 1 if kind is StepKind.EVALUATE else plan.gradient_accumulation_steps
     expected = 0 if kind is StepKind.FLUSH else layers * passes * micro_batches
     assert len(forwards) == expected

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,14 +26,16 @@ from blockwalk.blocks import Prologue
 from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators import mezo
+from blockwalk.estimators.chunks import UPDATE_ELEMENTS
 from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
 from blockwalk.estimators.objectives import Objective, ranked
 from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
 from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_
 from blockwalk.ledger import Entry
-from blockwalk.plan import Plan
+from blockwalk.plan import MeshSettings, Plan
 from blockwalk.program import Op, OpKind
+from blockwalk.ranks import Ranks
 from blockwalk.state import ParamSpec, Weight
 
 Batch = Mapping[str, torch.Tensor]
@@ -111,10 +113,12 @@ class ZerothOrder:
     Args:
         engine: the cut model and its buckets.
         objective: a function of logits and batch that is minimised instead of the loss.
+        ranks: those that share a step's forwards and its batch; this process alone unless given.
     """
 
-    def __init__(self, engine: Engine, objective: Objective | None = None) -> None:
+    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
         self.engine, self.function = engine, objective
+        self.ranks = ranks or Ranks(MeshSettings())
         self.plan = engine.plan
         self.rule = ZerothOrderRule.of(self.plan)
         self.entries: list[Entry] = []
@@ -124,6 +128,8 @@ class ZerothOrder:
         self.record: Callable[[Entry], None] = self.entries.append
         """Called with each step's entry before any weight changes; the step counts when it returns."""
         self.scratch = LossScratch()
+        self.slice_scratch = LossScratch()
+        """Of updates to slices, which run beside the forwards."""
         self.loss_scratch = LossScratch()
         self.state: _State | None = None
         head = engine.cut.head
@@ -136,10 +142,11 @@ class ZerothOrder:
         return {n: buckets.cells(buckets.home[n])[n][""].tensor for n in mezo.order_of(self.engine.cut)}
 
     def seed_of(self, given: int | None) -> int:
-        """A step's seed: the one given (0 counts), else the plan's; the original draws one from numpy for each step."""
-        if given is not None:
-            return given
-        return int(np.random.randint(1000000000)) if self._in_place else self.plan.seed
+        """A step's seed: the one given (0 counts), else the plan's; the original draws one from numpy for each step. Of
+        several ranks, rank 0's."""
+        if given is None and not self._in_place:
+            return self.plan.seed
+        return self.ranks.first_seed(int(np.random.randint(1000000000)) if given is None else given)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class ZerothOrder:
         """Start a step, or an evaluation, on its micro-batches.
 
         Args:
-            batches: the micro-batches, on the device.
+            batches: the parts of the global batch, on the device; of several ranks each computes on its own parts.
             step: its number, from 1.
             learning_rate: the step's.
             training: perturb, and make an entry of the losses.
@@ -199,6 +206,13 @@ class ZerothOrder:
         if op.kind is OpKind.UPDATE:
             return lambda: self._update(op)
         assert self.state is not None
+        state = self.state
+        if op.kind in (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS) and state.training:
+            passes = self.ranks.passes_of(self.ranks.rank, len(state.passes))
+            cuts = self.ranks.cuts_of(self.ranks.rank, len(state.batches))
+            if op.forward_pass >= len(passes):
+                return lambda: None  # a rank with one forward less than others
+            op = replace(op, micro_batch=cuts[op.micro_batch], forward_pass=passes[op.forward_pass])
         work = {
             OpKind.PROLOGUE: self._prologue,
             OpKind.FORWARD: self._forward,
@@ -206,7 +220,6 @@ class ZerothOrder:
             OpKind.PERTURB: self._perturb,
             OpKind.EXCHANGE: self._exchange,
         }[op.kind]
-        state = self.state
         return lambda: work(op, state)
 
     @torch.no_grad()
@@ -348,14 +361,17 @@ class ZerothOrder:
             curvatures=curvatures,
         )
         self.record(state.entry)
+        self.ranks.confirm(state.step, state.entry)
 
     def _losses(self, state: _State) -> tuple[float, ...]:
         """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
-        cuts, passes = range(len(state.batches)), range(len(state.passes))
-        values = torch.stack([torch.cat([state.losses[m, p].double().reshape(-1) for m in cuts]) for p in passes]).cpu()
+        cuts = range(len(state.batches))
+        own = [state.losses[m, p].double().reshape(-1) for m, p in sorted(state.losses, key=lambda key: key[::-1])]
+        rows = len(state.labels[0]) if state.by_row else 1
+        values = self.ranks.losses(state.step, torch.cat(own).tolist(), state.counted, len(state.passes), rows)
         if state.by_row:
             assert state.words is not None
-            return tuple(ranked(self.plan.zo.objective, state.words, rows_B) for rows_B in values)
+            return tuple(ranked(self.plan.zo.objective, state.words, torch.tensor(r, dtype=torch.float64)) for r in values)
         if self.function is not None:
             shares: Sequence[int] = [len(labels) for labels in state.labels]
         else:
@@ -363,7 +379,7 @@ class ZerothOrder:
         divisor = sum(shares) if self.function is not None else state.tokens
         return tuple(
             math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / divisor
-            for of_pass in values.tolist()
+            for of_pass in values
         )
 
     def _scalars(self, losses: tuple[float, ...], state: _State) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -403,6 +419,11 @@ class ZerothOrder:
         entries = self.entries[buckets.step(op.unit) - self.entries_after :]
         if self._in_place:
             self._update_in_place(entries)
+            return
+        if buckets.sliced(op.unit):
+            for name, cell in buckets.pieces(op.unit, UPDATE_ELEMENTS[self.engine.device.type]):
+                apply_entries_(self.rule, entries, name, {"": cell}, self.slice_scratch)
+            buckets.advance(op.unit, self.steps)
             return
         for name, cells in buckets.cells(op.unit).items():
             apply_entries_(self.rule, entries, name, cells, self.scratch)

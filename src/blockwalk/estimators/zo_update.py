@@ -110,7 +110,7 @@ def apply_entries_(
         for entry in entries:  # what the codec rounded is read again: the next entry sees what a tier would have kept
             x_RD = cell.load(first, last, scratch, "value")
             states = {state: cells[state].load(first, last, scratch, state) for state in rule.states}
-            _advance_(rule, entry, name, first * cell.layout.columns, x_RD, states, scratch)
+            _advance_(rule, entry, name, cell.origin + first * cell.layout.columns, x_RD, states, scratch)
             for state, tensor in {"": x_RD, **states}.items():
                 cells[state].save(first, tensor, _rounding(rule, entry, name, state))
 

@@ -5,10 +5,11 @@ Every bucket knows the step that it is up to date with. What brings it further i
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,20 @@ import torch
 
 from blockwalk.state import Codec, ModelSpec, Tier, Weight
 from blockwalk.tiers.host import HostTier, Staged
-from blockwalk.tiers.slots import STATE, Cells, Initial, Slots, UnitTier, cells_of, fill, trainable_spec
-from blockwalk.tiers.store import BlockStore, StoredUnit
+from blockwalk.tiers.slots import (
+    STATE,
+    Cell,
+    Cells,
+    Initial,
+    SliceGroup,
+    Slots,
+    UnitTier,
+    cells_of,
+    fill,
+    pieces_of,
+    trainable_spec,
+)
+from blockwalk.tiers.store import ALIGN, BlockStore, StoredUnit
 from blockwalk.tiers.store_writer import plan_units
 from blockwalk.tiers.writable import WritableStore
 
@@ -38,6 +51,7 @@ class Buckets:
         slots: device buffers for streamed units.
         device: where blocks compute.
         path: the writable store of the disk tier. One that is there already is taken up where it stands.
+        group: the ranks that hold the streamed buckets together, each its slice; None: this process holds all of them.
         keep: leave that store on the disk when this is closed; only then can a state be saved without it.
     """
 
@@ -54,12 +68,14 @@ class Buckets:
         device: torch.device,
         path: Path,
         keep: bool,
+        group: SliceGroup | None = None,
     ) -> None:
+        self._group = group if group is not None and group.slices > 1 else None
         self._keep = keep
         spec, written_as = trainable_spec(model, codec, {name: codec for name, (codec, _) in states.items()})
         source = Initial(spec, *initial, {name: begin for name, (_, begin) in states.items()})
         self.streamed, self.device = streamed, device
-        self.units = plan_units(source, spec, written_as, group_size=32)
+        self.units = self._cut(plan_units(source, spec, written_as, group_size=32))
         self.home: dict[str, int] = {
             param.name: number for number, unit in enumerate(model.units) for param in unit.params if param.trainable
         }
@@ -77,15 +93,28 @@ class Buckets:
         self.slots = Slots(slots if largest else 0, largest, device)
         self._cells = {unit: cells_of(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
 
+    def _cut(self, units: tuple[StoredUnit, ...]) -> tuple[StoredUnit, ...]:
+        """Buckets as long as whole slices of 64 bytes make them."""
+        step = ALIGN * (1 if self._group is None else self._group.slices)
+        return tuple(dataclasses.replace(unit, nbytes=-(-unit.nbytes // step) * step) for unit in units)
+
+    def _own(self, unit: int) -> slice:
+        """What this process holds of a unit's bucket where it stays."""
+        nbytes = self.units[unit].nbytes
+        return slice(0, nbytes) if self._group is None or unit not in self.streamed else self._group.own(nbytes)
+
     def _fill(self, source: Initial) -> None:
-        sizes = [unit.nbytes if number in self.streamed else 0 for number, unit in enumerate(self.units)]
-        host = HostTier(sizes, self.device)
+        owns = [self._own(number) for number in range(len(self.units))]
+        host = HostTier([own.stop - own.start if n in self.streamed else 0 for n, own in enumerate(owns)], self.device)
         filled = []
         for number, unit in enumerate(self.units):
-            into_P = host.bucket(number) if number in self.streamed else torch.empty(unit.nbytes, dtype=torch.uint8)
+            in_place = number in self.streamed and self._group is None
+            into_P = host.bucket(number) if in_place else torch.zeros(unit.nbytes, dtype=torch.uint8)
             filled.append(fill(unit, source, into_P))
             if number not in self.streamed:
                 self._resident[number] = into_P.to(self.device)
+            elif not in_place:
+                host.bucket(number).copy_(into_P[owns[number]])
         self.units, self.tier = tuple(filled), host
 
     def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
@@ -107,18 +136,23 @@ class Buckets:
     # ---- moving -----------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int, slot: int) -> None:
-        """Bring a streamed unit into a slot."""
+        """Bring a streamed unit, or this process's slice of it, into a slot."""
         assert self.tier is not None
-        bytes_P = self.slots.view(slot, self.units[unit].nbytes)
+        bytes_P = self.slots.view(slot, self.units[unit].nbytes)[self._own(unit)]
         self.slots.await_vacant(slot)
         self._steps[unit] = self.tier.read_unit(unit, bytes_P)
         self._slot_of[unit] = slot
 
     def store(self, unit: int) -> None:
-        """Write a streamed unit back from its slot."""
+        """Write a streamed unit, or this process's slice of it, back from its slot."""
         assert self.tier is not None
-        bytes_P = self.slots.view(self._slot_of[unit], self.units[unit].nbytes)
+        bytes_P = self.slots.view(self._slot_of[unit], self.units[unit].nbytes)[self._own(unit)]
         self.tier.write_unit(unit, bytes_P, self._steps[unit])
+
+    def gather(self, unit: int) -> None:
+        """Complete a unit of which every rank's slice is in its slot."""
+        assert self._group is not None
+        self._group.gather_(self.slots.view(self._slot_of[unit], self.units[unit].nbytes))
 
     def vacate(self, slot: int) -> None:
         """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
@@ -140,6 +174,15 @@ class Buckets:
         if unit in self._cells:
             return self._cells[unit]
         return cells_of(self.units[unit], self.slots.view(self._slot_of[unit], self.units[unit].nbytes))
+
+    def sliced(self, unit: int) -> bool:
+        """Whether this process holds a slice of the unit's bucket alone."""
+        return self._group is not None and unit in self.streamed
+
+    def pieces(self, unit: int, largest: int) -> Iterator[tuple[str, Cell]]:
+        """This process's slice of a unit in its slot: pieces of its parameters, of at most ``largest`` elements."""
+        stored = self.units[unit]
+        return pieces_of(stored, self.slots.view(self._slot_of[unit], stored.nbytes), self._own(unit), largest)
 
     def step(self, unit: int) -> int:
         """The step that the copy on the device is up to date with."""
@@ -168,7 +211,7 @@ class Buckets:
                 out |= stored.weights(names)
                 stored.close()  # its maps live as long as what was taken from them
                 continue
-            bytes_P = self._resident[number] if number in self._resident else self._held()[number]
+            bytes_P = self._resident[number] if number in self._resident else self._whole(number)
             out |= {name: states[""].value for name, states in cells_of(unit, bytes_P).items()}
         return out
 
@@ -182,7 +225,9 @@ class Buckets:
             raise ValueError("weights on the disk tier are saved by the run's ledger: give the walker one (ledger=...)")
         out: dict[str, Any] = {}
         for number, bytes_P in self._held().items():
-            out[PREFIX + self.units[number].name] = bytes_P
+            unit = self.units[number]
+            whole_P = self._whole(number) if self.sliced(number) else bytes_P
+            out[PREFIX + unit.name] = whole_P[: _used(unit)]
         out["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
         return out
 
@@ -193,12 +238,14 @@ class Buckets:
         if different := sorted(held.keys() ^ found):
             raise ValueError(f"the saved state does not fit this model and plan; it differs in {different[:5]}")
         for name, (number, bytes_P) in held.items():
-            if state[name].shape != bytes_P.shape:
+            unit, saved_P = self.units[number], state[name]
+            used = _used(unit)
+            if saved_P.shape != (used,):
                 raise ValueError(
-                    f"{self.units[number].name} has {state[name].numel()} bytes in the saved state and"
-                    f" {bytes_P.numel()} here: model, codec or rule differ"
+                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and {used} here: model, codec or rule differ"
                 )
-            bytes_P.copy_(state[name])
+            part_P = saved_P[self._own(number)]
+            bytes_P[: len(part_P)].copy_(part_P)
             step = int(state["bucket_steps"][number])
             if number in self.streamed:
                 assert isinstance(self.tier, HostTier)
@@ -212,11 +259,58 @@ class Buckets:
             held |= {unit: self.tier.bucket(unit) for unit in self.streamed}
         return {number: bytes_P for number, bytes_P in held.items() if bytes_P.numel()}
 
+    def _whole(self, unit: int) -> torch.Tensor:
+        """A unit's bucket where it stays between its turns; of slices a copy, gathered by all ranks together."""
+        held_P = self._held()[unit]
+        if not self.sliced(unit):
+            return held_P
+        assert self._group is not None
+        whole_P = torch.empty(self.units[unit].nbytes, dtype=torch.uint8, device=self.device)
+        whole_P[self._own(unit)] = held_P.to(self.device)
+        self._group.gather_(whole_P)
+        return whole_P.cpu()
+
+    def sums(self) -> tuple[dict[str, int], dict[str, int]]:
+        """A checksum of each unit where it stays between its turns: of those held whole, and of the slices of the others.
+        Nothing may be in flight."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        whole: dict[str, int] = {}
+        slices: dict[str, int] = {}
+        for number, unit in enumerate(self.units):
+            if not unit.nbytes:
+                continue
+            if number in self._resident:
+                bytes_P = self._resident[number]
+            elif isinstance(self.tier, HostTier):
+                bytes_P = self.tier.bucket(number)
+            else:
+                assert self._durable is not None
+                bytes_P = torch.empty(unit.nbytes, dtype=torch.uint8)
+                self._durable.read_unit(number, bytes_P)
+            (slices if self.sliced(number) else whole)[unit.name] = word_sum(bytes_P)
+        return whole, slices
+
     def close(self) -> None:
         if self.tier is not None:
             self.tier.close()
         if self._durable is not None and not self._keep:
             shutil.rmtree(self._durable.path)
+
+
+def _used(unit: StoredUnit) -> int:
+    """Bytes of a bucket without what makes it divide into slices."""
+    return -(-max(param.offset + param.nbytes for param in unit.params) // ALIGN) * ALIGN
+
+
+def word_sum(bytes_P: torch.Tensor) -> int:
+    """A checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always shows."""
+    words_N, total, some = bytes_P.view(torch.int64), 0, 1 << 20
+    for first in range(0, len(words_N), some):
+        part_N = words_N[first : first + some]
+        odd_N = torch.arange(2 * first + 1, 2 * (first + len(part_N)) + 1, 2, device=bytes_P.device)
+        total += int((part_N * odd_N).sum())
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def checksum(units: Sequence[StoredUnit]) -> str:

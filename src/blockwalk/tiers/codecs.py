@@ -74,12 +74,14 @@ def encode_rows(
     start: int,
     *,
     rounding: NoiseKey | None = None,
+    origin: int = 0,
     name: str = "the parameter",
     check: bool = True,
     native: bool = True,
 ) -> torch.Tensor:
     """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
 
+    ``origin`` is the place in the parameter of the layout's first element, where the layout is a piece of one.
     Scales are computed anew from the values. Memory beyond the arguments is a few MB, however many rows there are.
 
     Raises:
@@ -116,9 +118,9 @@ def encode_rows(
             _encode_int4(x_RD.float(), scales[a:b], codes[a:b], layout)
         elif layout.groups:
             encode_scaled = _encode_native if native and _can_encode(rows_RD) else _encode_scaled
-            encode_scaled(x_RD.float(), scales[a:b], codes[a:b], layout.codec, rounding, a * layout.columns)
+            encode_scaled(x_RD.float(), scales[a:b], codes[a:b], layout.codec, rounding, origin + a * layout.columns)
         elif rounding is not None and layout.code_dtype in (torch.bfloat16, torch.float16):
-            stochastic_round(x_RD.float(), codes[a:b], rounding, a * layout.columns)
+            stochastic_round(x_RD.float(), codes[a:b], rounding, origin + a * layout.columns)
         else:
             codes[a:b].copy_(x_RD)
     return buffer

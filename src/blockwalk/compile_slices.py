@@ -1,0 +1,45 @@
+"""Lower turns to ops where the ranks of a node hold one copy of the streamed trainables, each a slice of every bucket.
+
+A rank fetches its own slice into the slot, brings that slice up to date, stores it, and then the slices are gathered: no
+rank fetches, updates or stores more than M/n. All of it runs ahead of the unit's turn, the update and the gather on the
+intra-node lane, so that the compute lane waits for nothing but the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockwalk.compile import Pending, _Builder
+from blockwalk.program import Lane, OpKind
+from blockwalk.state import StateKind
+
+
+@dataclass(slots=True)
+class SliceBuilder(_Builder):
+    """FETCH → UPDATE → STORE and GATHER for each streamed bucket of trainables; everything else as in :class:`_Builder`."""
+
+    pending: Pending = Pending()
+    gathers: bool = True
+    """False where nothing computes: a flush brings slices up to date, and nobody needs the others'."""
+
+    def arrives_updated(self, unit: int) -> bool:
+        return self.streams(unit, StateKind.TRAINABLE)
+
+    def _fetch(self, unit: int, part: StateKind, slot: int, after: Sequence[int]) -> int:
+        """The op after which a part is there, whole and up to date."""
+        if part is not StateKind.TRAINABLE:
+            return _Builder._fetch(self, unit, part, slot, after)
+        ranks = self.plan.mesh.slice
+        whole = self.part_bytes(self.model.units[unit], part)
+        own = whole // ranks
+        done = self.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=own, slot=slot)
+        if self.pending.entries:
+            done = self.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=self.pending.entries)
+            if self.pending.flush or not self.gathers:
+                self.op(OpKind.STORE, unit, Lane.STORE, [done], part=part, nbytes=own)
+        if not self.gathers:
+            return done
+        return self.op(
+            OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=whole - own, slot=slot, span=(1, ranks)
+        )

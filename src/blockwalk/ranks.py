@@ -1,0 +1,203 @@
+"""Ranks that train one model by exchanging scalars: who runs which forwards on which part of the batch, and what they say.
+
+Ranks are numbered node by node. Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global
+batch (``mesh.data``); and, whatever they compute, neighbours hold one copy of the streamed blocks (``mesh.slice``). A step
+sends each rank's losses, with their token counts, to all ranks; the shared seed and the ledger are rank 0's. Slices are
+gathered inside a node. Nothing else is ever sent.
+
+Scalars are float64 and int64 on the CPU, over a gloo group of their own: no device waits for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from blockwalk.groups import Groups, make_groups
+from blockwalk.plan import MeshSettings, Plan
+from blockwalk.program import Lane
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This rank among the others of a zeroth-order run; also where there are none."""
+
+    mesh: MeshSettings
+    rank: int = 0
+    _groups: Groups | None = None
+    _scalars: Any = field(default=None)
+    """The process group of the scalars."""
+
+    @property
+    def world(self) -> int:
+        return self.mesh.world
+
+    # ---- who does what ----------------------------------------------------------------------------------------------
+
+    def passes_of(self, rank: int, passes: int) -> range:
+        """The forwards of a step that a rank runs: consecutive ones, as many as its neighbours' or one less."""
+        place, ranks = rank % self.mesh.perturb, self.mesh.perturb
+        most = -(-passes // ranks)
+        longer = passes - ranks * (most - 1)
+        first = place * most - max(0, place - longer)
+        return range(first, first + most - (place >= longer))
+
+    def cuts_of(self, rank: int, cuts: int) -> range:
+        """The parts of the global batch that a rank takes, where it was cut into ``cuts``: one of each micro-batch."""
+        return range(rank // self.mesh.perturb % self.mesh.data, cuts, self.mesh.data)
+
+    # ---- slices -------------------------------------------------------------------------------------------------------
+
+    @property
+    def slices(self) -> int:
+        """Ranks that hold one copy of the streamed buckets."""
+        return self.mesh.slice
+
+    def own(self, nbytes: int) -> slice:
+        """This rank's slice of a bucket."""
+        return slice(0, nbytes) if self._groups is None else self._groups.slice(nbytes, self.slices)
+
+    def gather_(self, bucket_P: torch.Tensor) -> None:
+        """Complete a bucket in place, of which this rank's slice is there; the ranks of its copy call this together."""
+        if self._groups is not None:
+            self._groups.gather_(bucket_P, self._groups.between(1, self.slices), Lane.INTRA)
+
+    # ---- scalars ------------------------------------------------------------------------------------------------------
+
+    def losses(
+        self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
+    ) -> list[list[float]]:
+        """What every forward answered on every part of the global batch, the same bits on every rank.
+
+        Args:
+            own: this rank's numbers, float64, by forward, part and row, in that order.
+            counted: the tokens that count of each part of the global batch, as this rank read it.
+            passes: forwards of the step over all ranks.
+            rows: numbers that a forward answers on one part.
+
+        Returns:
+            For each forward its numbers in the order of the global batch.
+
+        Raises:
+            RuntimeError: the ranks read different data.
+        """
+        cuts = len(counted)
+        most = -(-passes // self.mesh.perturb) * len(self.cuts_of(0, cuts)) * rows
+        ours = [counted[cut] for cut in self.cuts_of(self.rank, cuts)]
+        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours)]
+        table = [[math.nan] * (cuts * rows) for _ in range(passes)]
+        for rank, values in enumerate(self.exchange(sent)):
+            at = iter(values)
+            for p in self.passes_of(rank, passes):
+                for cut in self.cuts_of(rank, cuts):
+                    for row in range(rows):
+                        table[p][cut * rows + row] = next(at)
+            theirs = [counted[cut] for cut in self.cuts_of(rank, cuts)]
+            if values[most:] != theirs:
+                raise RuntimeError(
+                    f"step {step}: rank {rank} counted {values[most:]} tokens where rank {self.rank} counts {theirs}: they"
+                    " read different data"
+                )
+        return table
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Everybody's values, float64, by rank; all send as many."""
+        return [row.tolist() for row in self._all(torch.tensor(values, dtype=torch.float64))]
+
+    def first(self, ask: Callable[[], Answer]) -> Answer:
+        """What rank 0 answers, on every rank: values that pickle, as few as a ledger.
+
+        Raises:
+            ValueError: on every rank, what rank 0 raised.
+        """
+        if self.world == 1:
+            return ask()
+        told: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                told[0] = ask()
+            except (ValueError, OSError) as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, src=0, group=self._scalars)
+        if told[1] is not None:
+            raise ValueError(told[1])
+        answer: Answer = told[0]
+        return answer
+
+    def first_seed(self, seed: int) -> int:
+        """Rank 0's seed."""
+        if self.world == 1:
+            return seed
+        told = torch.tensor([seed], dtype=torch.int64)
+        dist.broadcast(told, src=0, group=self._scalars)
+        return int(told)
+
+    def confirm(self, step: int, entry: object) -> None:
+        """Wait until rank 0 has written a step's entry, and compare it with this rank's own.
+
+        Raises:
+            RuntimeError: it is another one.
+        """
+        if self.world == 1:
+            return
+        digest = hashlib.blake2b(repr(entry).encode(), digest_size=7).digest()
+        ours = int.from_bytes(digest, "little")
+        if self.first_seed(ours) != ours:
+            raise RuntimeError(f"step {step}: rank {self.rank} has another ledger entry than rank 0: {entry}")
+
+    def compare(self, step: int, whole: Mapping[str, int], slices: Mapping[str, int]) -> None:
+        """Compare the ranks' weights by checksums: those that every rank holds, and its slices of those that it shares.
+
+        Raises:
+            RuntimeError: on every rank: two copies differ; the message names the step, the block and the rank.
+        """
+        if self.world == 1:
+            return
+        rows = self._all(torch.tensor([*whole.values(), *slices.values()], dtype=torch.int64))
+        for at, name in enumerate([*whole, *slices]):
+            groups = range(1) if at < len(whole) else range(self.slices)
+            for place in groups:
+                holders = range(self.world) if at < len(whole) else range(place, self.world, self.slices)
+                found = {rank: int(rows[rank][at]) for rank in holders}
+                usual, _ = Counter(found.values()).most_common(1)[0]
+                if different := [str(rank) for rank, value in found.items() if value != usual]:
+                    raise RuntimeError(
+                        f"step {step}: the weights of {name} on rank {', '.join(different)} differ from those on the other"
+                        " ranks. The run ends; start it again to resume from its ledger"
+                    )
+
+    def _all(self, own: torch.Tensor) -> list[torch.Tensor]:
+        if self.world == 1:
+            return [own]
+        out = own.new_empty(self.world * len(own))
+        dist.all_gather_into_tensor(out, own, group=self._scalars)
+        return list(out.chunk(self.world))
+
+    def close(self) -> None:
+        """Let go of the process groups, together."""
+        if self._groups is not None:
+            self._groups.close()
+            dist.destroy_process_group(self._scalars)
+            self._groups = None
+
+
+def make_ranks(plan: Plan, device: torch.device) -> Ranks:
+    """The ranks of a plan; every rank calls this together.
+
+    Raises:
+        ValueError: other ranks were started than the plan has.
+    """
+    mesh = plan.mesh
+    if mesh.world == 1:
+        return Ranks(mesh)
+    groups = make_groups(replace(mesh, z1=mesh.slice, z2=mesh.slice, z3=mesh.slice), device)
+    return Ranks(mesh, groups.rank, groups, dist.new_group(backend="gloo"))
