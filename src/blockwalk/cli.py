@@ -121,6 +121,12 @@ COMMANDS = (
         ),
     ),
     Command(
+        "doctor",
+        "measure this machine (under torchrun: this cluster), write hardware.yaml, and say what will hurt",
+        "blockwalk.commands.environment:doctor",
+        (("--out", {"metavar": "FILE", "default": "hardware.yaml", "help": "default: hardware.yaml"}),),
+    ),
+    Command(
         "env", "print versions and hardware, for bug reports", "blockwalk.commands.environment:environment", (_JSON,)
     ),
 )

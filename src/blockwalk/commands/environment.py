@@ -1,4 +1,4 @@
-"""``blockwalk env``: versions and hardware, for bug reports."""
+"""``blockwalk env``: versions and hardware, for bug reports; ``blockwalk doctor``: what this machine can do."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ def environment(arguments: argparse.Namespace) -> int:
     else:
         width = max(map(len, found))
         print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Measure this machine, and write what was found."""
+    from blockwalk.simulate import hardware, probe
+
+    out = Path(arguments.out)
+    found = probe.measure(out.absolute().parent, name=platform.node() or "here")
+    if os.environ.get("RANK", "0") == "0":
+        hardware.save(found.hardware, out)
+        print("\n".join(found.lines()))
+        print(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")
     return 0
 
 
