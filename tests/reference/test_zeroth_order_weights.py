@@ -1,0 +1,52 @@
+"""Oracle: the whole parameter, decoded, with the whole noise added. Ranges of rows, columns and gathered rows are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockwalk.estimators.loss import LossScratch
+from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
+from blockwalk.noise import NoiseKey, NoiseKind, fill_
+from blockwalk.state import Codec
+from blockwalk.tiers import codecs
+from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.slots import Cell
+
+N, D = 37, 50
+
+
+def cell(codec: Codec, values_ND: torch.Tensor) -> Cell:
+    layout = Layout((N, D), codec)
+    bytes_P = torch.empty(layout.nbytes, dtype=torch.uint8)
+    return Cell(layout, codecs.encode(values_ND, codec, bytes_P))
+
+
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.BF16, Codec.FP16, Codec.FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
+@pytest.mark.parametrize("hessian", [None, Codec.FP32, Codec.BF16])
+@pytest.mark.parametrize("scale", [1e-3, -1e-3, 0.0])
+def test_ranges_are_those_of_the_whole(
+    codec: Codec, dtype: torch.dtype, kind: NoiseKind, hessian: Codec | None, scale: float
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    master = cell(codec, torch.randn(N, D, generator=generator) / 50)
+    curved = None if hessian is None else cell(hessian, 1 + torch.rand(N, D, generator=generator))
+    weight = PerturbedWeight("layer.weight", master, Perturbation(5, 9, 2, scale, kind), dtype, LossScratch(), curved)
+    values = [
+        codecs.decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D)) for each in (master, curved) if each
+    ]
+    z = fill_(torch.empty(N, D), NoiseKey(5, 9, 2, "layer.weight"), kind=kind)
+    if curved is not None:
+        z = z / values[1].sqrt()
+    expected = (values[0] + torch.tensor(scale) * z).to(dtype)
+
+    assert (weight.shape, weight.dtype) == ((N, D), dtype)
+    for start, stop in ((0, N), (3, 4), (17, 36)):
+        assert torch.equal(weight.rows(start, stop), expected[start:stop])
+    for start, stop in ((0, D), (7, 8), (16, 49)):
+        assert torch.equal(weight.columns(start, stop), expected[:, start:stop])
+    index = torch.tensor([[4, 4], [36, 0]])
+    assert torch.equal(weight.gather(index), expected[index])
+    assert torch.equal(weight.whole(), expected)
