@@ -327,3 +327,26 @@ def test_chunks_of_real_models_stay_within_the_budget(hidden: int, vocab: int, t
     parts = -(-tokens // token_chunk)
     assert parts * token_chunk - tokens < parts  # tokens are cut evenly
     assert vocab_chunk == chunk_sizes(1, hidden, vocab, torch.bfloat16, soft_cap=False)[1]  # by the head alone
+
+
+def test_a_loss_alone_reads_the_head_once() -> None:
+    """Oracle: the loss that comes with a gradient, to the last bit, and the vocabulary: a head that is decoded or perturbed
+    when it is read is made once, however many chunks of tokens there are."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND = torch.randn(1500, 768, generator=generator)
+    labels_N = torch.randint(0, 4000, (1500,), generator=generator)
+    read: list[int] = []
+
+    class Counted(Rows):
+        def rows(self, start: int, stop: int) -> Tensor:
+            read.append(stop - start)
+            return super().rows(start, stop)
+
+    head = Counted(torch.randn(4000, 768, generator=generator))
+    losses = [torch.zeros(1500, dtype=torch.float64) for _ in range(2)]
+    alone = chunked_cross_entropy(hidden_ND, labels_N, head, grad_scale=None, losses_N=losses[0])
+    assert sum(read) == 4000
+    differentiated = chunked_cross_entropy(hidden_ND, labels_N, head, grad_scale=1.0, losses_N=losses[1])
+    assert sum(read) > 8000  # there were several chunks of tokens
+    assert torch.equal(alone.loss_sum, differentiated.loss_sum)
+    assert torch.equal(*losses)

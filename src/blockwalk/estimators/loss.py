@@ -22,6 +22,7 @@ when m grows. A head or a bias that is trained takes two passes, since its gradi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -132,6 +133,12 @@ class _Rows:
     """Σ_{j≠y} exp(l_j − maximum), float64."""
     label_logit_n: Tensor
 
+    @classmethod
+    def of(cls, like: Tensor, tokens: int, wide: torch.dtype) -> _Rows:
+        """Of tokens that have seen nothing yet, on ``like``'s device."""
+        maximum_n = torch.full((tokens,), _LOWEST, dtype=wide, device=like.device)
+        return cls(maximum_n, torch.zeros_like(maximum_n, dtype=torch.float64), torch.empty_like(maximum_n))
+
     @property
     def excess_n(self) -> Tensor:
         """Z − l_y, float64."""
@@ -215,6 +222,13 @@ def chunked_cross_entropy(
     edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
     two_passes = head_grad is not None or bias_grad is not None
 
+    if grad_scale is None:
+        for first, loss_n in _losses(layer, hidden_ND, kept_n, labels_n, edges, token_chunk):
+            loss_sum += loss_n.sum()
+            if losses_N is not None:
+                losses_N.index_copy_(0, kept_n[first : first + token_chunk].to(device), loss_n)
+        return LossResult(loss_sum, tokens, None)
+
     for first in range(0, tokens, token_chunk):
         part_n = labels_n[first : first + token_chunk]
         # tokens are in the order of their labels: those whose label lies in a vocabulary chunk are one slice of rows
@@ -222,16 +236,13 @@ def chunked_cross_entropy(
         part_n, index_n = part_n.to(device), kept_n[first : first + token_chunk].to(device)
         h_nD = scratch.take("hidden", len(part_n), hidden_size, like=hidden_ND, dtype=dtype)
         torch.index_select(hidden_ND, 0, index_n, out=h_nD)
-        sum_nD = None
-        if grad_scale is not None:
-            sum_nD = scratch.take("sum", *h_nD.shape, like=h_nD, dtype=wide).zero_()
+        sum_nD = scratch.take("sum", *h_nD.shape, like=h_nD, dtype=wide).zero_()
         rows = _forward(layer, h_nD, part_n, edges, bounds, None if two_passes else sum_nD)
         loss_n = rows.loss_n
         loss_sum += loss_n.sum()
         if losses_N is not None:
             losses_N.index_copy_(0, index_n, loss_n)
-        if sum_nD is None or grad_scale is None or grad_ND is None:
-            continue
+        assert grad_ND is not None
         if two_passes:
             _backward(layer, h_nD, part_n, edges, bounds, rows, sum_nD, head_grad, bias_grad, grad_scale)
             sum_nD.mul_(grad_scale)
@@ -267,30 +278,64 @@ def _kept(
     return kept_n[order_n], labels_n
 
 
+def _losses(
+    layer: _Head, hidden_ND: Tensor, kept_n: Tensor, labels_n: Tensor, edges: list[int], token_chunk: int
+) -> Iterator[tuple[int, Tensor]]:
+    """The first token of each chunk of tokens, and their losses. The vocabulary is the outer loop: without the sums of a
+    gradient a token takes three numbers along, and each chunk of the head is decoded (or perturbed) once for all."""
+    firsts = range(0, len(labels_n), token_chunk)
+    parts = [labels_n[first : first + token_chunk] for first in firsts]
+    bounds = [torch.searchsorted(part_n, torch.tensor(edges)).tolist() for part_n in parts]
+    labels = [part_n.to(hidden_ND.device) for part_n in parts]
+    index = [kept_n[first : first + token_chunk].to(hidden_ND.device) for first in firsts]
+    rows = [_Rows.of(hidden_ND, len(part_n), layer.wide) for part_n in parts]
+    for place, (start, stop) in enumerate(pairwise(edges)):
+        weight_vD = layer.weight.rows(start, stop)
+        for part, index_n in enumerate(index):
+            h_nD = layer.scratch.take("hidden", len(index_n), hidden_ND.shape[1], like=hidden_ND, dtype=hidden_ND.dtype)
+            torch.index_select(hidden_ND, 0, index_n, out=h_nD)
+            low, high = bounds[part][place], bounds[part][place + 1]
+            _gather(layer, h_nD, weight_vD, start, labels[part], low, high, rows[part], None)
+    for first, each in zip(firsts, rows, strict=True):
+        yield first, each.loss_n
+
+
 def _forward(
     layer: _Head, h_nD: Tensor, labels_n: Tensor, edges: list[int], bounds: list[int], sum_nD: Tensor | None
 ) -> _Rows:
     """One pass over the vocabulary; with ``sum_nD``, Σ_{j≠y} exp(l_j − maximum)·d_j·W_j is accumulated there."""
-    maximum_n = torch.full_like(h_nD[:, 0], _LOWEST, dtype=layer.wide)
-    rest_n = torch.zeros_like(maximum_n, dtype=torch.float64)
-    label_logit_n = torch.empty_like(maximum_n)
+    rows = _Rows.of(h_nD, len(h_nD), layer.wide)
     for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
-        weight_vD = layer.weight.rows(start, stop)
-        l_nv, slope_nv = layer.logits(h_nD, weight_vD, start)
-        if low < high:
-            column = (labels_n[low:high] - start).unsqueeze(1)
-            label_logit_n[low:high] = l_nv[low:high].gather(1, column).squeeze(1)
-            l_nv[low:high].scatter_(1, column, -math.inf)
-        higher_n = torch.maximum(maximum_n, l_nv.amax(1))
-        shrink_n = maximum_n.sub_(higher_n).exp_()
-        rest_n.mul_(shrink_n).add_(layer.exp_below(l_nv, higher_n).sum(1))
-        if sum_nD is not None:
-            if slope_nv is not None:
-                l_nv.mul_(slope_nv)
-            sum_nD.mul_(shrink_n.unsqueeze(1))
-            layer.add_product(sum_nD, layer.narrowed(l_nv, h_nD.dtype), weight_vD)
-        maximum_n = higher_n
-    return _Rows(maximum_n, rest_n, label_logit_n)
+        _gather(layer, h_nD, layer.weight.rows(start, stop), start, labels_n, low, high, rows, sum_nD)
+    return rows
+
+
+def _gather(
+    layer: _Head,
+    h_nD: Tensor,
+    weight_vD: Tensor,
+    start: int,
+    labels_n: Tensor,
+    low: int,
+    high: int,
+    rows: _Rows,
+    sum_nD: Tensor | None,
+) -> None:
+    """Take one chunk of the vocabulary into ``rows``: the labels of tokens ``low:high`` lie in it."""
+    l_nv, slope_nv = layer.logits(h_nD, weight_vD, start)
+    if low < high:
+        column = (labels_n[low:high] - start).unsqueeze(1)
+        rows.label_logit_n[low:high] = l_nv[low:high].gather(1, column).squeeze(1)
+        l_nv[low:high].scatter_(1, column, -math.inf)
+    higher_n = torch.maximum(rows.maximum_n, l_nv.amax(1))
+    shrink_n = rows.maximum_n.sub_(higher_n).exp_()
+    rows.rest_n.mul_(shrink_n).add_(layer.exp_below(l_nv, higher_n).sum(1))
+    if sum_nD is not None:
+        if slope_nv is not None:
+            l_nv.mul_(slope_nv)
+        sum_nD.mul_(shrink_n.unsqueeze(1))
+        layer.add_product(sum_nD, layer.narrowed(l_nv, h_nD.dtype), weight_vD)
+    rows.maximum_n = higher_n
 
 
 def _finish(layer: _Head, labels_n: Tensor, rows: _Rows, sum_nD: Tensor, grad_scale: float) -> None:
