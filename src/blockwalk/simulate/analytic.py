@@ -282,6 +282,10 @@ def _epilogue(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, size: i
     hidden_bytes, wide = shape.tokens * d.hidden * size, max(size, 4)
     shifted = taken.gradient if shape.batch > 1 else 0
     product = 2 * tokens * d.hidden * d.vocab
+    if plan.loss != "chunked":  # as blockwalk.costs: logits, their float32 copy, log-probabilities, and their gradients
+        logits, backprop = shape.tokens * d.vocab, plan.estimator is Estimator.BACKPROP
+        again = (2 if trains else 1) * product if backprop else 0
+        return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) if backprop else 0, 0, product, again)
     if plan.estimator is not Estimator.BACKPROP:
         in_norm = 5 if size < 4 and not d.plain_mlp else 3
         return UnitCost(max(hidden_bytes + shifted, in_norm * hidden_bytes), 0, 0, product, 0)
@@ -311,7 +315,7 @@ def _scratch(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, dtype: s
         return plan.frozen.tier is not Tier.DEVICE and CODEC_DTYPE.get(codec, p.dtype) != dtype
 
     largest = max((min(DECODE_BYTES[device], p.numel * size) for p in model.blocks[0].params if lazily(p)), default=0)
-    if any(lazily(p) and p.shape == (d.vocab, d.hidden) for p in epilogue_reads(model).params):
+    if plan.loss == "chunked" and any(lazily(p) and p.shape == (d.vocab, d.hidden) for p in epilogue_reads(model).params):
         largest = max(largest, head.head_rows)
     if backprop:
         return largest
@@ -319,4 +323,4 @@ def _scratch(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, dtype: s
         largest += 2 * largest * 4 // size
     narrow = any(p.trainable and CODEC_DTYPE.get(plan.trainable.codec, p.dtype) != "float32" for p in model.params())
     pieces = narrow + (plan.optimizer.name != "sgd" or plan.zo.kind == "hizoo") * 2
-    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + head.buffers
+    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (head.buffers if plan.loss == "chunked" else 0)
