@@ -1,0 +1,79 @@
+"""Oracle: the run's own metrics, read back by Python's HTML parser; a headless Chromium, where there is one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from blockwalk import cli
+from blockwalk.report import html
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "a <run>"
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 41):
+            line = {"step": step, "loss": 4 / step, "learning_rate": 1e-4, "tokens": 64, "tokens_per_second": 100.0 + step,
+                    "seconds": 0.5, "peak_bytes": 3 * 10**8, "bytes_moved": {"fetch": 10**6 * step}}  # fmt: skip
+            print(json.dumps(line), file=file)
+        file.write('{"step": 41, "lo')  # a line that a kill cut short
+    (folder / "config.yaml").write_text("model: <tiny>\n")
+    event = {"ph": "X", "name": "FORWARD block 1", "cat": "FORWARD", "pid": "run", "tid": 0, "ts": 0, "dur": 5}
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
+    return folder
+
+
+def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
+    page = Page(html.report(run))
+    curves = [attrs["points"] or "" for tag, attrs in page.tags if tag == "polyline"]
+    assert [len(points.split()) for points in curves] == [40] * 5
+    heights = [float(point.split(",")[1]) for point in curves[0].split()]
+    assert heights == sorted(heights), "a falling loss is drawn falling"
+    assert sum(tag == "rect" for tag, _ in page.tags) == 1
+    assert not [attrs for _, attrs in page.tags if {"src", "href"} & attrs.keys()]
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe")]
+    text = "".join(page.words)
+    assert "a <run>" in text
+    assert "model: <tiny>" in text
+    assert "4.0000 → 0.1000" in text
+
+
+def test_the_command_writes_it_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run)]) == 0
+    assert (run / "report.html").read_text(encoding="utf-8") == html.report(run)
+    assert cli.main(["report", str(run.parent)]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_chromium_draws_it(run: Path, tmp_path: Path) -> None:
+    """At a phone's width, without a network: the picture has the curve's colour, the page no error."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium here")
+    (tmp_path / "page.html").write_text(html.report(run), encoding="utf-8")
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,844", "--dump-dom"]
+    done = subprocess.run([*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("<polyline") == 5
