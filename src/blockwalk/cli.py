@@ -14,11 +14,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockwalk import __version__, config
+from blockwalk import __version__, config, launch
 from blockwalk.plan import did_you_mean
 from blockwalk.report.forecast import DoesNotFit
 
@@ -77,7 +77,17 @@ COMMANDS = (
         ),
         takes_settings=True,
     ),
-    Command("train", "fine-tune a model", "blockwalk.commands.runs:train", (_CONFIG,), takes_settings=True),
+    Command(
+        "train",
+        "fine-tune a model",
+        "blockwalk.commands.runs:train",
+        (
+            _CONFIG,
+            ("--nproc-per-node", {"type": int, "metavar": "N", "help": "start N ranks on this machine"}),
+            ("--nnodes", {"type": int, "default": 1, "metavar": "N", "help": "print the command for each of N nodes instead"}),
+        ),
+        takes_settings=True,
+    ),
     Command(
         "eval",
         "print a model's loss (and accuracy) on held-out records",
@@ -139,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
     parser, by_name = _parser()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = all_arguments = list(sys.argv[1:] if argv is None else argv)
+    here = launch.Place()
     command = next((by_name[word] for word in arguments if word in by_name), None)
     try:
         given: list[str] = []
@@ -155,13 +166,33 @@ def main(argv: list[str] | None = None) -> int:
             name = unknown[0].removeprefix("--").partition("=")[0]
             raise ValueError(f"unknown argument {unknown[0]!r}{did_you_mean(name, known)}")
         if command.takes_settings:
-            run = config.load(values.config, config.parse_flags(given))
+            here, starts = launch.place(), getattr(values, "nproc_per_node", None)
+            if starts and here.world == 1:
+                there = launch.Place(world=starts * values.nnodes, ranks_per_node=starts)
+                config.load(values.config, [*config.parse_flags(given), *there.settings()])
+                return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
+            run = config.load(values.config, [*config.parse_flags(given), *here.settings()])
             return command.function()(run, values)
         return command.function()(values)
     except Exception as error:
-        return _explain(error)
+        code = _explain(error)
+        if here.world > 1:
+            os._exit(code)  # a thread may wait for other ranks for ever
+        return code
     except KeyboardInterrupt:
         return 130
+
+
+def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without some flags, each with its value."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in flags:
+            next(rest, None)
+        elif argument.partition("=")[0] not in flags:
+            kept.append(argument)
+    return kept
 
 
 def _explain(error: Exception) -> int:

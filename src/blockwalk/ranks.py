@@ -119,19 +119,7 @@ class Ranks:
         Raises:
             ValueError: on every rank, what rank 0 raised.
         """
-        if self.world == 1:
-            return ask()
-        told: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                told[0] = ask()
-            except (ValueError, OSError) as error:
-                told[1] = str(error)
-        dist.broadcast_object_list(told, src=0, group=self._scalars)
-        if told[1] is not None:
-            raise ValueError(told[1])
-        answer: Answer = told[0]
-        return answer
+        return first(ask, self._scalars) if self.world > 1 else ask()
 
     def first_seed(self, seed: int) -> int:
         """Rank 0's seed."""
@@ -188,6 +176,23 @@ class Ranks:
             self._groups.close()
             dist.destroy_process_group(self._scalars)
             self._groups = None
+
+
+def first(ask: Callable[[], Answer], group: Any = None) -> Answer:
+    """What rank 0 answers, on every rank of a process group; see :meth:`Ranks.first`."""
+    if not dist.is_initialized():
+        return ask()
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = ask()
+        except (ValueError, OSError) as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0, group=group)
+    if told[1] is not None:
+        raise ValueError(told[1])
+    answer: Answer = told[0]
+    return answer
 
 
 def make_ranks(plan: Plan, device: torch.device) -> Ranks:

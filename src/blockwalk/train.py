@@ -34,6 +34,7 @@ from blockwalk.ledger import NAME as LEDGER
 from blockwalk.metrics import MetricsLog, PeakMemory
 from blockwalk.plan import Estimator, override
 from blockwalk.program import Shape, StepKind, human_bytes
+from blockwalk.ranks import first
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 from blockwalk.report.progress import Progress
 from blockwalk.state import Tier
@@ -90,7 +91,9 @@ def train(run: RunConfig) -> Outcome:
         if not plan.optimizer.total_steps:
             plan = override(plan, {"optimizer.total_steps": total})
         output_dir = Path(run.output_dir)
-        start = checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
+        start = first(
+            lambda: checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
+        )
         ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             shape = Shape(run.batch_size // plan.gradient_accumulation_steps, _longest(rows, run))
@@ -98,14 +101,25 @@ def train(run: RunConfig) -> Outcome:
             forecast.check()
             loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory)
             if start is not None:
-                loop.resume(checkpoint.load(start))
-            files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
+                loop.resume(_saved(start))
+            if walker.ranks.rank == 0:
+                files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
             with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
                 for line in (*forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
                     progress.say(line)
                 for warning in rows.report.warnings():
                     progress.say(f"note: {warning}")
                 return loop.run(progress, stop)
+
+
+def _saved(start: Path) -> checkpoint.Checkpoint:
+    """A checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
+
+    def ask() -> checkpoint.Checkpoint:
+        return dataclasses.replace(checkpoint.load(start), walker={})
+
+    small = first(ask)
+    return checkpoint.load(start) if start.is_dir() else small
 
 
 def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
@@ -167,6 +181,8 @@ class _Loop:
         self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping())
         if saved.walker:
             self.walker.load_state_dict(saved.walker)
+        if self.walker.ranks.world > 1:
+            self.walker.flush()  # ranks may stand at different steps; from here on they have the same
         self.batches.load_state_dict(saved.data["batches"])
         for _ in range(self.walker.steps_done - saved.step):  # the ledger of a zeroth-order run may have gone further
             self.batches.next_rows()
@@ -178,19 +194,22 @@ class _Loop:
         """Step until the last step or a signal; save at the end either way."""
         done = self.walker.steps_done
         keep_until = done if self.resumed else -1
-        self.metrics = MetricsLog(self.output_dir / "metrics.jsonl", keep_until=keep_until)
-        self.evaluations = MetricsLog(self.output_dir / "evaluations.jsonl", keep_until=keep_until)
+        rank = self.walker.ranks.rank
+        folder = self.output_dir if rank == 0 else self.output_dir / "logs" / f"rank-{rank:04d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.metrics = MetricsLog(folder / "metrics.jsonl", keep_until=keep_until)
+        self.evaluations = MetricsLog(folder / "evaluations.jsonl", keep_until=keep_until)
         if self.resumed:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
             progress.say(f"note: changed since the checkpoint: {change}")
         saved_at = keep_until
-        if not self.resumed and not stop:
+        if not self.resumed and not self._agreed(stop):
             self.before = self._evaluate(progress)
             if self.walker.ledger is not None:
                 self._save()  # without weights: from here on the ledger has every step
         self._fill_in_metrics()
-        while self.walker.steps_done < self.total and not stop:
+        while self.walker.steps_done < self.total and not self._agreed(stop):
             self._step(progress)
             done = self.walker.steps_done
             if self._due(self.config.eval_every) and done < self.total:
@@ -205,6 +224,13 @@ class _Loop:
         self.metrics.close()
         self.evaluations.close()
         return self._outcome(stop)
+
+    def _agreed(self, stop: list[signal.Signals]) -> bool:
+        """Whether a signal has come to any rank; then it has come to all."""
+        asked = max(values[0] for values in self.walker.ranks.exchange([stop[0] if stop else 0]))
+        if asked and not stop:
+            stop.append(signal.Signals(int(asked)))
+        return bool(asked)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.walker.steps_done % every == 0
@@ -258,10 +284,13 @@ class _Loop:
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
         self.metrics.sync()
         self.evaluations.sync()
+        state = {} if on_disk or not self.walker.steps_done else self.walker.state_dict()
+        if self.walker.ranks.rank:
+            return
         checkpoint.save(
             self.output_dir,
             self.walker.steps_done,
-            walker={} if on_disk or not self.walker.steps_done else self.walker.state_dict(),
+            walker=state,
             data={
                 "batches": self.batches.state_dict(),
                 "before": None if self.before is None else dataclasses.asdict(self.before),
@@ -277,7 +306,8 @@ class _Loop:
             saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
         else:
             self.walker.save_pretrained(saved_to)
-            self.tokenizer.save_pretrained(saved_to)
+            if self.walker.ranks.rank == 0:
+                self.tokenizer.save_pretrained(saved_to)
         return Outcome(
             steps=self.walker.steps_done,
             first_loss=self.first_loss,

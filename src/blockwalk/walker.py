@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,11 @@ from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.objectives import as_objective
 from blockwalk.estimators.zeroth_order import ZerothOrder
-from blockwalk.groups import require_agreement, versions
+from blockwalk.groups import Watch, require_agreement, versions
 from blockwalk.lanes import Lanes, Mark
 from blockwalk.ledger import Entry, Ledger, LedgerCopy
 from blockwalk.plan import Estimator, MeshSettings, Plan, Timing
-from blockwalk.program import Lane, OpKind, Program, Shape, StepKind
+from blockwalk.program import Lane, Op, OpKind, Program, Shape, StepKind
 from blockwalk.ranks import Ranks, make_ranks
 from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
@@ -109,6 +110,7 @@ class Walker:
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
         zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
         self.ranks = make_ranks(plan, self.device) if zeroth_order else Ranks(MeshSettings())
+        self._watch = Watch() if plan.mesh.world > 1 else None
         if self.ranks.world > 1:
             folder = folder / f"rank-{self.ranks.rank}"
         run = self.ranks.first(lambda: run_of(ledger))
@@ -120,6 +122,8 @@ class Walker:
             facts = {"plan": json.dumps(asdict(plan), default=str), "the model's weights": self.engine.buckets.checksum}
             require_agreement({**facts, **versions()})
         self.lanes = Lanes(self.device)
+        self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
+        """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: dict[tuple[Shape, bool], Costs] = {}
         self.steps_done = 0
@@ -174,12 +178,16 @@ class Walker:
             self.engine.module.train()
         if isinstance(batch, LabelWordBatch):
             options["words"], batch = batch, batch.batch
+        if self._watch is not None:
+            self._watch.begin_step()
         program = self._run(StepKind.TRAIN, batch, learning_rate, **options)
         state = self.estimator.state
         assert state is not None
         self.steps_done += 1
         if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
             self.ranks.compare(self.steps_done, *self.engine.buckets.sums())
+        if self._watch is not None:
+            self._watch.end_step()
         return StepResult(
             step=self.steps_done,
             loss=state.loss,
@@ -373,9 +381,14 @@ class Walker:
                 sums = op.kind is OpKind.REDUCE and op.span is not None
                 work = (self.engine.reduce if sums else movers.get(op.kind, self.estimator.prepare))(op)
                 marks.append(self.lanes.submit(op.lane, work, (marks[dep] for dep in op.deps)))
+                if self._watch is not None:
+                    self._watch.progress()
         finally:
             self.lanes.drain(marks)
         self.engine.dirty = program.dirty
+        if self.timeline is not None:
+            done = [(op, mark.began, mark.ended) for op, mark in zip(program.ops, marks, strict=True)]
+            self.timeline.append((program, done))
         return marks
 
     def _micro_batches(self, batch: Batch, count: int) -> list[dict[str, torch.Tensor]]:
@@ -438,14 +451,20 @@ class Walker:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors."""
         self.flush()
-        self.engine.save_pretrained(Path(folder))
+        if self.ranks.rank:
+            self.engine.buckets.weights()  # brings this rank's slices
+        else:
+            self.engine.save_pretrained(Path(folder))
 
     def close(self) -> None:
-        """Let go of threads, files and scratch."""
+        """Let go of threads, files and scratch; all ranks together."""
+        if self._watch is not None:
+            self._watch.close()
         self.lanes.close()
         if self._saver is not None:
             self._saver.close()
         self.engine.close()
+        self.ranks.close()
         if self.ledger is not None:
             self.ledger.close()
         if self._temporary is not None:
@@ -454,5 +473,6 @@ class Walker:
     def __enter__(self) -> Walker:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None or self.plan.mesh.world == 1:
+            self.close()  # a rank that failed does not wait for others: its process ends, and their watch ends them

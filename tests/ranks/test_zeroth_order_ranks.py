@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 import torch.distributed as dist
 
 from blockwalk import method
+from blockwalk.data.batching import LabelWordBatch
+from blockwalk.plan import MeshSettings
+from blockwalk.ranks import Ranks
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -86,3 +93,81 @@ def test_four_ranks_are_one_process(tmp_path: Path) -> None:
         {"data": 2, "perturb": 2, "slice": 2, "ranks_per_node": 2},
     ]
     check(4, CASES[1:], meshes, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_forward_of_every_part_is_one_ranks(seed: int) -> None:
+    """Closed form: the ranks' shares of (forwards × parts of the batch) are disjoint and cover everything."""
+    draw = random.Random(seed)
+    mesh = MeshSettings(data=draw.randint(1, 4), perturb=draw.randint(1, 5))
+    passes, cuts = draw.randint(mesh.perturb, 12), mesh.data * draw.randint(1, 3)
+    ranks = Ranks(mesh)
+    shares = [
+        (p, cut)
+        for rank in range(mesh.data * mesh.perturb)
+        for p in ranks.passes_of(rank, passes)
+        for cut in ranks.cuts_of(rank, cuts)
+    ]
+    assert sorted(shares) == list(itertools.product(range(passes), range(cuts)))
+    sizes = [len(ranks.passes_of(rank, passes)) for rank in range(mesh.perturb)]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == -(-passes // mesh.perturb)
+
+
+def _words(step: int) -> LabelWordBatch:
+    return LabelWordBatch(random_batch(8, seed=step), torch.tensor([0, 1, 1, 0]), 2)
+
+
+def _special(rank: int, mesh: dict[str, int]) -> Any:
+    """One run each of an uneven split of forwards, an objective that is no sum, and in-place noise with drawn seeds."""
+    out = []
+    for name, settings, batch in SPECIAL:
+        own = {key: value for key, value in mesh.items() if not (name == "mezo" and key == "perturb")}
+        plan = method(name, mesh=own, **settings) if own.get("world") else method(name, **settings, **own)
+        with Walker(tiny_model("llama"), plan, device="cpu") as walker:
+            np.random.seed(rank + 3)
+            results = [walker.step(_words(step) if batch == "words" else random_batch(8, seed=step)) for step in range(3)]
+            out.append(([(r.loss, r.projected_grad) for r in results], trained(walker)))
+    return out
+
+
+SPECIAL: list[tuple[str, dict[str, Any], str]] = [
+    ("distzo2", {"zo.kind": "fzoo", "zo.queries": 2, "zo.noise": "rademacher"}, "loss"),
+    ("distzo2", {"zo.objective": "f1"}, "words"),
+    ("mezo", {"zo.noise": "mezo", "loss": "model"}, "loss"),
+]
+
+
+def test_uneven_forwards_objectives_that_are_no_sums_and_drawn_seeds() -> None:
+    """Three forwards on two ranks; F1 over the whole batch; seeds that rank 0 alone draws."""
+    expected = _special(0, {"gradient_accumulation_steps": 1})
+    halves = _special(0, {"gradient_accumulation_steps": 2})
+    answers = run_ranks(2, _special, {"world": 2, "perturb": 2}, timeout=120)
+    for answer in answers:
+        for found, wanted in zip(answer, [*expected[:2], halves[2]], strict=True):
+            assert found[0] == wanted[0]
+            assert_same(found[1], wanted[1])
+
+
+def _spoilt(rank: int, mesh: dict[str, int], unit: int) -> str:
+    plan = method("distzo2", mesh={"world": 2, "check_every": 2, **mesh})
+    walker = Walker(tiny_model("llama"), plan, device="cpu")
+    walker.step(random_batch(8))
+    buckets = walker.engine.buckets
+    held_P = buckets._resident[unit] if unit in buckets._resident else buckets.tier.bucket(unit)  # type: ignore[union-attr]
+    if rank == 1:
+        held_P[5] ^= 1
+    try:
+        walker.step(random_batch(8))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "nothing noticed"
+
+
+@pytest.mark.parametrize(("unit", "slices", "name"), [(2, 1, "model.layers.1"), (0, 1, "prologue"), (0, 2, "prologue")])
+def test_a_flipped_bit_stops_the_run_and_is_named(unit: int, slices: int, name: str) -> None:
+    """Oracle: the bit that was flipped on rank 1, in a block on the host or in the resident embedding."""
+    for message in run_ranks(2, _spoilt, {"perturb": 2, "slice": slices}, unit, timeout=60):
+        assert f"step 2: the weights of {name} on rank 1 differ" in message

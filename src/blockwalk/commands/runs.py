@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockwalk import launch
 from blockwalk.config import RunConfig
 from blockwalk.program import Shape, StepKind
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
@@ -20,7 +22,8 @@ def train(run: RunConfig, _: argparse.Namespace) -> int:
     """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk import train as training
 
-    outcome = training.train(run)
+    with launch.joined(launch.place(), Path(run.output_dir)):
+        outcome = training.train(run)
     print("\n".join(outcome.lines()))
     if outcome.stopped_by is None:
         return 0

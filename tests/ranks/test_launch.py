@@ -1,0 +1,93 @@
+"""Oracle: one process; the operating system's exit codes; a run that nobody killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from blockwalk import cli
+from blockwalk.launch import Place, place
+from tests.conftest import TinyRun
+
+COMMON = "--method distzo2 --data.max_length 32 --save_every 4 --log_every 1 --resume_from_checkpoint latest"
+COMMON += " --optimizer.learning_rate 1e-3 --mesh.check_every 2"
+
+
+def start(tiny_run: TinyRun, output_dir: Path, *, ranks: int, steps: int, settings: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(output_dir), *COMMON.split()]
+    command += ["--max_steps", str(steps), *settings.split()]
+    if ranks > 1:
+        command += ["--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, out + errors
+    return out
+
+
+def result(output_dir: Path) -> tuple[str, list[bytes]]:
+    """The weights' digest, and the ledger without its header."""
+    digest = hashlib.sha256((output_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
+    return digest, (output_dir / "ledger.jsonl").read_bytes().split(b"\n")[1:]
+
+
+def test_a_killed_rank_ends_the_run_and_another_world_size_resumes_it(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Two ranks, of which one is killed; then one process goes on; the end is that of one process from the start."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    alone = "--lora false"
+    finish(start(tiny_run, whole, ranks=1, steps=10, settings=alone))
+    process = start(tiny_run, killed, ranks=2, steps=100_000, settings=alone)
+    ledger, log = killed / "ledger.jsonl", killed / "logs" / "rank-0001.log"
+    while not (ledger.exists() and ledger.read_bytes().count(b"\n") > 8) and process.poll() is None:
+        time.sleep(0.05)
+    match = re.search(r"rank 1 of 2, process (\d+)", log.read_text() if log.exists() else "")
+    if match is None:
+        raise AssertionError("".join(process.communicate(timeout=60)))
+    began = time.monotonic()
+    os.kill(int(match[1]), signal.SIGKILL)
+    out, errors = process.communicate(timeout=100)
+    assert time.monotonic() - began < 30, errors
+    assert process.returncode != 0
+    assert len(re.findall(r"step +1/", out)) == 1, out
+    lines = ledger.read_bytes().split(b"\n")
+    ledger.write_bytes(b"\n".join(lines[:8]) + b"\n")  # seven steps: as if it had been killed there
+    for folder in killed.glob("checkpoint-*"):
+        if int(folder.name[-6:]) > 7:
+            subprocess.run(["rm", "-r", str(folder)], check=True)
+    out = finish(start(tiny_run, killed, ranks=1, steps=10, settings=alone))
+    assert "resumed at step 7" in out
+    assert result(killed) == result(whole)
+
+
+def test_places_are_read_from_torchrun_and_from_slurm() -> None:
+    """Closed form: what these launchers document."""
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert place(torchrun) == Place(5, 8, 1, 4)
+    slurm = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    assert place(slurm) == Place(5, 8, 1, 4)
+    assert place({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place()  # a batch script is no step
+    with pytest.raises(ValueError, match="--ntasks-per-node"):
+        place({**slurm, "SLURM_STEP_TASKS_PER_NODE": "4,2"})
+
+
+def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--method", "distzo2", "--nproc-per-node", "2", "--nnodes=3", "--batch_size", "6"]
+    assert cli.main(arguments) == 0
+    _, *commands = capsys.readouterr().out.splitlines()
+    assert len(commands) == 3
+    for node, command in enumerate(commands):
+        assert command == (
+            f"torchrun --nnodes 3 --node-rank {node} --master-addr HOST --master-port 29500 --nproc-per-node 2 -m blockwalk"
+            " train --method distzo2 --batch_size 6"
+        )
