@@ -1,0 +1,174 @@
+"""Zeroth-order steps with the blocks on disk, beside everything in memory and beside a naive MeZO loop.
+
+Full-parameter float32 training of random weights at true dimensions. In one process the cases take one step each in turn,
+round after round, so that drift of the machine meets all alike; ratios are of the seconds of all rounds. Peak memory is
+that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among
+``--flush``, and named.
+
+    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 4] [--flush 1 2 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+NOISES = ("gaussian", "rademacher")
+BOUNDS = {"gaussian": 1.0, "rademacher": 1.3}
+"""Tokens a second of resident ``mezo`` by those of the naive loop, at least."""
+OFFLOADED = 0.97
+"""Tokens a second of ``zo2`` on disk by those of resident ``mezo``, at least."""
+
+
+def settings_of(noise: str, flush_every: int) -> dict[str, Any]:
+    return {"zo": {"noise": noise}, "update": {"flush_every": flush_every}}
+
+
+def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Peak bytes of two steps of one case, in this process, and what importing torch alone takes of them."""
+    import torch  # noqa: F401
+
+    from blockwalk.metrics import PeakMemory, process_bytes
+
+    imported = process_bytes()
+    from benchmarks import zo_runs
+    from benchmarks.common import random_store
+
+    from blockwalk.state import Codec
+
+    batch, sequence = arguments.batch, arguments.seq
+    with PeakMemory(0.003) as memory:
+        if case == zo_runs.NAIVE:
+            step = zo_runs.naive_stepper(zo_runs.naive_model(name, "float32", "cpu"), batch, sequence)
+            step(), step()
+        else:
+            store = random_store(name, Codec.RAW, "float32")
+            with zo_runs.open_walker(case, store, "disk", "cpu", **settings_of("gaussian", 1)) as walker:
+                step = zo_runs.stepper(walker, batch, sequence)
+                step(), step()
+        return {"peak_MB": memory.highest / 1e6, "import_torch_MB": imported / 1e6}
+
+
+def peaks(name: str, cases: list[str], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Peak memory of each case, each in a process of its own."""
+    found = {}
+    for case in cases:
+        command = [sys.executable, __file__, "--worker", case, "--model", name, "--batch", str(arguments.batch)]
+        done = subprocess.run([*command, "--seq", str(arguments.seq)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name}, {case}: {done.stderr[-2000:]}")
+        found[case] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def tuned(name: str, arguments: argparse.Namespace) -> int:
+    """The ``flush_every`` of the fastest steps: fewer bytes written, against more noise at each fetch."""
+    from benchmarks import zo_runs
+    from benchmarks.common import interleaved, random_store
+
+    from blockwalk.state import Codec
+
+    if len(arguments.flush) == 1:
+        return int(arguments.flush[0])
+    store = random_store(name, Codec.RAW, "float32")
+    with ExitStack() as stack:
+        runs = {}
+        for k in arguments.flush:
+            walker = stack.enter_context(zo_runs.open_walker("zo2", store, "disk", "cpu", **settings_of("gaussian", k)))
+            runs[str(k)] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
+        interleaved(runs, 1)
+        rounds = max(arguments.flush)  # every cycle of flushes is whole in it
+        seconds = {k: sum(values) for k, values in interleaved(runs, rounds).items()}
+    print(f"{name}: seconds a step by flush_every: " + ", ".join(f"{k}: {s / rounds:.2f}" for k, s in seconds.items()))
+    return int(min(seconds, key=seconds.__getitem__))
+
+
+def measure(name: str, noise: str, flush_every: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step by case."""
+    from benchmarks import zo_runs
+    from benchmarks.common import interleaved, random_store
+
+    from blockwalk.state import Codec
+
+    store = random_store(name, Codec.RAW, "float32")
+    cases = [zo_runs.MEZO, *(zo_runs.ABLATIONS if arguments.ablations and noise == "gaussian" else ["zo2"])]
+    with ExitStack() as stack:
+        model = zo_runs.naive_model(name, "float32", "cpu")
+        runs = {zo_runs.NAIVE: zo_runs.naive_stepper(model, arguments.batch, arguments.seq)}
+        for case in cases:
+            flush = 1 if case == "zo2, no deferred update" else flush_every
+            walker = stack.enter_context(zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush)))
+            runs[case] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
+        interleaved(runs, 1)  # the first step makes buffers and applies nothing
+        return interleaved(runs, -(-arguments.rounds // flush_every) * flush_every)
+
+
+def main() -> None:
+    arguments = options()
+    if arguments.worker:
+        print(json.dumps(peak(arguments.worker, arguments.model[0], arguments)))
+        return
+    from benchmarks import zo_runs
+    from benchmarks.common import Bound, finish, random_store
+
+    from blockwalk.state import Codec
+
+    figures: list[dict[str, Any]] = []
+    bounds: list[Bound] = []
+    tokens = arguments.batch * arguments.seq
+    for name in arguments.model:
+        random_store(name, Codec.RAW, "float32")
+        memory = {} if arguments.no_memory else peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
+        flush_every = tuned(name, arguments)
+        print(
+            f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {os.getloadavg()[0]:.1f}"
+        )
+        print(
+            f"{'noise':<11} {'case':<25} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8} {'peak MB':>8} {'above torch':>11}"
+        )
+        for noise in NOISES:
+            seconds = {case: sum(values) for case, values in measure(name, noise, flush_every, arguments).items()}
+            rounds = -(-arguments.rounds // flush_every) * flush_every
+            for case, total in seconds.items():
+                held = memory.get(case, {})
+                row = {"model": name, "noise": noise, "case": case, "flush_every": flush_every, "rounds": rounds,
+                       "tokens_per_s": rounds * tokens / total, "of_mezo": seconds[zo_runs.MEZO] / total,
+                       "of_naive": seconds[zo_runs.NAIVE] / total, **held}  # fmt: skip
+                figures.append(row)
+                shown = f"{held['peak_MB']:>8.0f} {held['peak_MB'] - held['import_torch_MB']:>11.0f}" if held else ""
+                print(f"{noise:<11} {case:<25} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {row['of_naive']:>8.3f}"
+                      f" {shown}", flush=True)  # fmt: skip
+            ratio = seconds[zo_runs.MEZO] / seconds["zo2"]
+            bounds.append(Bound(f"{name}, {noise}: zo2 on disk by mezo", ratio, OFFLOADED, at_most=False))
+            ratio = seconds[zo_runs.NAIVE] / seconds[zo_runs.MEZO]
+            bounds.append(Bound(f"{name}, {noise}: mezo by naive MeZO", ratio, BOUNDS[noise], at_most=False))
+    finish(arguments, figures, bounds)
+
+
+def options() -> argparse.Namespace:
+    from benchmarks.common import parser
+
+    made = parser(__doc__)
+    made.add_argument("--model", nargs="+", default=["OPT-125M", "OPT-350M"])
+    made.add_argument("--batch", type=int, default=4)
+    made.add_argument("--seq", type=int, default=512)
+    made.add_argument("--rounds", type=int, default=4)
+    made.add_argument("--flush", type=int, nargs="+", default=[1, 2, 4], help="candidates for update.flush_every")
+    made.add_argument("--no-ablations", dest="ablations", action="store_false")
+    made.add_argument(
+        "--no-memory", action="store_true", help="leave out the peaks, which take two more steps of each case"
+    )
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    return made.parse_args()
+
+
+if __name__ == "__main__":
+    main()
