@@ -22,7 +22,7 @@ import yaml
 
 from blockwalk import plan as plan_module
 from blockwalk.methods import METHODS, method
-from blockwalk.plan import Plan, did_you_mean
+from blockwalk.plan import Plan, did_you_mean, override
 from blockwalk.state import Codec, Placement
 
 
@@ -200,13 +200,38 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     wants_lora = _coerce("lora", settings.pop("lora", True), bool)
     lora = _section(LoraSettings, "lora", settings)
     name = str(settings.pop("method", "mebp"))
+    if name == "auto":
+        plan = _chosen(own, data, lora if lora_given and wants_lora else None, settings)
+        return RunConfig(plan=plan, data=data, lora=lora if lora_given and wants_lora else None, **own)
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}")
     plan = method(name, **settings)
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
         wants_lora = any(codec in (Codec.INT4, Codec.INT8) for codec in codecs)
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
+
+
+def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:
+    """The plan of ``method: auto``: the planner's best for the machine that ``blockwalk doctor`` described, with the
+    settings that were given."""
+    from blockwalk import planner
+    from blockwalk.simulate import analytic, hardware
+
+    if not own.get("model"):
+        raise ValueError("method: auto reads the model's configuration; give model")
+    if not hardware.HERE.is_file():
+        raise ValueError(f"method: auto needs {hardware.HERE} in this folder; write it with blockwalk doctor")
+    given = override(Plan(), settings)
+    task = planner.Task(
+        config=analytic.read_config(own["model"]),
+        hardware=hardware.load(hardware.HERE),
+        batch=own.get("batch_size", RunConfig().batch_size) // given.gradient_accumulation_steps,
+        sequence=data.max_length,
+        lora_rank=None if lora is None else lora.rank,
+        budget=given.budget,
+    )
+    return override(planner.choose(task, world=given.mesh.world), settings)
 
 
 def dump(config: RunConfig) -> str:

@@ -162,6 +162,21 @@ def rank(task: Task) -> Ranking:
     )
 
 
+def choose(task: Task, *, world: int = 1) -> Plan:
+    """The best plan for so many ranks.
+
+    Raises:
+        ValueError: none fits; the message says why the nearest does not.
+    """
+    found = rank(task)
+    for candidate in (*found.first_order, *found.zeroth_order):
+        if candidate.plan.mesh.world == world:
+            return candidate.plan
+    refused = [c for c in found.refused if c.plan.mesh.world == world]
+    nearest = min(refused, key=lambda c: c.peaks.get(Pool.DEVICE, 0))
+    raise ValueError(f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}")
+
+
 def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
     """The most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
 

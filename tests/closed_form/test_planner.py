@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from blockwalk import config
 from blockwalk.methods import method
+from blockwalk.plan import override
 from blockwalk.planner import Task, largest_batch, look_at, program_of, rank
 from blockwalk.program import Pool, Shape
 from blockwalk.simulate import hardware
@@ -64,3 +68,24 @@ def test_405b_on_1024_devices_is_answered_in_seconds_and_without_torch() -> None
     assert found.best is not None
     code = "import sys, blockwalk.planner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the ranking itself."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
+    monkeypatch.chdir(tmp_path)
+    settings = {"model": str(tmp_path), "method": "auto", "lora.rank": 8, "batch_size": 1, "optimizer.learning_rate": 3e-4}
+    with pytest.raises(ValueError, match="blockwalk doctor"):
+        config.from_mapping(settings)
+    hardware.save(hardware.load("rtx-4090"), tmp_path / "hardware.yaml")
+    best = rank(Task(QWEN_3B, hardware.load("rtx-4090"), 1, 512, 8)).best
+    assert best is not None
+    chosen = config.from_mapping(settings)
+    assert chosen.plan == override(best.plan, {"optimizer.learning_rate": 3e-4})
+    assert chosen.lora is not None
+    assert chosen.lora.rank == 8
+    assert config.from_mapping(chosen.to_mapping()) == chosen
+    with pytest.raises(ValueError, match="no method fits"):
+        config.from_mapping({**settings, "budget": "1MB"})

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from blockwalk import planner
 from blockwalk.config import RunConfig
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.simulate import analytic, hardware, trace
-
-HERE = Path("hardware.yaml")
-"""What ``blockwalk doctor`` writes, and ``--hardware here`` reads."""
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
@@ -43,7 +39,7 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 def task_of(run: RunConfig, machine: str) -> planner.Task:
     """What a run's settings ask for, on a machine by name or file."""
-    found = hardware.load(HERE if machine == "here" else machine)
+    found = hardware.load(hardware.HERE if machine == "here" else machine)
     return planner.Task(
         config=analytic.read_config(run.model),
         hardware=found,

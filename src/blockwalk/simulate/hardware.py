@@ -17,6 +17,9 @@ from blockwalk.plan import did_you_mean, parse_bytes
 
 SHIPPED = Path(__file__).with_name("hardware")
 
+HERE = Path("hardware.yaml")
+"""What ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and ``--hardware here`` read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
