@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, median, parser, random_batch
+
 from tests.ranks.cluster import Cluster, cluster, sent_bytes
 
 OURS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
@@ -151,7 +152,15 @@ def hidden_share(ops: list[tuple[Any, float, float]]) -> float:
     return hidden / total if total else 1.0
 
 
-def on(nodes: Cluster, arguments: argparse.Namespace, cases: list[Case], rate: str | None, *, steps: int, traced: bool = False) -> dict[Case, dict[str, Any]]:  # fmt: skip
+def on(
+    nodes: Cluster,
+    arguments: argparse.Namespace,
+    cases: list[Case],
+    rate: str | None,
+    *,
+    steps: int,
+    traced: bool = False,
+) -> dict[Case, dict[str, Any]]:
     """The worst of all nodes: most bytes, longest steps."""
     nodes.limit(rate)
     answers = nodes.run(measure, arguments, cases, steps, traced, timeout=900)

@@ -1,4 +1,4 @@
-"""Oracle: the run that was never interrupted, bit for bit; files that transformers reads, with the weights that were trained."""
+"""Oracle: the run that was never interrupted, bit for bit; files that transformers reads, with the trained weights."""
 
 from __future__ import annotations
 
