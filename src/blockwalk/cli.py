@@ -131,6 +131,12 @@ COMMANDS = (
         ),
     ),
     Command(
+        "report",
+        "write a run's curves, timeline and configuration as one self-contained page",
+        "blockwalk.commands.reporting:report",
+        (("run", {"metavar": "RUN", "help": "the run's output_dir"}),),
+    ),
+    Command(
         "doctor",
         "measure this machine (under torchrun: this cluster), write hardware.yaml, and say what will hurt",
         "blockwalk.commands.environment:doctor",
