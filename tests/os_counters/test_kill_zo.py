@@ -24,10 +24,10 @@ def run(folder: Path, steps: int, said: Callable[[int], None] = lambda _: None) 
     """Take the run in ``folder`` from where it stands to ``steps``; ``said`` hears of every step that is done. Answers a
     checksum of each weight."""
     import torch
-    from tests.models import random_batch
 
     from blockwalk import method
     from blockwalk.walker import Walker
+    from tests.models import random_batch
 
     settings: dict[str, Any] = {"update": {"flush_every": 2}, "optimizer": {"learning_rate": 1e-2}}
     plan = method("zo2", trainable="disk × bf16", frozen="disk", zo={"kind": "hizoo", "hessian_alpha": 1e-3}, **settings)
