@@ -150,7 +150,7 @@ class Plan:
     budget: int | None = None
     """Device memory that the step may use, in bytes."""
     compile: bool = False
-    """Compile each kind of block once with torch.compile."""
+    """Compile each kind of block once with torch.compile: refused until blocks with streamed weights can be."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -212,6 +212,11 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
     ]
     rules += [
         (plan.prefetch < 0, f"prefetch is {plan.prefetch}; it must be at least 0"),
+        (
+            plan.compile,
+            "compile is true, but streamed blocks run uncompiled in this version; set compile: false (attention kernels are"
+            " the model's own attn_implementation)",
+        ),
         (plan.seed < 0, f"seed is {plan.seed}; it must be at least 0"),
         (
             plan.optimizer.learning_rate < 0,
@@ -286,6 +291,11 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
         (
             zeroth_order and plan.optimizer.name == "adamw" and plan.trainable.tier is Tier.DISK,
             "adamw keeps two moments beside each trainable: use it with resident trainables (LoRA), or optimizer.name: sgd",
+        ),
+        (
+            plan.cache.threshold > 0 and plan.budget is None,
+            f"cache.threshold is {plan.cache.threshold}, a share of the budget, and there is no budget; set budget, such as"
+            " 40GB, or cache.threshold: 0",
         ),
         (
             update.timing is Timing.BLOCK and plan.optimizer.max_grad_norm > 0,

@@ -169,3 +169,11 @@ def test_round_trip(
     assert config.from_mapping(yaml.load(config.dump(run), Loader=config.Loader)) == run
     assert config.from_mapping(run.to_mapping()) == run
     assert config.from_mapping(run.to_mapping()).digest() == run.digest()
+
+
+@pytest.mark.parametrize("name", ["plain", "mebp", "zo2"])
+def test_compile_is_refused_and_not_ignored(name: str) -> None:
+    """Oracle: the setting's own words. A flag that does nothing would look like one that gains nothing."""
+    with pytest.raises(ValueError, match="set compile: false"):
+        method(name, compile=True)
+    assert not method(name, compile=False).compile
