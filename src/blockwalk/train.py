@@ -31,9 +31,9 @@ from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode, encode_ch
 from blockwalk.data.formats import read_records
 from blockwalk.evaluation import Evaluation, HeldOut, template_of
 from blockwalk.ledger import NAME as LEDGER
-from blockwalk.metrics import MetricsLog, PeakMemory
+from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
 from blockwalk.plan import Estimator, override
-from blockwalk.program import Shape, StepKind, human_bytes
+from blockwalk.program import Pool, Shape, StepKind, human_bytes
 from blockwalk.ranks import first
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 from blockwalk.report.progress import Progress
@@ -57,6 +57,10 @@ class Outcome:
     saved_to: Path
     stopped_by: signal.Signals | None = None
     """The signal that ended the run early, after a checkpoint."""
+    forecast_bytes: int = 0
+    """Tensors on the device and the host at the peak of a step, as foreseen for the longest sequences."""
+    measured_bytes: int = 0
+    """What the process (on a GPU: the device) grew by from before the model was opened to its peak."""
 
     def lines(self) -> Iterator[str]:
         """The summary that a run prints last."""
@@ -67,6 +71,9 @@ class Outcome:
         if self.first_loss is not None and self.last_loss is not None:
             yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
         yield f"peak memory        {human_bytes(self.peak_bytes)} (whole process, file pages not counted)"
+        if self.forecast_bytes:
+            foreseen, grown = human_bytes(self.forecast_bytes), human_bytes(self.measured_bytes)
+            yield f"forecast           {foreseen} of tensors at a step's peak; measured: {grown} more than before the model"
         yield f"saved to           {self.saved_to}"
 
 
@@ -95,6 +102,7 @@ def train(run: RunConfig) -> Outcome:
             lambda: checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
         )
         ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
+        opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             shape = Shape(run.batch_size // plan.gradient_accumulation_steps, _longest(rows, run))
             forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape, foresee=True))
@@ -109,7 +117,22 @@ def train(run: RunConfig) -> Outcome:
                     progress.say(line)
                 for warning in rows.report.warnings():
                     progress.say(f"note: {warning}")
-                return loop.run(progress, stop)
+                outcome = loop.run(progress, stop)
+            peaks = forecast.program.peaks()
+            return dataclasses.replace(
+                outcome,
+                forecast_bytes=peaks.get(Pool.DEVICE, 0) + peaks.get(Pool.HOST, 0),
+                measured_bytes=_grown(walker, outcome.peak_bytes - opened_at),
+            )
+
+
+def _grown(walker: Walker, process: int) -> int:
+    """Bytes that training took: on a GPU the allocator's own peak, else those of the process."""
+    if walker.device.type != "cuda":
+        return max(process, 0)
+    import torch
+
+    return int(torch.cuda.max_memory_allocated(walker.device))
 
 
 def _saved(start: Path) -> checkpoint.Checkpoint:
