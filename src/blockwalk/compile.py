@@ -14,7 +14,17 @@ from functools import lru_cache
 
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind, check
-from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, ParamSpec, StateKind, Tier, UnitSpec, encoded_nbytes
+from blockwalk.state import (
+    CODEC_DTYPE,
+    DTYPE_BYTES,
+    Codec,
+    ModelSpec,
+    ParamSpec,
+    StateKind,
+    Tier,
+    UnitSpec,
+    encoded_nbytes,
+)
 
 RULE_STATES = {"adamw": 2, "momentum": 1, "sgd": 0, "sign": 0}
 """Float32 state tensors that each update rule keeps for a trainable parameter."""

@@ -29,7 +29,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "mapped": {"name": "mebp", "frozen": "disk × raw"},
     "mapped, host activations": {"name": "mebp", "frozen": "disk × raw", "activation": "host", "prefetch": 3},
     "accumulated": {"name": "plain", "gradient_accumulation_steps": 2},
-    "accumulated by block": {"name": "mebp", "frozen": "disk × raw", "gradient_accumulation_steps": 4, "accumulation_order": "block"},
+    "accumulated by block": {
+        "name": "mebp",
+        "frozen": "disk × raw",
+        "gradient_accumulation_steps": 4,
+        "accumulation_order": "block",
+    },
 }
 
 

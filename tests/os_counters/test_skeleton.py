@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch
-from tests.autograd.control import tiny_config
-from tests.autograd.test_architectures import TABLE
 
 from blockwalk.skeleton import build_skeleton, model_class, persistent_buffers
+from tests.autograd.control import tiny_config
+from tests.autograd.test_architectures import TABLE
 
 PROBE = """
 import json, sys

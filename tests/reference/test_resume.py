@@ -75,7 +75,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Pa
     def writing_a_checkpoint() -> bool:
         return any(killed.glob(".checkpoint*")) or len(steps(killed)) >= 14
 
-    for ready in (beyond(3), writing_a_checkpoint):
+    for ready in (beyond(3), writing_a_checkpoint, beyond(12)):
         process = start(tiny_run, killed, MEBP)
         out = signal_when(process, signal.SIGKILL, ready)
         assert process.returncode == -signal.SIGKILL, out

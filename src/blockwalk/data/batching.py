@@ -123,7 +123,7 @@ def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) ->
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def loss_tokens(batch: Batch) -> int:
+def loss_tokens(batch: Mapping[str, torch.Tensor]) -> int:
     """Tokens that the loss is a mean over: labels from the second on, since a model predicts the next one."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
