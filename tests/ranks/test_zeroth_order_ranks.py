@@ -171,3 +171,29 @@ def test_a_flipped_bit_stops_the_run_and_is_named(unit: int, slices: int, name: 
     """Oracle: the bit that was flipped on rank 1, in a block on the host or in the resident embedding."""
     for message in run_ranks(2, _spoilt, {"perturb": 2, "slice": slices}, unit, timeout=60):
         assert f"step 2: the weights of {name} on rank 1 differ" in message
+
+
+def _joins(rank: int, folder: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Go on with a run whose ledger rank 0 alone has."""
+    ledger = folder / ("ledger.jsonl" if rank == 0 else "not on this node.jsonl")
+    with Walker(tiny_model("llama"), method("distzo2", mesh=mesh, optimizer=OPTIMIZER), ledger=ledger, device="cpu") as walker:
+        assert walker.steps_done == 3
+        for step in range(3, 6):
+            walker.step(random_batch(8, seed=step))
+        assert walker.ledger is not None
+        assert walker.ledger.steps == 6
+        return trained(walker)
+
+
+def test_a_new_node_joins_by_replaying_the_ledger(tmp_path: Path) -> None:
+    """Oracle: one process all the way. Two ranks take up its ledger, which one of them has never seen."""
+    plan = method("distzo2", optimizer=OPTIMIZER)
+    with Walker(tiny_model("llama"), plan, ledger=tmp_path / "ledger.jsonl", device="cpu") as walker:
+        for step in range(3):
+            walker.step(random_batch(8, seed=step))
+    with Walker(tiny_model("llama"), plan, device="cpu") as walker:
+        for step in range(6):
+            walker.step(random_batch(8, seed=step))
+        expected = trained(walker)
+    for weights in run_ranks(2, _joins, tmp_path, {"world": 2, "perturb": 2}, timeout=60):
+        assert_same(weights, expected)
