@@ -141,6 +141,10 @@ class ShardedBuilder(_Builder):
     _emptied: dict[int, int] = field(default_factory=dict)
     """The op that last emptied each gradient buffer."""
     _next_buffer: int = 0
+    _kept: set[tuple[int, StateKind]] = field(default_factory=set)
+    """Node slices that stay on the device for now."""
+    _device: int = 0
+    """Device bytes that the ops so far hold."""
     _cached: dict[int, int] = field(default_factory=dict)
     """The op that last wrote each unit's node slice to the host."""
     _complete: dict[int, int] = field(default_factory=dict)
@@ -189,7 +193,11 @@ class ShardedBuilder(_Builder):
             details["buffer"] = self._open.get(unit, -1)
         if kind is OpKind.UPDATE and has_node_slice(self.plan):
             self.dirty.add(unit)
-        return _Builder.op(self, kind, unit, lane, deps, **details)
+        index = _Builder.op(self, kind, unit, lane, deps, **details)
+        op = self.ops[index]
+        for sign, change in ((1, op.takes), (-1, op.frees)):
+            self._device += sum(sign * nbytes for pool, nbytes in change if pool is Pool.DEVICE)
+        return index
 
     def _buffer(self, unit: int) -> int:
         if unit in (0, self.last):
@@ -283,9 +291,16 @@ class ShardedBuilder(_Builder):
             for unit in needs:
                 if near.get(self._end_slot(unit) or -unit) != unit:
                     slot, _, fills = held.pop(unit)
-                    self.freed_by[slot] = self.op(OpKind.EVICT, unit, Lane.STORE, [*users, *fills], slot=slot)
+                    needed = any(unit in self._needs(later.unit) for later in turns[k + 1 :] if not later.updates)
+                    self.freed_by[slot] = self._evict_slot(unit, slot, [*users, *fills], let_go=not needed)
                     if slot < count:
                         free.append(slot)
+
+    def _evict_slot(self, unit: int, slot: int, after: Sequence[int], *, let_go: bool) -> int:
+        parts = [part for part in PARTS if let_go and (unit, part) in self._kept]
+        self._kept.difference_update((unit, part) for part in parts)
+        frees = ((Pool.DEVICE, sum(self._node_bytes(unit, part) for part in parts)),) if parts else ()
+        return self.op(OpKind.EVICT, unit, Lane.STORE, after, slot=slot, frees=frees, kept=bool(parts))
 
     def _end_slot(self, unit: int) -> int | None:
         """The slot of prologue and epilogue; a block takes any that is free."""
@@ -307,12 +322,17 @@ class ShardedBuilder(_Builder):
         """Fill a part's place in a slot; the answer's first op is the one that completes it."""
         mesh = self.plan.mesh
         at, others = list(after), []
-        node_bytes = self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)] // mesh.z3
+        node_bytes = self._node_bytes(unit, part)
+        if (unit, part) in self._kept:
+            return [self._gather(unit, part, slot, after, 1, mesh.z3, kept=True)]
+        keeps = self._keeps(node_bytes)
         if has_node_slice(self.plan):
             if part is StateKind.TRAINABLE and unit in self.dirty:
                 self.dirty.discard(unit)
                 at = [self._gather(unit, part, slot if hosts_node_slice(self.plan) else -1, at, mesh.z3, mesh.z1)]
-                if hosts_node_slice(self.plan):
+                if hosts_node_slice(self.plan) and keeps:
+                    self.dirty.add(unit)  # on the host it stays out of date
+                elif hosts_node_slice(self.plan):
                     cached = self.op(OpKind.CACHE, unit, Lane.STORE, at, part=part, nbytes=node_bytes, slot=slot)
                     self._cached[unit] = cached
                     others.append(cached)
@@ -322,25 +342,49 @@ class ShardedBuilder(_Builder):
                 written = [self._cached[unit]] if part is StateKind.TRAINABLE and unit in self._cached else []
                 after = [*at, *written]
                 at = [self.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=node_bytes, slot=slot)]
+        if keeps:
+            self._kept.add((unit, part))
+            takes = ((Pool.DEVICE, node_bytes),)
+            others.append(self.op(OpKind.CACHE, unit, Lane.STORE, at, part=part, slot=slot, takes=takes, kept=True))
         return [self._gather(unit, part, slot, at, 1, mesh.z3), *others]
 
-    def _gather(self, unit: int, part: StateKind, slot: int, after: Sequence[int], inner: int, outer: int) -> int:
+    def _node_bytes(self, unit: int, part: StateKind) -> int:
+        return self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)] // self.plan.mesh.z3
+
+    def _keeps(self, nbytes: int) -> bool:
+        """The adaptive cache: a node slice stays on the device where its use, at this point, is below the threshold."""
+        plan = self.plan
+        if not (hosts_node_slice(plan) and self.differentiates_ and plan.cache.threshold and plan.budget is not None):
+            return False
+        held = self._static(StepKind.TRAIN)[Pool.DEVICE] + self._device
+        return held + nbytes <= plan.cache.threshold * plan.budget
+
+    def _gather(
+        self, unit: int, part: StateKind, slot: int, after: Sequence[int], inner: int, outer: int, *, kept: bool = False
+    ) -> int:
         nbytes = self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
         at = list(after)
         for lane, low, high in reversed(self._by_lane(inner, outer, keep_empty=True)):
             moved = gather_bytes(between(self.axes, low, high), nbytes // low)
-            at = [self.op(OpKind.GATHER, unit, lane, at, part=part, nbytes=moved, slot=slot, span=(low, high))]
+            details = {"part": part, "nbytes": moved, "slot": slot, "span": (low, high), "kept": kept and high == outer}
+            at = [self.op(OpKind.GATHER, unit, lane, at, **details)]
         return at[0]
 
     # ---- the finished program -------------------------------------------------------------------------------------
 
-    def program(self, step_kind: StepKind) -> Program:
+    def _slot_bytes(self) -> list[int]:
         size = DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
-        slot_bytes = [size * (frozen + trained) for frozen, trained in self.pools.slots]
+        return [size * (frozen + trained) for frozen, trained in self.pools.slots]
+
+    def _static(self, step_kind: StepKind) -> dict[Pool, int]:
+        """Bytes that are held before, during and after a step."""
         gradients = 4 * sum(self.pools.gradients) if self.differentiates_ else 0
-        static = sharded_resident(self.plan, self.model)
-        buffers = sum(slot_bytes) + gradients + self.costs.scratch + self.carried(step_kind)
-        static[Pool.DEVICE] = static.get(Pool.DEVICE, 0) + buffers
+        held = sharded_resident(self.plan, self.model)
+        buffers = sum(self._slot_bytes()) + gradients + self.costs.scratch + self.carried(step_kind)
+        return {**held, Pool.DEVICE: held.get(Pool.DEVICE, 0) + buffers}
+
+    def program(self, step_kind: StepKind) -> Program:
+        slot_bytes, static = self._slot_bytes(), self._static(step_kind)
         return Program(
             title=f"{self.plan.method} on {self.model.name}",
             step_kind=step_kind,

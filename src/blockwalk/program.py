@@ -116,6 +116,9 @@ class Op:
     """Groups of so many ranks become groups of so many: where a GATHER's pieces come from, where a REDUCE's sums go."""
     buffer: int = -1
     """The gradient buffer that a backward op fills and a REDUCE empties."""
+    kept: bool = False
+    """A CACHE that keeps a node slice on the device for the rest of the step, a GATHER that begins with it, an EVICT that lets
+    go of it."""
     entries: int = 0
     """Deferred updates that an UPDATE applies."""
     keep_graph: bool = False
@@ -199,6 +202,8 @@ def _detail(op: Op) -> str:
         words.append(f"ranks {op.span[0]}–{op.span[1]}")
     if op.buffer >= 0:
         words.append(f"buffer {op.buffer}")
+    if op.kept:
+        words.append("on device")
     if op.entries:
         words.append(f"{op.entries} pending")
     if op.keep_graph:

@@ -84,6 +84,8 @@ class ShardedEngine(Engine):
         }
         self._open: set[int] = set()
         """Units whose gradient buffer holds something."""
+        self._kept: dict[tuple[int, StateKind], torch.Tensor] = {}
+        """Node slices that stay on the device for the rest of a step."""
         self._gathered: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._summed: dict[int, torch.Tensor] = {}
         """Of each unit the gradients as far as they are reduced."""
@@ -185,7 +187,9 @@ class ShardedEngine(Engine):
             return lambda: self.groups.gather_(refreshed, axes, op.lane)
         target = self._place(op)
         begin: torch.Tensor | None = None
-        if outer == mesh.z1:
+        if op.kept:
+            begin = self._kept[op.unit, op.part]
+        elif outer == mesh.z1:
             begin = shard.source
         elif outer == mesh.z3 and not hosts_node_slice(self.plan):
             begin = shard.node
@@ -204,12 +208,17 @@ class ShardedEngine(Engine):
         return partial(_copy, own, node)
 
     def cache(self, op: Op) -> Callable[[], None]:
-        """CACHE: a node slice from a slot to the host."""
+        """CACHE: a node slice from a slot to the host, or to where it stays on the device for the rest of the step."""
         node, own = self._node_in_slot(op)
+        if op.kept:
+            assert op.part is not None
+            node = self._kept[op.unit, op.part] = torch.empty_like(own)
         return partial(_copy, node, own)
 
     def evict(self, op: Op) -> Callable[[], None]:
         """EVICT: the slot may be filled anew."""
+        for part in PARTS if op.kept else ():
+            self._kept.pop((op.unit, part), None)
         return lambda: None
 
     def _node_in_slot(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,7 +105,7 @@ def _matrix(rank: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps:
     ]
 
 
-def check_matrix(world: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int = 4) -> list[dict[str, Any]]:
+def check_matrix(world: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int = 3) -> list[dict[str, Any]]:
     for kind, lora in {case[:2] for case in cases}:
         CutModel(make(kind, lora))  # certified before the ranks are forked, once instead of in each
     answers = run_ranks(world, _matrix, ranks_per_node, cases, steps, timeout=200)
@@ -138,6 +138,8 @@ def test_two_nodes_of_two_ranks_train_as_one_process() -> None:
     """Every method; and bit for bit the same where sums are added in the same order."""
     cases: list[tuple[Any, ...]] = [("llama", False, name, a, {}) for name, a in itertools.product(METHODS, (1, 4))]
     cases += [("opt", False, "fcdp", 4, {}), ("opt", True, "hzp", 1, {}), ("mixtral", False, "fcdp", 1, {})]
+    adaptive = {"cache.threshold": 0.8, "budget": 1_000_000}
+    cases += [("llama", False, "fcdp", 4, adaptive), ("llama", True, "fcdp", 1, adaptive)]
     cases += [("llama", True, "zero3", 1, {}), ("mixtral", True, "fcdp", 4, {"accumulation_order": "block"})]
     cases += [("llama", False, name, 2, {"max_grad_norm": 0.5}) for name in ("fcdp", "mics")]
     cases += [("llama", False, "hzp", 1, {"recompute": "none", "update.timing": "block"})]
