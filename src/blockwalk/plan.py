@@ -298,11 +298,6 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             " 40GB, or cache.threshold: 0",
         ),
         (
-            plan.cache.threshold > 0 and plan.budget is None,
-            f"cache.threshold is {plan.cache.threshold}, a share of the budget, and there is no budget; set budget, such as"
-            " 40GB, or cache.threshold: 0",
-        ),
-        (
             update.timing is Timing.BLOCK and plan.optimizer.max_grad_norm > 0,
             f"optimizer.max_grad_norm is {plan.optimizer.max_grad_norm}, and the global norm is known only after the"
             " backward walk; set update.timing: step, or max_grad_norm: 0",
