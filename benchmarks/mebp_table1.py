@@ -38,7 +38,6 @@ def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any
 
     from blockwalk import Walker, method
     from blockwalk.config import LoraSettings
-    from blockwalk.program import OpKind
     from blockwalk.state import Codec
 
     store = random_store(name, Codec.INT4)
@@ -55,21 +54,28 @@ def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any
             walker.evaluate(batch)
             forwards.append(time.perf_counter() - began)
         peak = memory.highest
-        spans = walker.timed_step(random_batch(vocab, 1, sequence)) if blocks else []
-        kinds = (
-            {kind: median([s for k, s in spans if k == kind]) for kind in (OpKind.FORWARD, OpKind.BACKWARD)}
-            if spans
-            else {}
-        )
+        kinds = block_seconds(walker, random_batch(vocab, 1, sequence)) if blocks else {}
         return {
             "model": name, "sequence": sequence, "trainable": walker.spec.numel(trainable=True),
             "peak_MB": peak / 1e6, "import_torch_MB": imported / 1e6, "seconds": median(trained),
             "mezo_seconds": median(forwards),
             "ratio": median([a / b for a, b in zip(trained, forwards, strict=True)]),
-            "block_forward_ms": 1e3 * kinds.get(OpKind.FORWARD, 0.0), "block_backward_ms": 1e3 * kinds.get(OpKind.BACKWARD, 0.0),
+            "block_forward_ms": 1e3 * kinds.get("FORWARD", 0.0),
+            "block_backward_ms": 1e3 * kinds.get("BACKWARD", 0.0),
             "decode_share": decode_share(walker, random_batch(vocab, 1, sequence)) if blocks else None,
             "threads": torch.get_num_threads(),
         }  # fmt: skip
+
+
+def block_seconds(walker: Any, batch: Any) -> dict[str, float]:
+    """Median host seconds of a block's FORWARD and BACKWARD in one step, from the walker's own timeline."""
+    from benchmarks.common import median
+
+    walker.timeline = []
+    walker.step(batch)
+    spans = [(op.kind, ended - began) for _, ops in walker.timeline for op, began, ended in ops]
+    walker.timeline = None
+    return {kind: median([s for k, s in spans if k == kind]) for kind in ("FORWARD", "BACKWARD")}
 
 
 def decode_share(walker: Any, batch: Any) -> float:

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import weakref
@@ -39,6 +40,7 @@ from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weigh
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
 
+log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _CPU_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
@@ -75,7 +77,16 @@ def unit_costs(
     key = _key(config, plan, shape, lora, device, padded)
     known = _read(key)
     if known is None:
-        known = _measure(config, plan, shape, lora, device, padded)
+        try:
+            known = _measure(config, plan, shape, lora, device, padded)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            log.warning(
+                "what a block needs while it computes is not foreseen: %s on fake tensors (%s)",
+                config.model_type,
+                reason,
+            )
+            return Costs()
         _keep(key, known)
     return known
 
@@ -106,7 +117,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
-        out = func(*args, **kwargs)
+        if func._overloadpacket is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of the real output.
+            narrow = [a.to(torch.bfloat16) if _floating(a) else a for a in args]
+            out = func(*narrow, **kwargs).to(args[0].dtype)
+        else:
+            out = func(*args, **kwargs)
         self._count(func._overloadpacket, args, kwargs, out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
@@ -136,6 +152,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first = 0 if factor == 1 else 1  # the backward's first argument is the gradient of the output
             (batch, heads, queries, width), keys = args[first].shape, args[first + 1].shape[2]
             self.flops += int(factor * 4 * batch * heads * queries * keys * width)
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -286,7 +306,9 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
     cut, shape = bench.cut, bench.shape
     with FakeTensorMode(allow_non_fake_inputs=True):
         call = _fake_call(prologue.calls[index - 1], bench.device)
-        hidden_BSD = torch.empty(shape.batch, shape.sequence, cut.spec().hidden_size, dtype=bench.dtype, device=bench.device)
+        hidden_BSD = torch.empty(
+            shape.batch, shape.sequence, cut.spec().hidden_size, dtype=bench.dtype, device=bench.device
+        )
         grad_BSD = torch.empty_like(hidden_BSD)
         with torch.set_grad_enabled(bench.backprop):
             cut.bind(index, bench.frozen_values(unit))
@@ -333,7 +355,9 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     spec = cut.spec()
     reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
     by_name = {p.name: p for p in reads.params}
-    trains_head = bench.backprop and any(name in by_name and by_name[name].trainable for name in (head.weight, head.bias))
+    trains_head = bench.backprop and any(
+        name in by_name and by_name[name].trainable for name in (head.weight, head.bias)
+    )
     size, wide = bench.dtype.itemsize, max(bench.dtype.itemsize, 4)
     tokens = shape.batch * (shape.sequence - 1)
     hidden_bytes = shape.tokens * spec.hidden_size * size
@@ -371,7 +395,13 @@ def _loss_memory(bench: _Bench, device: str, trains_head: bool) -> LossMemory:
     spec, tokens = bench.cut.spec(), bench.shape.batch * (bench.shape.sequence - 1)
     soft_cap = bench.cut.head.soft_cap is not None
     return loss_memory(
-        tokens, spec.hidden_size, spec.vocab_size, bench.dtype, soft_cap=soft_cap, device=device, trains_head=trains_head
+        tokens,
+        spec.hidden_size,
+        spec.vocab_size,
+        bench.dtype,
+        soft_cap=soft_cap,
+        device=device,
+        trains_head=trains_head,
     )
 
 
@@ -395,7 +425,9 @@ def _scratch(bench: _Bench, device: str) -> int:
         return largest
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
     pieces = narrow + (bench.plan.optimizer.name != "sgd" or bench.plan.zo.kind == "hizoo") * 2
-    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
+    return (
+        largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
