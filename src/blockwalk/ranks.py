@@ -36,6 +36,8 @@ class Ranks:
     _groups: Groups | None = None
     _scalars: Any = field(default=None)
     """The process group of the scalars."""
+    _told: float = 0.0
+    """A digest of the last entry, which goes with the next losses."""
 
     @property
     def world(self) -> int:
@@ -93,7 +95,7 @@ class Ranks:
         cuts = len(counted)
         most = -(-passes // self.mesh.perturb) * len(self.cuts_of(0, cuts)) * rows
         ours = [counted[cut] for cut in self.cuts_of(self.rank, cuts)]
-        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours)]
+        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._told]
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
         for rank, values in enumerate(self.exchange(sent)):
             at = iter(values)
@@ -102,9 +104,13 @@ class Ranks:
                     for row in range(rows):
                         table[p][cut * rows + row] = next(at)
             theirs = [counted[cut] for cut in self.cuts_of(rank, cuts)]
-            if values[most:] != theirs:
+            if values[-1] != self._told:
                 raise RuntimeError(
-                    f"step {step}: rank {rank} counted {values[most:]} tokens where rank {self.rank} counts {theirs}: they"
+                    f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the step before differs"
+                )
+            if values[most:-1] != theirs:
+                raise RuntimeError(
+                    f"step {step}: rank {rank} counted {values[most:-1]} tokens where rank {self.rank} counts {theirs}: they"
                     " read different data"
                 )
         return table
@@ -129,17 +135,19 @@ class Ranks:
         dist.broadcast(told, src=0, group=self._scalars)
         return int(told)
 
-    def confirm(self, step: int, entry: object) -> None:
-        """Wait until rank 0 has written a step's entry, and compare it with this rank's own.
+    def confirm(self, step: int, entry: object, *, wait: bool) -> None:
+        """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has written it: before weights that
+        outlive this process can be ahead of the ledger.
 
         Raises:
             RuntimeError: it is another one.
         """
         if self.world == 1:
             return
-        digest = hashlib.blake2b(repr(entry).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr(entry).encode(), digest_size=6).digest()
         ours = int.from_bytes(digest, "little")
-        if self.first_seed(ours) != ours:
+        self._told = float(ours)  # 48 bits: exact
+        if wait and self.first_seed(ours) != ours:
             raise RuntimeError(f"step {step}: rank {self.rank} has another ledger entry than rank 0: {entry}")
 
     def compare(self, step: int, whole: Mapping[str, int], slices: Mapping[str, int]) -> None:

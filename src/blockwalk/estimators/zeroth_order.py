@@ -36,7 +36,7 @@ from blockwalk.ledger import Entry
 from blockwalk.plan import MeshSettings, Plan
 from blockwalk.program import Op, OpKind
 from blockwalk.ranks import Ranks
-from blockwalk.state import ParamSpec, Weight
+from blockwalk.state import ParamSpec, Tier, Weight
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE = -100
@@ -361,7 +361,7 @@ class ZerothOrder:
             curvatures=curvatures,
         )
         self.record(state.entry)
-        self.ranks.confirm(state.step, state.entry)
+        self.ranks.confirm(state.step, state.entry, wait=self.plan.trainable.tier is Tier.DISK)
 
     def _losses(self, state: _State) -> tuple[float, ...]:
         """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
