@@ -33,8 +33,8 @@ STUCK_AFTER = 30.0
 """Seconds without a finished op after which a step counts as stuck, if ten usual steps are not longer."""
 
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """By their names of torch 2.13, or by those before."""
 
 
@@ -65,7 +65,7 @@ class Groups:
             pieces.append(pieces[-1].chunk(axis.length)[axis.coordinate(self.rank)])
         for axis, out in reversed(list(zip(axes, pieces, strict=False))):
             own = out.chunk(axis.length)[axis.coordinate(self.rank)]
-            _all_gather(out, own, group=self._groups[axis, lane])
+            all_gather(out, own, group=self._groups[axis, lane])
 
     def reduce(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> torch.Tensor:
         """The sum over the ranks of these axes of this rank's slice of ``full``, innermost axis first: a part of ``full``
@@ -78,7 +78,7 @@ class Groups:
             own = full.chunk(axis.length)[axis.coordinate(self.rank)]
             group = self._groups[axis, lane]
             if full.device.type == "cuda":
-                _reduce_scatter(own, full, group=group)
+                reduce_scatter(own, full, group=group)
             else:
                 received = self._room(lane, full.numel())
                 dist.all_to_all_single(received, full, group=group)
@@ -107,7 +107,7 @@ class Groups:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         out = torch.empty(self.mesh.world * len(values), dtype=torch.float64, device=self.device)
-        _all_gather(out, own)
+        all_gather(out, own)
         return [row.tolist() for row in out.chunk(self.mesh.world)]
 
     def close(self) -> None:

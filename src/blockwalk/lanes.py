@@ -35,6 +35,7 @@ class Lanes:
     device: torch.device
     _threads: dict[Lane, ThreadPoolExecutor] = field(default_factory=dict)
     _streams: dict[Lane, torch.cuda.Stream] = field(default_factory=dict)
+    _start: torch.cuda.Event | None = None
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark]) -> Mark:
         """Run ``work`` on a lane once the ops of ``after`` are done. The compute lane runs it before returning.
@@ -49,9 +50,17 @@ class Lanes:
             mark.future = self._thread(lane).submit(self._run, lane, work, after, mark)
         return mark
 
+    def begin(self) -> None:
+        """Every lane's next op comes after what the caller has issued so far."""
+        if self.device.type == "cuda":
+            self._start = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._start.record(torch.cuda.current_stream(self.device))
+
     def drain(self, marks: Iterable[Mark]) -> None:
-        """Wait until every op was issued, and raise the first error."""
+        """Wait until every op was issued, and raise the first error. What the caller issues next comes after all of them."""
         errors = [mark.future.exception() for mark in marks if mark.future is not None]
+        for stream in self._streams.values():
+            torch.cuda.current_stream(self.device).wait_stream(stream)
         for error in errors:
             if error is not None:
                 raise error
@@ -76,6 +85,8 @@ class Lanes:
         else:
             with self._on_stream(lane):
                 stream = torch.cuda.current_stream(self.device)
+                if self._start is not None:
+                    stream.wait_event(self._start)
                 for earlier in after:
                     if earlier.event is not None:
                         stream.wait_event(earlier.event)

@@ -376,6 +376,7 @@ class Walker:
             OpKind.CACHE: self.engine.cache,
         }
         marks: list[Mark] = []
+        self.lanes.begin()
         try:
             for op in program.ops:
                 sums = op.kind is OpKind.REDUCE and op.span is not None
