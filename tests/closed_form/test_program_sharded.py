@@ -117,7 +117,7 @@ def stale(program: Program, plan: Plan, dirty: frozenset[int]) -> None:
     before = happens_before(program)
     cached: dict[int, int] = {}
     for op in program.ops:
-        if op.kind is OpKind.CACHE:
+        if op.kind is OpKind.CACHE and op.part is StateKind.TRAINABLE:
             cached[op.unit] = op.index
         if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE and op.unit in cached:
             assert before[op.index] >> cached[op.unit] & 1, "a node slice is read while it is written"
