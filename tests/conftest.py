@@ -1,11 +1,18 @@
 """What several rooms of tests share: a tiny model on disk with a tokenizer and data, all made from seeds."""
 
 import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    settings.load_profile("ci")  # the same examples in every run there; elsewhere new ones each time
+
 
 WORDS = {"good": ["fresh", "kind", "clean", "warm"], "bad": ["stale", "rude", "dirty", "cold"]}
 
