@@ -51,6 +51,16 @@ def sent_bytes() -> int:
     raise AssertionError("no eth0: this is no node of a cluster")
 
 
+def sent_payload() -> int:
+    """:func:`sent_bytes` less 66 bytes a packet (Ethernet 14, IPv4 20, TCP with timestamps 32). A busy machine sends the same
+    payload in up to forty times as many packets, 5 % of it in headers; an idle one in packets of 64 KB, 0.1 %."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "eth0":
+            return int(figures.split()[8]) - 66 * int(figures.split()[9])
+    raise AssertionError("no eth0: this is no node of a cluster")
+
+
 @contextmanager
 def cluster(nodes: int, ranks_per_node: int) -> Iterator[Cluster]:
     """Namespaces for the time of a test; skips it where they cannot be made."""

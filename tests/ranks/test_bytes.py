@@ -15,7 +15,7 @@ from blockwalk.program import Pool, Shape, StepKind
 from blockwalk.state import DTYPE_BYTES
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster, sent_bytes
+from tests.ranks.cluster import cluster, sent_payload
 from tests.ranks.processes import run_ranks
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
@@ -39,11 +39,11 @@ def _step_bytes(rank: int, cases: list[tuple[str, bool, int]]) -> list[tuple[int
         with Walker(model(lora), plan, device="cpu") as walker:
             walker.step(random_batch(16, 8))
             dist.barrier()
-            before = sent_bytes()
+            before = sent_payload()
             dist.barrier()
             walker.step(random_batch(16, 8, seed=1))
             dist.barrier()
-            counted.append((sent_bytes() - before, walker.spec.numel(trainable=True)))
+            counted.append((sent_payload() - before, walker.spec.numel(trainable=True)))
             dist.barrier()
     return counted
 

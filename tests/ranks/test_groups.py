@@ -17,7 +17,7 @@ from blockwalk.groups import Watch, make_groups, require_agreement
 from blockwalk.mesh import between, gather_bytes, make_axes, slice_of
 from blockwalk.plan import MeshSettings
 from blockwalk.program import Lane
-from tests.ranks.cluster import cluster, sent_bytes
+from tests.ranks.cluster import cluster, sent_payload
 from tests.ranks.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -87,16 +87,16 @@ def _count(rank: int, numel: int) -> tuple[int, int]:
     groups = make_groups(MeshSettings(z1=4, z2=2, z3=2, world=4, ranks_per_node=2), CPU)
     full = torch.ones(numel)
     dist.barrier()
-    began = sent_bytes()
+    began = sent_payload()
     dist.barrier()
     node = full[groups.slice(numel, 2)]
     groups.gather_(node, groups.between(2, 4), Lane.INTER)
     groups.gather_(full, groups.between(1, 2), Lane.INTRA)
     dist.barrier()
-    gathered = sent_bytes() - began
+    gathered = sent_payload() - began
     groups.reduce(groups.reduce(full, groups.between(1, 2), Lane.INTRA), groups.between(2, 4), Lane.INTER)
     dist.barrier()
-    both = sent_bytes() - began
+    both = sent_payload() - began
     dist.barrier()
     groups.close()
     return gathered, both - gathered
