@@ -30,7 +30,8 @@ from torch.utils.flop_counter import flop_registry
 
 from blockwalk.arguments import rebuild
 from blockwalk.blocks import BlockCall, CutModel, Prologue
-from blockwalk.compile import Costs, UnitCost, epilogue_reads
+from blockwalk.compile import Costs, UnitCost
+from blockwalk.compile.placement import epilogue_reads
 from blockwalk.estimators import chunks, lazy, loss
 from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemory, loss_memory
 from blockwalk.plan import Estimator, Plan

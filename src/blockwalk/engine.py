@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from blockwalk.blocks import CutModel
-from blockwalk.compile import bucket_states, epilogue_reads, streamed_trainables
+from blockwalk.compile.placement import bucket_states, epilogue_reads, streamed_trainables
 from blockwalk.heap import Slack, give_back
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Op

@@ -2,7 +2,7 @@
 
 The engine of :mod:`blockwalk.engine`, whose parameters come and go in slots: GATHER and FETCH fill them, REDUCE turns a
 unit's gradients into this rank's slice of their sum over all ranks, CACHE keeps node slices on the host. What is where, and
-when, is compiled in :mod:`blockwalk.compile_sharded`; collectives are in :mod:`blockwalk.groups`.
+when, is compiled in :mod:`blockwalk.compile.sharded`; collectives are in :mod:`blockwalk.groups`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from blockwalk.compile_sharded import (
+from blockwalk.compile.sharded_layout import (
     PARTS,
     accumulates,
     buffer_pools,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockwalk.compile import Pending, compile
-from blockwalk.compile_sharded import PARTS, flat_layout
+from blockwalk.compile.sharded_layout import PARTS, flat_layout
 from blockwalk.methods import method
 from blockwalk.plan import Plan
 from blockwalk.program import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from blockwalk.compile import RULE_STATES
+from blockwalk.compile.placement import RULE_STATES
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import OpKind, Pool, Program, human_bytes
 from blockwalk.state import ModelSpec, Placement

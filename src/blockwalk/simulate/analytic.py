@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockwalk.compile import Costs, UnitCost, epilogue_reads
+from blockwalk.compile import Costs, UnitCost
+from blockwalk.compile.placement import epilogue_reads
 from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, loss_memory
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from blockwalk.compile import RULE_STATES, Costs
+from blockwalk.compile import Costs
+from blockwalk.compile.placement import RULE_STATES
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware

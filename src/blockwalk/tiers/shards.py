@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blockwalk.compile_sharded import FlatLayout
+from blockwalk.compile.sharded_layout import FlatLayout
 
 Read = Callable[[str], torch.Tensor]
 """A whole parameter by its canonical name, where it lies."""

@@ -19,116 +19,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from blockwalk.compile import RULE_STATES, Costs, _Builder, _compute_dtype, _Turn
+from blockwalk.compile.builder import Builder, Turn
+from blockwalk.compile.placement import compute_dtype
+from blockwalk.compile.sharded_layout import (
+    PARTS,
+    Pools,
+    accumulates,
+    buffer_pools,
+    flat_layout,
+    has_node_slice,
+    hosts_node_slice,
+    sharded_resident,
+)
 from blockwalk.mesh import Axis, between, gather_bytes, make_axes
-from blockwalk.plan import Plan
-from blockwalk.program import Lane, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind, Tier, UnitSpec
-
-ALIGN = 16
-"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
-
-PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
+from blockwalk.program import Lane, OpKind, Pool, Program, StepKind
+from blockwalk.state import DTYPE_BYTES, StateKind
 
 _USES_SLOT = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 _DIFFERENTIATES = (OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatLayout:
-    """Where the parameters of one part of a unit lie in its flat buffer."""
-
-    offsets: tuple[tuple[str, int], ...]
-    """First element of each parameter, by canonical name."""
-    numel: int
-    """Padded: a multiple of ``ALIGN`` for every rank of the world."""
-
-
-def flat_layout(unit: UnitSpec, part: StateKind, world: int) -> FlatLayout:
-    offsets, end = [], 0
-    for param in unit.params:
-        if param.trainable == (part is StateKind.TRAINABLE):
-            offsets.append((param.name, end))
-            end += -(-param.numel // ALIGN) * ALIGN
-    return FlatLayout(tuple(offsets), -(-end // (world * ALIGN)) * world * ALIGN)
-
-
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """The device buffers that a sharded plan reuses, in elements: (frozen, trainable) of each slot, and gradients."""
-
-    slots: tuple[tuple[int, int], ...]
-    gradients: tuple[int, ...]
-    slot_of_end: tuple[int, int]
-    """The slots of prologue and epilogue: the same one, unless a tied weight keeps both in use."""
-    gradient_of_end: tuple[int, int]
-
-
-def buffer_pools(plan: Plan, model: ModelSpec) -> Pools:
-    """One slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
-
-    def most(units: Iterable[UnitSpec], part: StateKind) -> int:
-        return max((flat_layout(unit, part, plan.mesh.world).numel for unit in units), default=0)
-
-    def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
-        return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
-
-    count, ends = plan.prefetch + 1, (model.prologue, model.epilogue)
-    each = [(unit,) for unit in ends] if model.tied else [ends]
-    waiting = min(count, 2)
-    return Pools(
-        slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
-        gradients=(
-            *[most(model.blocks, StateKind.TRAINABLE)] * waiting,
-            *(most(units, StateKind.TRAINABLE) for units in each),
-        ),
-        slot_of_end=(count, count + len(each) - 1),
-        gradient_of_end=(waiting, waiting + len(each) - 1),
-    )
-
-
-def accumulates(plan: Plan) -> bool:
-    """Whether a unit's gradients are complete only after several turns, so that they are kept over Z2 in between."""
-    return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
-
-
-def has_node_slice(plan: Plan) -> bool:
-    return plan.mesh.z3 < plan.mesh.z1
-
-
-def hosts_node_slice(plan: Plan) -> bool:
-    return has_node_slice(plan) and plan.cache.tier == "host"
-
-
-def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
-    """Bytes of one rank between steps, without slots and gradient buffers.
-
-    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/Z1 + 4n/Z2 + 2n/Z3.
-    """
-    mesh, size = plan.mesh, DTYPE_BYTES[_compute_dtype(plan, model)]
-    pools = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
-    held: dict[Pool, int] = {}
-
-    def hold(pool: Pool, nbytes: int) -> None:
-        held[pool] = held.get(pool, 0) + nbytes
-
-    for unit in model.units:
-        frozen, trained = (flat_layout(unit, part, mesh.world).numel for part in PARTS)
-        hold(Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE, size * (frozen + trained) // mesh.z3)
-        if not has_node_slice(plan) and size == 4 and plan.optimizer_state.tier is Tier.DEVICE:
-            hold(Pool.DEVICE, -size * trained // mesh.z3)  # the master is gathered from
-        elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):
-            hold(Pool.DEVICE, size * trained // mesh.z1)
-        hold(pools[plan.optimizer_state.tier], 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
-        in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
-        hold(Pool.DEVICE, 4 * trained // (mesh.z2 if in_place else mesh.z1))
-        if accumulates(plan) and not in_place:
-            hold(Pool.HOST, 4 * trained // mesh.z2)
-    return {pool: nbytes for pool, nbytes in held.items() if nbytes}
-
-
 @dataclass(slots=True)
-class ShardedBuilder(_Builder):
+class ShardedBuilder(Builder):
     """Lowers turns to gathers, reductions and updates of slices."""
 
     dirty: set[int] = field(default_factory=set)
@@ -193,7 +105,7 @@ class ShardedBuilder(_Builder):
             details["buffer"] = self._open.get(unit, -1)
         if kind is OpKind.UPDATE and has_node_slice(self.plan):
             self.dirty.add(unit)
-        index = _Builder.op(self, kind, unit, lane, deps, **details)
+        index = Builder.op(self, kind, unit, lane, deps, **details)
         op = self.ops[index]
         for sign, change in ((1, op.takes), (-1, op.frees)):
             self._device += sum(sign * nbytes for pool, nbytes in change if pool is Pool.DEVICE)
@@ -253,7 +165,7 @@ class ShardedBuilder(_Builder):
 
     # ---- parameters -----------------------------------------------------------------------------------------------
 
-    def walk(self, turns: Sequence[_Turn]) -> None:
+    def walk(self, turns: Sequence[Turn]) -> None:
         """Emit the turns in order. Gathers run ahead by ``plan.prefetch`` blocks as far as slots are free; a block whose
         next turn is near keeps its slot, so that the last one is gathered once for its forward and backward."""
         count = self.plan.prefetch + 1
@@ -306,7 +218,7 @@ class ShardedBuilder(_Builder):
         """The slot of prologue and epilogue; a block takes any that is free."""
         return self.pools.slot_of_end[unit == self.last] if unit in (0, self.last) else None
 
-    def _window(self, turns: Sequence[_Turn], start: int) -> Iterable[int]:
+    def _window(self, turns: Sequence[Turn], start: int) -> Iterable[int]:
         """The turns from ``start`` on that ``prefetch`` further blocks are reached in."""
         blocks = 0
         for k in range(start, len(turns)):
@@ -349,7 +261,7 @@ class ShardedBuilder(_Builder):
         return [self._gather(unit, part, slot, at, 1, mesh.z3), *others]
 
     def _node_bytes(self, unit: int, part: StateKind) -> int:
-        return self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)] // self.plan.mesh.z3
+        return self.numel(unit, part) * DTYPE_BYTES[compute_dtype(self.plan, self.model)] // self.plan.mesh.z3
 
     def _keeps(self, nbytes: int) -> bool:
         """The adaptive cache: a node slice stays on the device where its use, at this point, is below the threshold."""
@@ -362,7 +274,7 @@ class ShardedBuilder(_Builder):
     def _gather(
         self, unit: int, part: StateKind, slot: int, after: Sequence[int], inner: int, outer: int, *, kept: bool = False
     ) -> int:
-        nbytes = self.numel(unit, part) * DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
+        nbytes = self.numel(unit, part) * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
         at = list(after)
         for lane, low, high in reversed(self._by_lane(inner, outer, keep_empty=True)):
             moved = gather_bytes(between(self.axes, low, high), nbytes // low)
@@ -373,7 +285,7 @@ class ShardedBuilder(_Builder):
     # ---- the finished program -------------------------------------------------------------------------------------
 
     def _slot_bytes(self) -> list[int]:
-        size = DTYPE_BYTES[_compute_dtype(self.plan, self.model)]
+        size = DTYPE_BYTES[compute_dtype(self.plan, self.model)]
         return [size * (frozen + trained) for frozen, trained in self.pools.slots]
 
     def _static(self, step_kind: StepKind) -> dict[Pool, int]:
@@ -398,19 +310,3 @@ class ShardedBuilder(_Builder):
             slot_bytes=max(slot_bytes, default=0),
             dirty=frozenset(self.dirty),
         )
-
-
-def sharded_builder(
-    plan: Plan,
-    model: ModelSpec,
-    shape: Shape,
-    costs: Costs,
-    device: str,
-    group_size: int,
-    *,
-    dirty: frozenset[int],
-    differentiates: bool,
-) -> ShardedBuilder:
-    return ShardedBuilder(
-        plan, model, shape, costs, device, group_size, dirty=set(dirty), differentiates_=differentiates
-    )

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockwalk.compile import Pending, _Builder
+from blockwalk.compile.builder import Builder
+from blockwalk.compile.inputs import Pending
 from blockwalk.program import Lane, OpKind
 from blockwalk.state import StateKind
 
 
 @dataclass(slots=True)
-class SliceBuilder(_Builder):
-    """FETCH → UPDATE → STORE and GATHER for each streamed bucket of trainables; everything else as in :class:`_Builder`."""
+class SliceBuilder(Builder):
+    """FETCH → UPDATE → STORE and GATHER for each streamed bucket of trainables; everything else as in :class:`Builder`."""
 
     pending: Pending = Pending()
     gathers: bool = True
@@ -29,7 +30,7 @@ class SliceBuilder(_Builder):
     def _fetch(self, unit: int, part: StateKind, slot: int, after: Sequence[int]) -> int:
         """The op after which a part is there, whole and up to date."""
         if part is not StateKind.TRAINABLE:
-            return _Builder._fetch(self, unit, part, slot, after)
+            return Builder._fetch(self, unit, part, slot, after)
         ranks = self.plan.mesh.slice
         whole = self.part_bytes(self.model.units[unit], part)
         own = whole // ranks

@@ -1,0 +1,101 @@
+"""Compile a plan into a program: the one place where the order of a step is decided.
+
+A step is a list of *turns*: the prologue, the blocks forwards, the epilogue, and for backpropagation the blocks
+backwards. Each turn names a unit and the work done with it; everything else (fetches ahead of their turn, slots,
+evictions, write-backs) is lowered the same way for every plan by :class:`~blockwalk.compile.builder.Builder`.
+:func:`compile` is pure: the same arguments give the same program on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from blockwalk.compile.backprop import backprop
+from blockwalk.compile.builder import Builder, Turn
+from blockwalk.compile.inputs import Costs, Pending, UnitCost
+from blockwalk.compile.placement import Placements
+from blockwalk.compile.zeroth_order import flush, zeroth_order
+from blockwalk.plan import Estimator, Plan
+from blockwalk.program import Lane, OpKind, Pool, Program, Shape, StepKind, check
+from blockwalk.state import ModelSpec
+
+__all__ = ["Costs", "Pending", "UnitCost", "compile", "resident"]
+
+
+@lru_cache(maxsize=64)
+def compile(
+    plan: Plan,
+    model: ModelSpec,
+    step_kind: StepKind,
+    shape: Shape,
+    *,
+    costs: Costs = Costs(),
+    pending: Pending = Pending(),
+    device: str = "cpu",
+    group_size: int = 32,
+) -> Program:
+    """The program of one kind of step.
+
+    Args:
+        plan: the placements and settings.
+        model: the units, in execution order.
+        step_kind: train, gradients (no update), evaluate (no gradient) or flush (apply what is pending).
+        shape: the shape bucket of one micro-batch.
+        costs: transients and FLOPs of each kind of unit at this shape; without them those figures are zero.
+        pending: deferred updates that this step finds.
+        device: ``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied.
+        group_size: elements that share a scale in the int4 codec.
+
+    Raises:
+        AssertionError: an invariant of :mod:`blockwalk.program` does not hold.
+    """
+    if plan.sharded:
+        from blockwalk.compile.sharded import ShardedBuilder
+
+        trains = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+        dirty = set(pending.dirty)
+        builder: Builder = ShardedBuilder(
+            plan, model, device, group_size, shape, costs, dirty=dirty, differentiates_=trains
+        )
+    elif plan.mesh.slice > 1:
+        from blockwalk.compile.slices import SliceBuilder
+
+        builder = SliceBuilder(
+            plan, model, device, group_size, shape, costs, pending=pending, gathers=step_kind is not StepKind.FLUSH
+        )
+    else:
+        builder = Builder(plan, model, device, group_size, shape, costs)
+    if step_kind is StepKind.FLUSH:
+        flush(builder, pending)
+    elif plan.estimator is Estimator.ZEROTH_ORDER and step_kind is StepKind.TRAIN:
+        zeroth_order(builder, pending)
+    elif step_kind is StepKind.EVALUATE:
+        _evaluate(builder)
+    else:
+        backprop(builder, update=step_kind is StepKind.TRAIN)
+    return check(builder.program(step_kind))
+
+
+def _evaluate(b: Builder) -> None:
+    """Forward passes without graph, the loss, nothing else."""
+
+    def work(kind: OpKind, unit: int) -> Callable[[tuple[int, ...]], list[int]]:
+        cost = b.costs.of(b.model.units[unit].kind)
+        return lambda after: [
+            b.op(kind, unit, Lane.COMPUTE, after, flops=cost.forward_flops, transient=cost.forward_transient)
+        ]
+
+    turns = [Turn(0, work(OpKind.PROLOGUE, 0))]
+    turns += [Turn(i, work(OpKind.FORWARD, i)) for i in range(1, b.last)]
+    b.walk([*turns, Turn(b.last, work(OpKind.LOSS, b.last))])
+    b.exchange()
+
+
+def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: int = 32) -> dict[Pool, int]:
+    """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
+    if plan.sharded:
+        from blockwalk.compile.sharded_layout import sharded_resident
+
+        return sharded_resident(plan, model)
+    return Placements(plan, model, device, group_size).resident()

@@ -1,0 +1,42 @@
+"""What a program is compiled from beside the plan and the model: costs of units, and what the step finds pending."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """What one kind of unit needs while it computes, for one shape: measured once, read by plan, program and simulator."""
+
+    forward_transient: int = 0
+    """Peak device bytes of a forward without graph, beyond its input."""
+    backward_transient: int = 0
+    """Peak device bytes of recomputing with graph and differentiating, gradients of parameters included."""
+    saved: int = 0
+    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and what its calls hold for the blocks."""
+    forward_flops: int = 0
+    backward_flops: int = 0
+    """Recomputation not included."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs by kind of unit, hashable so that programs can be cached."""
+
+    units: tuple[tuple[str, UnitCost], ...] = ()
+    scratch: int = 0
+    """Device bytes of the buffers that weights are decoded or perturbed into: kept from op to op."""
+
+    def of(self, kind: str) -> UnitCost:
+        return dict(self.units).get(kind, UnitCost())
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Deferred updates that a step finds: how many are not in the store yet, and whether this step writes them back."""
+
+    entries: int = 0
+    flush: bool = False
+    dirty: frozenset[int] = frozenset()
+    """Sharded over ranks: units whose trainables changed since their node slice was gathered."""

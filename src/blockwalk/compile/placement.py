@@ -1,0 +1,159 @@
+"""What a plan's placements mean for a model: which part of which unit travels, how many bytes it has, what stays where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from blockwalk.plan import Estimator, Plan
+from blockwalk.program import Pool
+from blockwalk.state import (
+    CODEC_DTYPE,
+    Codec,
+    ModelSpec,
+    StateKind,
+    Tier,
+    UnitSpec,
+    encoded_nbytes,
+)
+
+RULE_STATES = {"adamw": 2, "momentum": 1, "sgd": 0, "sign": 0}
+"""Float32 state tensors that each update rule keeps for a trainable parameter."""
+
+SMALL_SHARE = 0.1
+"""Trainables below this share of the model (adapters) stay where they are instead of travelling with their block."""
+
+BUCKET_ALIGN = 64
+"""Bytes that each tensor's place in a bucket is a multiple of."""
+
+
+@dataclass(slots=True)
+class Placements:
+    """Answers about one plan and one model."""
+
+    plan: Plan
+    model: ModelSpec
+    device: str
+    """``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied."""
+    group_size: int
+    """Elements that share a scale in the int4 codec."""
+    adapters: bool = field(init=False)
+    """True where the trainables are a small share of the model: they stay resident whatever their tier."""
+
+    def __post_init__(self) -> None:
+        self.adapters = self.model.numel(trainable=True) < SMALL_SHARE * self.model.numel()
+
+    @property
+    def last(self) -> int:
+        """The epilogue's index."""
+        return len(self.model.blocks) + 1
+
+    def mapped(self, part: StateKind) -> bool:
+        """True where this part is used in place through a file map: disk tier, CPU, and never rewritten in a slot."""
+        placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
+        rewritten = part is StateKind.TRAINABLE and self.plan.estimator is Estimator.ZEROTH_ORDER
+        return placement.tier is Tier.DISK and self.device == "cpu" and not rewritten
+
+    def streams(self, unit: int, part: StateKind) -> bool:
+        """True where this part of this unit is fetched when its turn comes."""
+        placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
+        trainable = part is StateKind.TRAINABLE
+        if placement.tier is Tier.DEVICE or not self.reads(unit).numel(trainable=trainable):
+            return False
+        if trainable and self.adapters:
+            return False
+        return self.mapped(part) or unit not in (0, self.last)
+
+    def parts(self, unit: int) -> list[StateKind]:
+        return [part for part in (StateKind.FROZEN, StateKind.TRAINABLE) if self.streams(unit, part)]
+
+    def part_bytes(self, unit: UnitSpec, part: StateKind) -> int:
+        """Encoded bytes of a unit's frozen or trainable parameters."""
+        trainable = part is StateKind.TRAINABLE
+        if trainable and self.plan.estimator is Estimator.ZEROTH_ORDER:
+            return bucket_bytes(self.plan, unit, self.group_size)
+        placement = self.plan.trainable if trainable else self.plan.frozen
+        return unit.nbytes(placement.codec, self.group_size, trainable=trainable)
+
+    def reads(self, index: int) -> UnitSpec:
+        """A unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
+        return self.model.units[index] if index != self.last else epilogue_reads(self.model)
+
+    def resident(self) -> dict[Pool, int]:
+        """Bytes that each pool holds between steps: parameters on their tiers and optimizer states."""
+        pools = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
+        held: dict[Pool, int] = {}
+
+        def hold(pool: Pool, nbytes: int) -> None:
+            if nbytes:
+                held[pool] = held.get(pool, 0) + nbytes
+
+        for index, unit in enumerate(self.model.units):
+            for part, placement in ((StateKind.FROZEN, self.plan.frozen), (StateKind.TRAINABLE, self.plan.trainable)):
+                nbytes = self.part_bytes(unit, part)
+                if self.streams(index, part):
+                    hold(pools[placement.tier], nbytes // (self.plan.mesh.slice if part is StateKind.TRAINABLE else 1))
+                elif placement.tier is Tier.DISK and self.mapped(part):
+                    hold(Pool.MAPPED, nbytes)
+                else:
+                    hold(Pool.DEVICE, nbytes)
+                    if placement.tier is Tier.DISK:
+                        hold(Pool.DISK, nbytes)
+        if self.plan.estimator is Estimator.ZEROTH_ORDER:
+            return held  # buckets hold what the rule keeps
+        trained = self.model.numel(trainable=True)
+        moments = RULE_STATES[self.plan.optimizer.name] * 4 * trained
+        tier = self.plan.optimizer_state.tier
+        hold(Pool.MAPPED if tier is Tier.DISK and self.device == "cpu" else pools[tier], moments)
+        return held
+
+
+def epilogue_reads(model: ModelSpec) -> UnitSpec:
+    """The epilogue with the tied parameters that it shares with the prologue."""
+    tied = {canonical for _, canonical in model.tied}
+    shared = tuple(p for p in model.prologue.params if p.name in tied)
+    return replace(model.epilogue, params=model.epilogue.params + shared)
+
+
+def bucket_states(plan: Plan) -> dict[str, tuple[Codec, float]]:
+    """What a zeroth-order rule keeps beside each trainable: its codec, and the value that it begins with."""
+    hessian = {"hessian": (plan.zo.hessian_codec, 1.0)} if plan.zo.kind == "hizoo" else {}
+    names = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}.get(plan.optimizer.name, ())
+    return {**hessian, **dict.fromkeys(names, (Codec.FP32, 0.0))}
+
+
+def bucket_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> int:
+    """Bytes of a unit's bucket: its trainables in their codec and the states beside them, aligned, and cut into slices."""
+    codec = plan.trainable.codec
+    total = 0
+    for p in unit.params:
+        if p.trainable:
+            written_as = codec if p.quantizable or codec in CODEC_DTYPE else Codec.RAW
+            sizes = [encoded_nbytes(p.shape, p.dtype, written_as, group_size)]
+            sizes += [encoded_nbytes(p.shape, "float32", kept, group_size) for kept, _ in bucket_states(plan).values()]
+            total += sum(-(-size // BUCKET_ALIGN) * BUCKET_ALIGN for size in sizes)
+    return -(-total // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN * plan.mesh.slice
+
+
+def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[int]:
+    """The units whose trainables are fetched when their turn comes."""
+    placements = Placements(plan, model, device, 32)
+    return frozenset(unit for unit in range(len(model.units)) if placements.streams(unit, StateKind.TRAINABLE))
+
+
+def passes_of_rank(plan: Plan) -> int:
+    """The most forwards of one zeroth-order step that a rank runs; where they do not divide, some run one less."""
+    return -(-plan.forward_passes // plan.mesh.perturb)
+
+
+def compute_dtype(plan: Plan, model: ModelSpec) -> str:
+    return model.dtype if plan.compute_dtype == "auto" else plan.compute_dtype
+
+
+def activation_pool(plan: Plan, device: str) -> Pool:
+    match plan.activation.tier:
+        case Tier.DISK:
+            return Pool.MAPPED if device == "cpu" else Pool.DISK
+        case Tier.HOST:
+            return Pool.HOST
+        case Tier.DEVICE:
+            return Pool.DEVICE

@@ -1,0 +1,113 @@
+"""Flat buffers of sharded state: where each parameter lies, which device buffers a plan reuses, what a rank keeps.
+
+One part (frozen or trainable) of a unit is one flat buffer, padded so that every rank of the world has a slice of it; who
+holds which slice is told in :mod:`blockwalk.compile.sharded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from blockwalk.compile.placement import RULE_STATES, compute_dtype
+from blockwalk.plan import Plan
+from blockwalk.program import Pool
+from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind, Tier, UnitSpec
+
+ALIGN = 16
+"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
+
+PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where the parameters of one part of a unit lie in its flat buffer."""
+
+    offsets: tuple[tuple[str, int], ...]
+    """First element of each parameter, by canonical name."""
+    numel: int
+    """Padded: a multiple of ``ALIGN`` for every rank of the world."""
+
+
+def flat_layout(unit: UnitSpec, part: StateKind, world: int) -> FlatLayout:
+    offsets, end = [], 0
+    for param in unit.params:
+        if param.trainable == (part is StateKind.TRAINABLE):
+            offsets.append((param.name, end))
+            end += -(-param.numel // ALIGN) * ALIGN
+    return FlatLayout(tuple(offsets), -(-end // (world * ALIGN)) * world * ALIGN)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The device buffers that a sharded plan reuses, in elements: (frozen, trainable) of each slot, and gradients."""
+
+    slots: tuple[tuple[int, int], ...]
+    gradients: tuple[int, ...]
+    slot_of_end: tuple[int, int]
+    """The slots of prologue and epilogue: the same one, unless a tied weight keeps both in use."""
+    gradient_of_end: tuple[int, int]
+
+
+def buffer_pools(plan: Plan, model: ModelSpec) -> Pools:
+    """One slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
+
+    def most(units: Iterable[UnitSpec], part: StateKind) -> int:
+        return max((flat_layout(unit, part, plan.mesh.world).numel for unit in units), default=0)
+
+    def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
+        return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
+
+    count, ends = plan.prefetch + 1, (model.prologue, model.epilogue)
+    each = [(unit,) for unit in ends] if model.tied else [ends]
+    waiting = min(count, 2)
+    return Pools(
+        slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
+        gradients=(
+            *[most(model.blocks, StateKind.TRAINABLE)] * waiting,
+            *(most(units, StateKind.TRAINABLE) for units in each),
+        ),
+        slot_of_end=(count, count + len(each) - 1),
+        gradient_of_end=(waiting, waiting + len(each) - 1),
+    )
+
+
+def accumulates(plan: Plan) -> bool:
+    """Whether a unit's gradients are complete only after several turns, so that they are kept over Z2 in between."""
+    return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
+
+
+def has_node_slice(plan: Plan) -> bool:
+    return plan.mesh.z3 < plan.mesh.z1
+
+
+def hosts_node_slice(plan: Plan) -> bool:
+    return has_node_slice(plan) and plan.cache.tier == "host"
+
+
+def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
+    """Bytes of one rank between steps, without slots and gradient buffers.
+
+    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/Z1 + 4n/Z2 + 2n/Z3.
+    """
+    mesh, size = plan.mesh, DTYPE_BYTES[compute_dtype(plan, model)]
+    pools = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
+    held: dict[Pool, int] = {}
+
+    def hold(pool: Pool, nbytes: int) -> None:
+        held[pool] = held.get(pool, 0) + nbytes
+
+    for unit in model.units:
+        frozen, trained = (flat_layout(unit, part, mesh.world).numel for part in PARTS)
+        hold(Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE, size * (frozen + trained) // mesh.z3)
+        if not has_node_slice(plan) and size == 4 and plan.optimizer_state.tier is Tier.DEVICE:
+            hold(Pool.DEVICE, -size * trained // mesh.z3)  # the master is gathered from
+        elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):
+            hold(Pool.DEVICE, size * trained // mesh.z1)
+        hold(pools[plan.optimizer_state.tier], 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+        in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
+        hold(Pool.DEVICE, 4 * trained // (mesh.z2 if in_place else mesh.z1))
+        if accumulates(plan) and not in_place:
+            hold(Pool.HOST, 4 * trained // mesh.z2)
+    return {pool: nbytes for pool, nbytes in held.items() if nbytes}
