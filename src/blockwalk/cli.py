@@ -29,6 +29,7 @@ Option = tuple[str, dict[str, Any]]
 
 _CONFIG: Option = ("config", {"nargs": "?", "metavar": "RUN.yaml", "help": "settings; see the list of flags"})
 _ADAPTER: Option = ("--adapter", {"metavar": "DIR", "help": "a trained adapter to put on the model"})
+_UNTIL: Option = ("--until", {"type": int, "metavar": "STEP", "help": "the last step to apply; default: all"})
 _JSON: Option = ("--json", {"action": "store_true", "help": "print JSON"})
 
 
@@ -70,9 +71,15 @@ COMMANDS = (
             ("--program", {"action": "store_true", "help": "print the schedule of a training step, op by op"}),
             (
                 "--hardware",
-                {"metavar": "NAME|FILE", "help": "rank every method on this machine (here: the one that doctor measured)"},
+                {
+                    "metavar": "NAME|FILE",
+                    "help": "rank every method on this machine (here: the one that doctor measured)",
+                },
             ),
-            ("--largest_batch", {"action": "store_true", "help": "with --hardware: the most sequences that fit, by method"}),
+            (
+                "--largest_batch",
+                {"action": "store_true", "help": "with --hardware: the most sequences that fit, by method"},
+            ),
             ("--trace", {"metavar": "FILE", "help": "with --hardware: the best plan's timeline, for Perfetto"}),
         ),
         takes_settings=True,
@@ -84,7 +91,10 @@ COMMANDS = (
         (
             _CONFIG,
             ("--nproc-per-node", {"type": int, "metavar": "N", "help": "start N ranks on this machine"}),
-            ("--nnodes", {"type": int, "default": 1, "metavar": "N", "help": "print the command for each of N nodes instead"}),
+            (
+                "--nnodes",
+                {"type": int, "default": 1, "metavar": "N", "help": "print the command for each of N nodes instead"},
+            ),
         ),
         takes_settings=True,
     ),
@@ -125,9 +135,24 @@ COMMANDS = (
         "blockwalk.commands.models:replay",
         (
             ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
-            ("ledger", {"metavar": "LEDGER", "help": "the run's ledger.jsonl"}),
+            ("ledger", {"metavar": "LEDGER", "help": "the run's ledger.jsonl, or what export made of it"}),
             ("out", {"metavar": "OUT", "help": "the folder to write"}),
-            ("--until", {"type": int, "metavar": "STEP", "help": "the last step to apply; default: all"}),
+            _UNTIL,
+        ),
+    ),
+    Command(
+        "export",
+        "write a zeroth-order fine-tune as one file of kilobytes, which replay turns into weights",
+        "blockwalk.commands.models:export",
+        (
+            ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
+            ("out", {"metavar": "OUT", "help": "the file to write"}),
+            ("--ledger", {"required": True, "metavar": "LEDGER", "help": "the run's ledger.jsonl"}),
+            _UNTIL,
+            (
+                "--no_rebuild",
+                {"action": "store_true", "help": "leave out the checksum of the weights, which takes a replay"},
+            ),
         ),
     ),
     Command(

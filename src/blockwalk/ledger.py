@@ -8,12 +8,18 @@
 A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn one, which is cut
 off when the ledger is opened again: at most the step in flight is lost. Numbers are written so that reading them gives
 the same float64.
+
+:func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the losses, which no update
+reads; its header tells their number and digest, so that it is whole or refused.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +29,10 @@ from blockwalk import files
 
 FORMAT, VERSION = "blockwalk-ledger", 1
 NAME = "ledger.jsonl"
+UNREAD = ("losses",)
+"""What no update reads of an entry."""
+
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,10 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             files.write_bytes(self.path, _line({"format": FORMAT, "version": VERSION, **header}))
         self.header, self.entries, whole = _read(self.path)
+        if "exported" in self.header:
+            raise ValueError(
+                f"{self.path} is an exported ledger, and no step is added to one: train what it replays to"
+            )
         if different := differences(self.header, header):
             raise ValueError(f"{self.path} is another run's ledger: {'; '.join(different)}. Choose another output_dir")
         self._fd = os.open(self.path, os.O_WRONLY)
@@ -122,6 +136,20 @@ def read_ledger(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Entr
     return header, entries
 
 
+def write_exported(path: str | os.PathLike[str], header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
+    """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its bytes."""
+    lines = [_line({key: value for key, value in asdict(e).items() if key not in UNREAD}) for e in entries]
+    seal = {"steps": len(lines), "digest": _digest(lines)}
+    head = _line({"format": FORMAT, "version": VERSION, **header, "exported": seal})
+    packed = gzip.compress(b"".join((head, *lines)), mtime=0)
+    files.write_bytes(path, packed)
+    return len(packed)
+
+
+def _digest(lines: Sequence[bytes]) -> str:
+    return hashlib.blake2b(b"".join(lines), digest_size=16).hexdigest()
+
+
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings in which two headers differ, as ``name: saved, now``; the run's own name is none of them."""
     names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
@@ -143,6 +171,11 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], int]:
     if not path.is_file():
         raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
     data = path.read_bytes()
+    if data.startswith(_GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
     lines = data.split(b"\n")
     lines.pop()  # what follows the last newline is torn, or nothing
     if not lines:
@@ -154,7 +187,14 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], int]:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path} is no ledger: its first line has no format {FORMAT!r}")
     if header.get("version") != VERSION:
-        raise ValueError(f"{path} has ledger version {header.get('version')}; this version of blockwalk reads {VERSION}")
+        raise ValueError(
+            f"{path} has ledger version {header.get('version')}; this version of blockwalk reads {VERSION}"
+        )
+    seal = header.get("exported")
+    if seal and seal != {"steps": len(rest), "digest": _digest([line + b"\n" for line in lines[1:]])}:
+        raise ValueError(
+            f"{path} is damaged: it has {len(rest)} steps that are not the {seal.get('steps')} it was written with"
+        )
     entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
     return header, entries, sum(len(line) + 1 for line in lines)
 
@@ -163,7 +203,7 @@ def _entry(value: Any, number: int, path: Path) -> Entry:
     lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
     try:
         fields: dict[str, Any] = {key: tuple(each) if key in lists else each for key, each in value.items()}
-        entry = Entry(**fields)
+        entry = Entry(**{"losses": (), **fields})
     except TypeError as error:
         raise ValueError(f"{path}: line {number + 1} is no step of a ledger: {error}") from None
     if entry.step != number:

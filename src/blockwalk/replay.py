@@ -1,4 +1,4 @@
-"""A run's header, and ``blockwalk replay``: the weights rebuilt from the base and the ledger, bit for bit.
+"""A run's header, and ``blockwalk replay`` and ``export``: weights rebuilt from the base and the ledger, bit for bit.
 
 A step of zeroth order is a handful of scalars, so a fine-tune is a file of kilobytes. The model is streamed once, unit by
 unit, however many steps there are: encode a unit as the run had it, apply every entry in order, write it out.
@@ -6,6 +6,8 @@ unit, however many steps there are: encode a unit as the run had it, apply every
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +24,14 @@ from blockwalk.config import LoraSettings
 from blockwalk.estimators import mezo
 from blockwalk.estimators.loss import LossScratch
 from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_, rule_of, settings_of
-from blockwalk.ledger import Entry, read_ledger
+from blockwalk.ledger import Entry, read_ledger, write_exported
 from blockwalk.noise import GENERATOR_VERSION
 from blockwalk.skeleton import build_skeleton
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, Weight
 from blockwalk.tiers.buckets import checksum
 from blockwalk.tiers.opening import open_source
 from blockwalk.tiers.slots import Cells, Initial, cells_of, fill, trainable_spec
+from blockwalk.tiers.store import crc32
 from blockwalk.tiers.store_writer import copy_model_files, plan_units
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ def replay(
 
     Args:
         base: the model that the run began from: a checkpoint folder or a block store.
-        ledger: the run's ``ledger.jsonl``.
+        ledger: the run's ``ledger.jsonl``, or what :func:`export` made of it.
         out: the folder to write; it appears when it is whole.
         until: the last step to apply; all of them unless given.
         progress: called with (bytes of trainables done, bytes in all) now and then.
@@ -94,18 +97,12 @@ def replay(
         Steps applied.
 
     Raises:
-        ValueError: the ledger is damaged or of another version, the base is not the run's, or ``out`` exists.
+        ValueError: the ledger is damaged or of another version, the base is not the run's, or ``out`` exists;
+            or the weights that come out are not those that an exported ledger says.
     """
-    found, entries = read_ledger(ledger)
-    if until is not None and not 0 <= until <= len(entries):
-        raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
-    if found["noise_version"] != GENERATOR_VERSION:
-        raise ValueError(
-            f"{ledger} was written with noise of version {found['noise_version']}; this version of blockwalk draws version"
-            f" {GENERATOR_VERSION}: replay it with the blockwalk that wrote it"
-        )
+    found, entries = read_for(ledger, until)
     files.refuse_existing(out)
-    past = _Past(Path(base), found, entries[:until])
+    past = Past(Path(base), found, entries)
     try:
         with files.atomic_folder(out) as folder:
             past.write(folder, progress)
@@ -114,8 +111,71 @@ def replay(
     return len(past.entries)
 
 
-class _Past:
-    """A run as its ledger tells it."""
+def export(
+    base: str | os.PathLike[str],
+    ledger: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    until: int | None = None,
+    rebuild: bool = True,
+    progress: Progress | None = None,
+) -> tuple[int, int]:
+    """Write a fine-tune as one small file: header and steps, which :func:`replay` turns into weights where the base is.
+
+    Args: as :func:`replay`, and
+        rebuild: replay the run once and write a checksum of its weights into the file, which every later replay is compared
+            with; without it the base alone is compared, by whoever replays.
+
+    Returns:
+        Steps, and the bytes of the file.
+
+    Raises:
+        ValueError: as :func:`replay`; or the run began from a saved adapter, which would have to go with the file.
+    """
+    found, entries = read_for(ledger, until)
+    files.refuse_existing(out)
+    if isinstance(found["lora"], str):
+        raise ValueError(
+            f"this run began from the adapter in {found['lora']}: a ledger is enough only where a run begins from its base;"
+            " hand on the adapter that it trained"
+        )
+    if rebuild:
+        past = Past(Path(base), found, entries)
+        done, total = 0, sum(unit.nbytes for unit in past.units)
+        try:
+            for number, _ in enumerate(past.units_after()):
+                done += past.units[number].nbytes
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            past.close()
+        found = {**found, "result": past.result}
+    return len(entries), write_exported(out, found, entries)
+
+
+def read_for(ledger: str | os.PathLike[str], until: int | None) -> tuple[dict[str, Any], list[Entry]]:
+    """A ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
+    found, entries = read_ledger(ledger)
+    if until is not None and not 0 <= until <= len(entries):
+        raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
+    if found["noise_version"] != GENERATOR_VERSION:
+        raise ValueError(
+            f"{ledger} was written with noise of version {found['noise_version']}; this version of blockwalk draws version"
+            f" {GENERATOR_VERSION}: replay it with the blockwalk that wrote it"
+        )
+    if until not in (None, len(entries)):
+        found.pop("result", None)  # it is that of the last step
+    return found, entries[:until]
+
+
+class Past:
+    """A run as its ledger tells it.
+
+    Args:
+        base: the model that it began from.
+        found: the ledger's header; where it has a ``result``, what comes out is compared with that.
+        entries: the steps to apply.
+    """
 
     def __init__(self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry]) -> None:
         self.base, self.header, self.entries = base, found, entries
@@ -139,6 +199,8 @@ class _Past:
         begin = {name: value for name, (_, value) in states.items()}
         self.initial = Initial(spec, self.source, self.cut.take_parameters(), begin)
         self.units = list(plan_units(self.initial, spec, written_as, group_size=32))
+        self.result = ""
+        """A checksum of the trainables after the last entry; there once :meth:`units_after` is through."""
 
     def _as_it_was(self, spec: ModelSpec) -> ModelSpec:
         """The model with the run's trainables, in the run's dtypes."""
@@ -160,40 +222,53 @@ class _Past:
         if self.rule.noise == "mezo":
             yield from self._after_in_place()
             return
-        scratch = LossScratch()
+        scratch, after = LossScratch(), []
         for number in range(len(self.units)):
-            cells = self._fill(number)
+            bytes_P = self._fill(number)
+            cells = cells_of(self.units[number], bytes_P)
             for name, of_parameter in cells.items():
                 apply_entries_(self.rule, self.entries, name, of_parameter, scratch)
+            after.append(crc32(bytes_P))
             yield values_of(cells)
-        self._check()
+        self._check(after)
 
     def _after_in_place(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
         """The original's draws go through all parameters at once: the whole model is held."""
-        filled = [self._fill(number) for number in range(len(self.units))]
-        self._check()
+        whole = [self._fill(number) for number in range(len(self.units))]
+        filled = [cells_of(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)]
         tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
         parameters = {name: tensors[name] for name in mezo.order_of(self.cut) if name in tensors}
         for entry in self.entries:
             mezo.replay_(parameters, entry, self.rule)
+        self._check([crc32(bytes_P) for bytes_P in whole])
         yield from map(values_of, filled)
 
-    def _fill(self, number: int) -> Cells:
-        bytes_P = torch.empty(self.units[number].nbytes, dtype=torch.uint8)
+    def _fill(self, number: int) -> torch.Tensor:
+        """A unit's bucket as the run began with it."""
+        bytes_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], self.initial, bytes_P)
-        return cells_of(self.units[number], bytes_P)
+        return bytes_P
 
-    def _check(self) -> None:
+    def _check(self, after: Sequence[int]) -> None:
+        """Compare the base with the run's, and what came out (each unit's CRC) with what an exported ledger says of it."""
         if checksum(self.units) != self.header["base"]:
             raise ValueError(
                 f"{self.base} is not what this ledger builds on: the weights differ from those that the run began with"
+            )
+        self.result = hashlib.blake2b(json.dumps(after).encode(), digest_size=16).hexdigest()
+        if self.header.get("result", self.result) != self.result:
+            raise ValueError(
+                f"the weights that came out are not those that the ledger was exported with ({self.result}, and not"
+                f" {self.header['result']}); optimizers other than sgd may differ between builds of torch"
             )
 
     def write(self, folder: Path, progress: Progress | None) -> None:
         """Write the adapter, or the whole model."""
         if self.header["lora"] is not None:
             trained = [pair for unit in self.units_after() for pair in unit.items()]
-            save_adapter(self.module, {name: value for name, value in trained if isinstance(value, torch.Tensor)}, folder)
+            save_adapter(
+                self.module, {name: value for name, value in trained if isinstance(value, torch.Tensor)}, folder
+            )
             return
         copy_model_files(self.base, folder)
         entries = {p.name: safetensors_file.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}

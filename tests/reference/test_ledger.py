@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from blockwalk import method
 from blockwalk.cli import main
 from blockwalk.config import LoraSettings
 from blockwalk.ledger import Entry, Ledger, read_ledger
-from blockwalk.replay import replay
+from blockwalk.replay import export, replay
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
@@ -37,7 +38,9 @@ def go_on(base: Path, plan: Any, folder: Path, steps: int, lora: Any = None) -> 
         grads = []
         while walker.steps_done < steps:
             done = walker.steps_done
-            grads.append(walker.step(random_batch(seed=done), seed=done if plan.zo.noise == "mezo" else None).projected_grad)
+            grads.append(
+                walker.step(random_batch(seed=done), seed=done if plan.zo.noise == "mezo" else None).projected_grad
+            )
         return grads, trained(walker)
 
 
@@ -46,7 +49,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "disk": {"name": "zo2", "trainable": "disk", "update": {"flush_every": 3}},
     "disk bf16": {"name": "zo2", "trainable": "disk × bf16"},
     "host fp8": {"name": "zo2", "trainable": "host × fp8", "update": {"flush_every": 2}},
-    "hizoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"}},
+    "hizoo": {
+        "name": "zo2",
+        "trainable": "disk",
+        "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"},
+    },
     "fzoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
     "adamw": {"name": "zo2", "optimizer": {**OPTIMIZER, "name": "adamw", "learning_rate": 1e-3}},
     "the original": {"name": "mezo", "zo": {"noise": "mezo"}, "loss": "model"},
@@ -93,6 +100,61 @@ def test_replay_of_an_adapter(base: Path, tmp_path: Path) -> None:
     replay(base, tmp_path / "run" / "ledger.jsonl", tmp_path / "out")
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert_same({name.removeprefix("base_model.model."): tensor for name, tensor in saved.items()}, expected)
+
+
+@pytest.mark.parametrize("trained_as", ["full", "lora", "original noise"])
+def test_an_exported_ledger_gives_the_same_weights(trained_as: str, base: Path, tmp_path: Path) -> None:
+    """Oracle: the files that the run's own ledger is replayed to, byte for byte."""
+    lora = LoraSettings(rank=2) if trained_as == "lora" else None
+    drawn = {"zo": {"noise": "mezo"}, "loss": "model"} if trained_as == "original noise" else {}
+    go_on(base, method("mezo", optimizer=OPTIMIZER, **drawn), tmp_path / "run", 6, lora)
+    ledger, exported = str(tmp_path / "run" / "ledger.jsonl"), str(tmp_path / "tune.ledger")
+    assert main(["export", str(base), exported, "--ledger", ledger]) == 0
+    replay(base, ledger, tmp_path / "from ledger")
+    assert main(["replay", str(base), exported, str(tmp_path / "from export")]) == 0
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert (tmp_path / "from export" / name).read_bytes() == (tmp_path / "from ledger" / name).read_bytes()
+    replay(base, ledger, tmp_path / "third", until=3)
+    replay(base, exported, tmp_path / "third again", until=3)
+    assert (tmp_path / "third again" / name).read_bytes() == (tmp_path / "third" / name).read_bytes()
+
+
+def test_an_exported_ledger_is_whole_or_refused(base: Path, tmp_path: Path) -> None:
+    """Oracle: files that were cut, and entries and results that were changed, by hand."""
+    go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 4)
+    ledger, out = tmp_path / "run" / "ledger.jsonl", tmp_path / "tune.ledger"
+    steps, nbytes = export(base, ledger, out)
+    assert (steps, nbytes) == (4, out.stat().st_size)
+    for name in ("run", "base", "rule", "parameters"):
+        assert read_ledger(out)[0][name] == read_ledger(ledger)[0][name]
+    with pytest.raises(ValueError, match="exists already"):
+        export(base, ledger, out)
+    out.rename(ledger)
+    with pytest.raises(ValueError, match="no step is added to one"):
+        go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 4)
+    data = ledger.read_bytes()
+    head, *lines = gzip.decompress(data).splitlines(keepends=True)
+    for damaged in (
+        data[:-9],
+        gzip.compress(head + b"".join(lines[:-1])),
+        gzip.compress(head + b"".join(lines[1:] + lines[:1])),
+    ):
+        out.write_bytes(damaged)
+        with pytest.raises(ValueError, match="is damaged"):
+            replay(base, out, tmp_path / "out")
+    told = json.loads(head)
+    out.write_bytes(gzip.compress(json.dumps({**told, "result": "0" * 32}).encode() + b"\n" + b"".join(lines)))
+    with pytest.raises(ValueError, match="not those that the ledger was exported with"):
+        replay(base, out, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    other = tiny_model("opt", tied=True)
+    with torch.no_grad():
+        other.get_parameter("model.decoder.layers.1.fc1.weight")[3, 4].mul_(1 + 2**-22)
+    other.save_pretrained(tmp_path / "other")
+    go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "again", 1)
+    with pytest.raises(ValueError, match="differ from those that the run began with"):
+        export(tmp_path / "other", tmp_path / "again" / "ledger.jsonl", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_replay_refuses_another_base(base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``blockwalk pack``, ``merge`` and ``replay``: the subcommands that write a model."""
+"""``blockwalk pack``, ``merge``, ``replay`` and ``export``: the subcommands that write a model, or what it is made from."""
 
 from __future__ import annotations
 
@@ -41,6 +41,24 @@ def replay(arguments: argparse.Namespace) -> int:
             arguments.base, arguments.ledger, arguments.out, until=arguments.until, progress=progress
         )
     print(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a zeroth-order fine-tune as one small file."""
+    from blockwalk import replay as replaying
+
+    with _bar("checking") as progress:
+        steps, nbytes = replaying.export(
+            arguments.base,
+            arguments.ledger,
+            arguments.out,
+            until=arguments.until,
+            rebuild=not arguments.no_rebuild,
+            progress=progress,
+        )
+    print(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
+    print(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
     return 0
 
 
