@@ -16,6 +16,7 @@ from benchmarks.common import model_config, random_batch
 
 from blockwalk import Walker, method
 from blockwalk.reference.mezo import mezo_step
+from blockwalk.tiers.slots import PAGE
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "zo2": {},
@@ -39,8 +40,8 @@ def fresh_slots(walker: Walker) -> None:
         buckets.slots._buffers[slot] = torch.empty(0, dtype=torch.uint8)
         if buckets.device.type == "cuda":
             torch.cuda.empty_cache()
-        whole_P = torch.empty(buckets.slots.nbytes + 64, dtype=torch.uint8, device=buckets.device)
-        start = -whole_P.data_ptr() % 64
+        whole_P = torch.empty(buckets.slots.nbytes + PAGE, dtype=torch.uint8, device=buckets.device)
+        start = -whole_P.data_ptr() % PAGE
         buckets.slots._buffers[slot] = whole_P[start : start + buckets.slots.nbytes]
         reused(unit, slot)
 

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockwalk.state import Codec, ModelSpec, ParamSpec, UnitSpec
 from blockwalk.tiers import disk
 from blockwalk.tiers.disk import PAGE, MappedFile
+from blockwalk.tiers.slots import Initial
+from blockwalk.tiers.store import BlockStore
+from blockwalk.tiers.writable import DIRECT_BYTES, WritableStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
@@ -164,3 +168,36 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         MappedFile(tmp_path / "absent")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_large_units_move_past_the_page_cache(tmp_path: Path) -> None:
+    """Oracle: the bytes that the kernel fetched from the disk, though they had just been written; a closed form of the
+    contents, read through the page cache as well."""
+    numel = DIRECT_BYTES // 4 + 1000  # no whole number of pages
+    params = (ParamSpec("w", (numel,), "float32"),)
+    spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
+                     UnitSpec("epilogue", "epilogue", ()), 1, 1)  # fmt: skip
+    source = Initial(spec, None, {"w": torch.arange(numel, dtype=torch.float32)}, {})
+    with WritableStore.create(tmp_path / "store", source, spec, Codec.RAW) as store:
+        if store._direct[1] < 0:
+            pytest.skip("this file system has no O_DIRECT")
+        nbytes = store.units[1].nbytes
+        whole_P = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        aligned_P = whole_P[-whole_P.data_ptr() % PAGE :][:nbytes]
+        odd_P = whole_P[-whole_P.data_ptr() % PAGE + 64 :][:nbytes]
+        for step in (1, 2, 3):
+            aligned_P.view(torch.float32)[:numel] = torch.arange(numel, dtype=torch.float32) * step
+            expected_P = aligned_P.clone()
+            store.write_unit(1, aligned_P, step)
+            before = counter("io", "read_bytes")
+            assert store.read_unit(1, aligned_P.zero_()) == step
+            assert counter("io", "read_bytes") - before >= nbytes // PAGE * PAGE
+            assert torch.equal(aligned_P, expected_P)
+            store.read_unit(1, odd_P)  # through the page cache
+            assert torch.equal(odd_P, expected_P)
+            store.write_unit(1, odd_P, step)
+            store.read_unit(1, aligned_P.zero_())
+            assert torch.equal(aligned_P, expected_P)
+    reader = BlockStore(tmp_path / "store")
+    assert reader.steps[1] == 3
+    assert torch.equal(reader.weights(["w"])["w"], torch.arange(numel, dtype=torch.float32) * 3)

@@ -13,8 +13,10 @@ from torch import nn
 
 from blockwalk import method
 from blockwalk.config import LoraSettings
+from blockwalk.estimators.zeroth_order import ZerothOrder
 from blockwalk.program import Lane, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
+from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
@@ -86,6 +88,66 @@ def _float_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     loss: torch.Tensor = model(**batch, use_cache=False).loss
     assert loss.dtype == torch.float32
     return loss
+
+
+def buffers(walker: Walker) -> dict[str, tuple[int, int]]:
+    """Address and bytes of every slot, host buffer and scratch buffer that a zeroth-order walk holds."""
+    buckets, estimator = walker.engine.buckets, walker.estimator
+    assert isinstance(estimator, ZerothOrder)
+    held = {f"slot {i}": buffer for i, buffer in enumerate(buckets.slots._buffers)}
+    if isinstance(buckets.tier, HostTier):
+        held["host"] = buckets.tier.whole_P
+    if isinstance(buckets.tier, Staged):
+        held |= {f"staging {i}": buffer for i, buffer in enumerate([*buckets.tier._inward, buckets.tier._outward])}
+    for name in ("scratch", "slice_scratch", "loss_scratch"):
+        held |= {f"{name} {key}": buffer for key, buffer in getattr(estimator, name)._buffers.items()}
+    return {name: (buffer.data_ptr(), buffer.nbytes) for name, buffer in held.items()}
+
+
+SLOT_RUNS: dict[str, dict[str, Any]] = {
+    "host": {"trainable": "host"},
+    "disk": {"trainable": "disk", "frozen": "disk", "update": {"flush_every": 3}},
+    "bf16": {"trainable": "host × bf16"},
+    "fp8": {"trainable": "disk × fp8", "prefetch": 2},
+    "adamw": {"trainable": "host", "optimizer": {"name": "adamw", "learning_rate": 1e-3}},
+    "hizoo": {"trainable": "host × bf16", "zo": {"kind": "hizoo", "hessian_alpha": 1e-3, "hessian_codec": "bf16"}},
+    "fzoo": {"trainable": "host", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
+}
+
+
+@pytest.mark.parametrize("settings", SLOT_RUNS.values(), ids=SLOT_RUNS)
+def test_no_buffer_appears_after_the_first_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Oracle: the addresses after the first step, which has no update to apply yet; steps that apply and write back follow."""
+    with Walker(tiny_model("llama", tied=True), method("zo2", **settings), workdir=tmp_path, device="cpu") as walker:
+        walker.step(random_batch(seed=0))
+        first = buffers(walker)
+        assert len(first) > 4
+        for step in range(1, 6):
+            walker.step(random_batch(seed=step))
+            assert buffers(walker) == first
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_no_segment_and_no_pinned_memory_appear_after_the_first_step(tier: str, tmp_path: Path) -> None:
+    """Oracle: the counters of the CUDA and of the pinned host allocator."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+    def counters() -> tuple[int, int]:
+        pinned = torch.cuda.host_memory_stats()["allocations.allocated"]  # type: ignore[no-untyped-call]
+        return torch.cuda.memory_stats()["segment.all.allocated"], pinned
+
+    model = tiny_model("llama", tied=True)
+    with Walker(model, method("zo2", trainable=tier, frozen=tier), workdir=tmp_path, device="cuda") as walker:
+        walker.step(random_batch(seed=0))
+        torch.cuda.synchronize()
+        first, held = counters(), buffers(walker)
+        for step in range(1, 6):
+            walker.step(random_batch(seed=step))
+        torch.cuda.synchronize()
+        assert counters() == first
+        assert buffers(walker) == held
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "fp8"])

@@ -31,12 +31,13 @@ from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
 from blockwalk.estimators.objectives import Objective, ranked
 from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
-from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_
+from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_, reserve
 from blockwalk.ledger import Entry
 from blockwalk.plan import MeshSettings, Plan
 from blockwalk.program import Op, OpKind
 from blockwalk.ranks import Ranks
 from blockwalk.state import ParamSpec, Tier, Weight
+from blockwalk.tiers.slots import STATE
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE = -100
@@ -135,6 +136,16 @@ class ZerothOrder:
         head = engine.cut.head
         self.chunked = self.plan.loss == "chunked" and not head.custom and head.lora is None
         self._in_place = self._resident_parameters() if self.plan.zo.noise == "mezo" else {}
+        if not self._in_place:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Make what updates work in now: the first one comes with the second step, where nothing is to be allocated."""
+        buckets = self.engine.buckets
+        for number, unit in enumerate(buckets.units):
+            scratch = self.slice_scratch if buckets.sliced(number) else self.scratch
+            for param in unit.params:
+                reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
 
     def _resident_parameters(self) -> dict[str, torch.Tensor]:
         """All trainables in the order of ``named_parameters()``, for the original's draws; bound for good."""

@@ -28,6 +28,7 @@ from blockwalk.plan import OptimizerSettings, Plan
 from blockwalk.updates import Rule, make_rule
 
 if TYPE_CHECKING:
+    from blockwalk.tiers.layout import Layout
     from blockwalk.tiers.slots import Cell
 
 UNDECAYED = ("bias", "layer_norm", "layernorm")
@@ -113,6 +114,21 @@ def apply_entries_(
             _advance_(rule, entry, name, cell.origin + first * cell.layout.columns, x_RD, states, scratch)
             for state, tensor in {"": x_RD, **states}.items():
                 cells[state].save(first, tensor, _rounding(rule, entry, name, state))
+
+
+def reserve(rule: ZerothOrderRule, state: str, layout: Layout, scratch: LossScratch, device: torch.device) -> None:
+    """Make the buffers in which :func:`apply_entries_` will work on a parameter (or on a state beside it), so that no step
+    after the first makes one."""
+    like = torch.empty(0, device=device)
+    elements = min(layout.rows * layout.columns, max(UPDATE_ELEMENTS[device.type], layout.columns))
+    in_place = not layout.groups and layout.code_dtype == torch.float32
+    names = [] if in_place else [state or "value"]
+    if not state and rule.kind == "hizoo":
+        names += ["z", "grown", "root"]
+    if not state and rule.optimizer != "sgd":
+        names.append("direction")
+    for name in names:
+        scratch.take(name, elements, like=like, dtype=torch.float32)
 
 
 def _rounding(rule: ZerothOrderRule, entry: Entry, name: str, state: str) -> NoiseKey | None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 FILL_ELEMENTS = 1 << 20
 """Elements of a parameter that are encoded at a time."""
 
+PAGE = 4096
+"""Bytes that every slot begins at a multiple of: what a disk copies to without the processor."""
+
 STATE = "\0"
 """Between a parameter's name and that of a state kept beside it."""
 
@@ -273,10 +276,10 @@ class Slots:
 
     def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
         self.count, self.nbytes = count, nbytes
-        whole_P = torch.empty(count * nbytes + 64, dtype=torch.uint8, device=device)
-        start = -whole_P.data_ptr() % 64
-        self._buffers = [whole_P[start + i * nbytes : start + (i + 1) * nbytes] for i in range(count)]
-        """Buckets are whole multiples of 64 bytes, so every slot begins at one."""
+        stride = -(-nbytes // PAGE) * PAGE
+        whole_P = torch.empty(count * stride + PAGE, dtype=torch.uint8, device=device)
+        start = -whole_P.data_ptr() % PAGE
+        self._buffers = [whole_P[start + i * stride :][:nbytes] for i in range(count)]
         self._vacant: list[torch.cuda.Event | None] = [None] * count
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:

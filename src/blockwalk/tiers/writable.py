@@ -3,6 +3,10 @@
 A unit's file has two areas. New contents go into the idle one and are synced; then the idle area's header, with a higher
 sequence number, is written and synced. A crash before that leaves the old header the newest; a torn header fails its
 checksum, and the other counts. Either way the contents are one whole generation, and the header says of which step.
+
+Large units move past the page cache (``O_DIRECT``) where the file system and the buffer's address allow: the disk copies
+from and to the buffer itself, so that the processor's cores stay with what they compute, and a memory limit is not charged
+for pages that are read once a step.
 """
 
 from __future__ import annotations
@@ -30,6 +34,13 @@ if TYPE_CHECKING:
     from blockwalk.tiers import WeightSource
 
 
+Transfer = Callable[[int, list[memoryview], int], int]
+"""``os.preadv`` or ``os.pwritev``."""
+
+DIRECT_BYTES = 1 << 20
+"""From this size on a unit moves past the page cache: smaller ones cost more in waiting than they save in copying."""
+
+
 class WritableStore:
     """Units of a model that are read into buffers of bytes and written back, one at a time, from any lane.
 
@@ -51,6 +62,8 @@ class WritableStore:
         if self.index.generations != 2:
             raise ValueError(f"{self.path} was packed for reading only: training writes need a writable copy of it")
         self._fds: list[int] = []
+        self._direct: list[int] = []
+        """Descriptors past the page cache; −1 where there is none."""
         self._headers: list[UnitHeader] = []
         self._lock = _lock(self.path)
         try:
@@ -59,6 +72,7 @@ class WritableStore:
                 if not file.is_file():
                     raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
                 self._fds.append(os.open(file, os.O_RDWR | getattr(os, "O_BINARY", 0)))
+                self._direct.append(_open_direct(file) if unit.nbytes >= DIRECT_BYTES else -1)
                 self._headers.append(read_unit_header(self._fds[-1], file, number, unit, 2))
         except BaseException:
             self.close()
@@ -105,7 +119,7 @@ class WritableStore:
     def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
         """Read a unit's newest contents into ``out_P`` (contiguous CPU uint8 [nbytes]); returns the step of them."""
         header = self._headers[unit]
-        _transfer(os.preadv, self._fds[unit], self._buffer(unit, out_P), self.units[unit].area_offset(header.area))
+        self._move(os.preadv, unit, out_P, header.area)
         return header.step
 
     def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
@@ -113,11 +127,20 @@ class WritableStore:
         old = self._headers[unit]
         new = UnitHeader(unit, 2, 1 - old.area, old.sequence + 1, step, old.nbytes)
         fd = self._fds[unit]
-        _transfer(os.pwritev, fd, self._buffer(unit, data_P), self.units[unit].area_offset(new.area))
+        self._move(os.pwritev, unit, data_P, new.area)
         self._settle(fd)
         _transfer(os.pwritev, fd, memoryview(new.pack()), new.area * HEADER_PAGE)
         self._settle(fd)
         self._headers[unit] = new
+
+    def _move(self, call: Transfer, unit: int, bytes_P: torch.Tensor, area: int) -> None:
+        """Read or write one area: whole pages past the page cache, where that may be; the rest through it."""
+        buffer, offset, fd = self._buffer(unit, bytes_P), self.units[unit].area_offset(area), self._direct[unit]
+        pages = len(buffer) // HEADER_PAGE * HEADER_PAGE
+        if fd < 0 or bytes_P.data_ptr() % HEADER_PAGE:
+            pages = 0
+        _transfer(call, fd, buffer[:pages], offset)
+        _transfer(call, self._fds[unit], buffer[pages:], offset + pages)
 
     def _buffer(self, unit: int, bytes_P: torch.Tensor) -> memoryview:
         nbytes = self.units[unit].nbytes
@@ -131,9 +154,11 @@ class WritableStore:
             getattr(os, "fdatasync", os.fsync)(fd)  # macOS has the latter alone
 
     def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
+        for fd in (*self._fds, *self._direct):
+            if fd >= 0:
+                os.close(fd)
         self._fds.clear()
+        self._direct.clear()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -145,7 +170,15 @@ class WritableStore:
         self.close()
 
 
-def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, buffer: memoryview, offset: int) -> None:
+def _open_direct(file: Path) -> int:
+    """A descriptor past the page cache; −1 where the system or the file system has none."""
+    try:
+        return os.open(file, os.O_RDWR | os.O_DIRECT)
+    except (AttributeError, OSError):
+        return -1
+
+
+def _transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> None:
     """preadv or pwritev until the whole buffer has moved: the kernel moves at most 2 GiB a call."""
     done = 0
     while done < len(buffer):
