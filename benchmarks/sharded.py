@@ -1,21 +1,21 @@
 """First-order training over two nodes: bytes between them, seconds at several rates, overlap; FSDP2 beside it.
 
-    sudo python benchmarks/sharded.py [--check] [--json FILE] [--rates 10mbit,100mbit,200mbit,1gbit]
+    sudo python benchmarks/sharded.py [--part bytes|seconds|sweep|overlap|memory ...] [--check] [--json FILE] [--plot FILE.svg]
 
 Nodes are network namespaces joined by a bridge (root), ranks are processes with one thread each, bytes are the kernel's on
-each node's link. FSDP2 is ZeRO-3 (``reshard_after_forward``) in float32 without recomputation, as it comes; gloo's
-reduce_scatter moves the bytes of an all-reduce, so its column is also given as its formula has it.
+each node's link. The systems of a task are opened side by side in the same ranks and step in turn, round after round.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
-import statistics
+import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,121 +23,125 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.common import Bound, finish, median, parser, random_batch
+from benchmarks.common import Bound, finish, median, parser
+from benchmarks.sharded_plot import draw
+from benchmarks.sharded_runs import DEEPSPEED, PEERS, Case, formula, limit, make_model, open_run
 
-from tests.ranks.cluster import Cluster, cluster, sent_bytes
+from tests.ranks.cluster import Cluster, cluster, sent_payload
 
 OURS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 BOUNDED = ("fcdp", "hzp")
+TASKS = tuple(itertools.product((False, True), (1, 4)))
+"""LoRA or not, micro-batches."""
+AT_200 = {(False, 1): 2.0, (False, 4): 6.0, (True, 1): 8.0, (True, 4): 8.0}
+"""FSDP2's seconds by ours at 200 Mbit/s, at least."""
+OTHERS = (*PEERS, *([DEEPSPEED] if importlib.util.find_spec("deepspeed") else []))
+"""What ours is compared with; DeepSpeed where it is installed."""
+PARTS = ("bytes", "seconds", "sweep", "overlap", "memory")
+
+Rows = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One system on one task."""
-
-    system: str
-    lora: bool
-    micro_batches: int
-
-    def __str__(self) -> str:
-        return f"{self.system} {'LoRA' if self.lora else 'full'} A={self.micro_batches}"
+# ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def make_model(arguments: argparse.Namespace, lora: bool) -> torch.nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.hidden * 8 // 3,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=4,
-        vocab_size=1024,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = AutoModelForCausalLM.from_config(config).float()
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        model = get_peft_model(model, LoraConfig(r=8, target_modules=targets))
-    return model
-
-
-def our_step(arguments: argparse.Namespace, case: Case) -> tuple[Callable[[Mapping[str, torch.Tensor]], Any], Any]:
-    from blockwalk.methods import method
-    from blockwalk.walker import Walker
-
-    mesh = {"world": dist.get_world_size(), "ranks_per_node": arguments.ranks_per_node}
-    plan = method(
-        case.system,
-        mesh=mesh,
-        gradient_accumulation_steps=case.micro_batches,
-        recompute=arguments.recompute,
-        prefetch=arguments.prefetch,
-    )
-    walker = Walker(make_model(arguments, case.lora), plan, device="cpu")
-    return walker.step, walker
-
-
-def fsdp_step(arguments: argparse.Namespace, case: Case) -> tuple[Callable[[Mapping[str, torch.Tensor]], Any], Any]:
-    """ZeRO-3 by PyTorch, gradients reduced in every micro-batch."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = make_model(arguments, case.lora)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    base: Any = model.get_base_model() if case.lora else model  # type: ignore[operator]
-    for layer in base.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
-    world, rank = dist.get_world_size(), dist.get_rank()
-
-    def step(batch: Mapping[str, torch.Tensor]) -> None:
-        parts = [{k: part.chunk(world)[rank] for k, part in zip(batch, parts, strict=True)}
-                 for parts in zip(*(batch[k].chunk(case.micro_batches) for k in batch), strict=True)]  # fmt: skip
-        for part in parts:
-            (model(**part, use_cache=False).loss / case.micro_batches).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, None
-
-
-def measure(
-    rank: int, arguments: argparse.Namespace, cases: list[Case], steps: int, traced: bool
-) -> list[dict[str, Any]]:
-    """Bytes that this rank's node sends in a steady step, seconds of each, and the lanes' own times."""
+def count(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> list[tuple[float, int, int]]:
+    """Bytes that this rank's node sends in a steady step, and the model's parameters, all and trained."""
     found = []
     for case in cases:
-        step, walker = (fsdp_step if case.system == "fsdp2" else our_step)(arguments, case)
-        batch = random_batch(1024, arguments.batch, arguments.sequence)
-        step(batch)
-        step(batch)
+        run = open_run(arguments, case)
+        for _ in range(2):
+            run.step()
         dist.barrier()
-        before, seconds = sent_bytes(), []
+        before = sent_payload()
         dist.barrier()
-        if traced and walker is not None:
-            walker.timeline = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            step(batch)
-            dist.barrier()
-            seconds.append(time.perf_counter() - began)
-        figures: dict[str, Any] = {"bytes": (sent_bytes() - before) / steps, "seconds": seconds}
-        if traced and walker is not None:
-            figures["hidden"] = statistics.median(hidden_share(ops) for _, ops in walker.timeline)
-        if walker is not None:
-            figures["trained"] = walker.spec.numel(trainable=True)
-            figures["parameters"] = walker.spec.numel()
-            walker.close()
+        run.step()
         dist.barrier()
-        found.append(figures)
+        nbytes = sent_payload() - before
+        sizes = (run.walker.spec.numel(), run.walker.spec.numel(trainable=True)) if run.walker else (0, 0)
+        dist.barrier()
+        run.close()
+        found.append((float(nbytes), *sizes))
+    return found
+
+
+def race(
+    rank: int, arguments: argparse.Namespace, cases: Sequence[Case], rates: Sequence[str | None]
+) -> dict[tuple[Case, str | None], dict[str, list[float]]]:
+    """Seconds of each step and the share of communication hidden, of cases that step in turn; fewer rounds where they take
+    long."""
+    runs = {case: open_run(arguments, case) for case in cases}
+    found: dict[tuple[Case, str | None], dict[str, list[float]]] = {}
+    for run in (*runs.values(), *runs.values()):
+        run.step()
+    for rate in rates:
+        if rank % arguments.ranks_per_node == 0:
+            limit(rate)
+        began = time.perf_counter()
+        for _ in _rounds(arguments, began):
+            for case, run in runs.items():
+                if run.walker is not None:
+                    run.walker.timeline = []
+                dist.barrier()
+                start = time.perf_counter()
+                run.step()
+                dist.barrier()
+                row = found.setdefault((case, rate), {"seconds": [], "hidden": []})
+                row["seconds"].append(time.perf_counter() - start)
+                if run.walker is not None:
+                    row["hidden"].append(hidden_share(run.walker.timeline[0][1]))
+    if rank % arguments.ranks_per_node == 0:
+        limit(None)
+    dist.barrier()
+    for run in runs.values():
+        run.close()
+    return found
+
+
+def _rounds(arguments: argparse.Namespace, began: float) -> Iterator[int]:
+    """As many as asked for, or as rank 0 finds time for."""
+    for k in range(arguments.rounds):
+        late = torch.tensor([float(k > 0 and time.perf_counter() - began > arguments.patience)])
+        dist.broadcast(late, 0)
+        if late:
+            return
+        yield k
+
+
+def blocking(
+    rank: int, arguments: argparse.Namespace, cases: Sequence[Case], rate: str
+) -> dict[Case, list[list[float]]]:
+    """Seconds of steps whose ops run one after the other, and of steps as they are; and the share hidden in these."""
+    found: dict[Case, list[list[float]]] = {}
+    for case in cases:
+        run = open_run(arguments, case)
+        submit = run.walker.lanes.submit
+
+        def in_turn(*args: Any, submit: Any = submit) -> Any:
+            mark = submit(*args)
+            if mark.future is not None:
+                mark.future.result()
+            return mark
+
+        for _ in range(2):
+            run.step()
+        if rank % arguments.ranks_per_node == 0:
+            limit(rate)
+        rows: list[list[float]] = [[], [], []]
+        for _ in range(arguments.rounds):
+            for column, how in enumerate((in_turn, submit)):
+                run.walker.lanes.submit, run.walker.timeline = how, []
+                dist.barrier()
+                began = time.perf_counter()
+                run.step()
+                dist.barrier()
+                rows[column].append(time.perf_counter() - began)
+            rows[2].append(hidden_share(run.walker.timeline[0][1]))
+        if rank % arguments.ranks_per_node == 0:
+            limit(None)
+        dist.barrier()
+        run.close()
+        found[case] = rows
     return found
 
 
@@ -152,98 +156,173 @@ def hidden_share(ops: list[tuple[Any, float, float]]) -> float:
     return hidden / total if total else 1.0
 
 
-def on(
-    nodes: Cluster,
-    arguments: argparse.Namespace,
-    cases: list[Case],
-    rate: str | None,
-    *,
-    steps: int,
-    traced: bool = False,
-) -> dict[Case, dict[str, Any]]:
-    """The worst of all nodes: most bytes, longest steps."""
-    nodes.limit(rate)
-    answers = nodes.run(measure, arguments, cases, steps, traced, timeout=900)
-    return {
-        case: {
-            **answers[0][k],
-            "bytes": max(answer[k]["bytes"] for answer in answers),
-            "seconds": median(
-                [max(times) for times in zip(*(answer[k]["seconds"] for answer in answers), strict=True)]
-            ),
-        }
-        for k, case in enumerate(cases)
-    }
+def held(rank: int, arguments: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, int]]:
+    """Bytes of the tensors that each method holds between steps on this rank, and of its slots and buffers."""
+    found = []
+    for case in cases:
+        run = open_run(arguments, case)
+        found.append({str(pool): nbytes for pool, nbytes in run.walker.engine.held().items()})
+        found[-1]["buffers"] = run.walker.engine.buffer_bytes()
+        found[-1]["numel"] = sum(shard.numel for shard in run.walker.engine.shards.values())
+        run.close()
+    return found
 
 
-def formula(case: Case, nodes: int, local: int, parameters: int, trained: int) -> float:
-    """Bytes that a node sends by the published formulas, float32."""
-    share_n, world = (nodes - 1) / nodes, nodes * local
-    share_g, a = (world - 1) / world, case.micro_batches
-    if case.system == "fsdp2":
-        return a * share_g * 4 * (2 * parameters + trained)
-    if case.system == "zero3":
-        return a * share_n * 4 * (2 * parameters + trained)
-    if case.system == "zeropp":
-        return share_n * 4 * (trained + a * trained)
-    return share_n * 4 * 2 * trained
+# ---- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def count_bytes(nodes: Cluster, arguments: argparse.Namespace, cases: Sequence[Case], bounds: list[Bound]) -> Rows:
+    answers = nodes.run(count, arguments, cases, timeout=500)
+    local = nodes.ranks_per_node
+    where = f"{nodes.nodes}×{local}"
+    sizes = {case.lora: answers[0][k][1:] for k, case in enumerate(cases) if case.system in OURS}
+    print(f"{sizes[False][0] / 1e6:.1f}M parameters; MB sent by a node per optimizer step, {where}")
+    rows: Rows = {}
+    for k, case in enumerate(cases):
+        sent = max(answer[k][0] for answer in answers)
+        parameters, trained = sizes[case.lora]
+        expected = formula(case, nodes.nodes, local, parameters, trained)
+        rows[str(case)] = {"measured": sent, "formula": expected}
+        print(f"  {case!s:<20} {sent / 1e6:>9.3f}   formula {expected / 1e6:>9.3f}")
+        if case.system in BOUNDED:
+            least = (nodes.nodes - 1) / nodes.nodes * 8 * trained
+            bounds.append(Bound(f"bytes of {case}, {where}", sent, 1.02 * least + 16_384))
+    return rows
+
+
+def time_tasks(
+    nodes: Cluster, arguments: argparse.Namespace, tasks: Sequence[tuple[bool, int]], rates: Sequence[str | None]
+) -> dict[tuple[Case, str | None], dict[str, float]]:
+    """Median seconds, of each round the slowest rank's."""
+    found = {}
+    for lora, a in tasks:
+        cases = [Case(system, lora, a) for system in (*BOUNDED, *OTHERS)]
+        answers = nodes.run(race, arguments, cases, rates, timeout=580)
+        for key, row in answers[0].items():
+            steps = [max(times) for times in zip(*(answer[key]["seconds"] for answer in answers), strict=True)]
+            found[key] = {"seconds": median(steps), "rounds": len(steps)}
+            if row["hidden"]:
+                found[key]["hidden"] = median(row["hidden"])
+    return found
+
+
+def seconds(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> Rows:
+    timed = time_tasks(nodes, arguments, TASKS, (None, "200mbit"))
+    rows: Rows = defaultdict(dict)
+    for (case, rate), row in timed.items():
+        rows[f"{case.task}, {rate or 'unshaped'}"][case.system] = row
+    for (lora, a), rate in itertools.product(TASKS, (None, "200mbit")):
+        name = f"{Case('', lora, a).task}, {rate or 'unshaped'}"
+        best = min(rows[name][system]["seconds"] for system in BOUNDED)
+        ratio, a2a = (rows[name][peer]["seconds"] / best for peer in PEERS)
+        times = "  ".join(f"{system} {row['seconds']:.3f}" for system, row in rows[name].items())
+        print(f"  {name:<20} {times}   FSDP2/ours {ratio:.2f} (a2a {a2a:.2f})")
+        least = 0.95 if rate is None else AT_200[lora, a]
+        bounds.append(Bound(f"FSDP2 / ours, {name}", ratio, least, at_most=False))
+    return dict(rows)
+
+
+def sweep(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> Rows:
+    """Throughput kept at each rate, LoRA with one micro-batch."""
+    rates = (None, *arguments.rates.split(","))
+    timed = time_tasks(nodes, arguments, [(True, 1)], rates)
+    rows: Rows = defaultdict(dict)
+    for (case, rate), row in timed.items():
+        kept = timed[case, None]["seconds"] / row["seconds"]
+        rows[case.system][rate or "unshaped"] = {**row, "kept": kept}
+    print("  LoRA A=1: seconds per step, and the share of the unshaped throughput that is kept")
+    for system, by_rate in rows.items():
+        print(f"  {system:<10} " + "  ".join(f"{r}: {x['seconds']:.3f} ({x['kept']:.3f})" for r, x in by_rate.items()))
+    slow = [rate for rate in rates if rate and rows["fsdp2"][rate]["kept"] <= 0.05]
+    if slow:  # rates go from slow to fast
+        kept = max(rows[system][slow[-1]]["kept"] for system in BOUNDED)
+        bounds.append(Bound(f"LoRA throughput kept at {slow[-1]}", kept, 0.9, at_most=False))
+    return dict(rows)
+
+
+def overlap(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> Rows:
+    cases = [Case(system, lora, 1) for system in BOUNDED for lora in (False, True)]
+    answers = nodes.run(blocking, arguments, cases, arguments.overlap_rate, timeout=500)
+    rows: Rows = {}
+    for case in cases:
+        one, all_ = (median([max(t) for t in zip(*(a[case][k] for a in answers), strict=True)]) for k in (0, 1))
+        hidden = median([share for answer in answers for share in answer[case][2]])
+        rows[str(case)] = {"blocking": one, "asynchronous": all_, "hidden": hidden}
+        print(f"  {case!s:<14} blocking {one:.3f} s  asynchronous {all_:.3f} s  communication hidden {hidden:.2f}")
+        bounds.append(Bound(f"asynchronous / blocking seconds of {case}", all_ / one, 1.02))
+    return rows
+
+
+def memory(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) -> Rows:
+    cases = [Case(system, False, a) for a in (1, 4) for system in OURS]
+    answers = nodes.run(held, arguments, cases)[0]
+    rows = {str(case): answer for case, answer in zip(cases, answers, strict=True)}
+    print(
+        f"  MB per rank between steps ({nodes.nodes}×{nodes.ranks_per_node}), float32: device, host; slots and buffers"
+    )
+    for name, row in rows.items():
+        print(f"  {name:<16} {row['device'] / 1e6:>8.2f} {row.get('host', 0) / 1e6:>8.2f} {row['buffers'] / 1e6:>8.2f}")
+    for a in (1, 4):
+        ratio = rows[f"fcdp full A={a}"]["device"] / rows[f"zero3 full A={a}"]["device"]
+        bounds.append(Bound(f"device bytes of fcdp by zero3's, A={a}", abs(ratio - 1), 0.01))
+    world, node = nodes.nodes * nodes.ranks_per_node, nodes.ranks_per_node
+    row = rows["hzp full A=4"]  # float32: 4 bytes a gathered parameter
+    expected = row["numel"] * (12 / world + 4 / node + 4 / node)
+    bounds.append(Bound("device bytes of hzp by the formula, A=4", abs(row["device"] / expected - 1), 0.03))
+    return rows
+
+
+# ---- main ----------------------------------------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    made.add_argument("--ranks-per-node", type=int, default=2)
+    made.add_argument("--hidden", type=int, default=512)
+    made.add_argument("--layers", type=int, default=6)
+    made.add_argument("--rows", type=int, default=1, help="sequences of each rank in a micro-batch")
+    made.add_argument("--sequence", type=int, default=64)
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--patience", type=float, default=40.0, help="seconds after which no further round begins")
+    made.add_argument("--prefetch", type=int, default=2)
+    made.add_argument("--recompute", default="none", help="none, as FSDP2 does; all trades compute for memory")
+    made.add_argument("--rates", default="10mbit,50mbit,100mbit,200mbit,1gbit", help="of the sweep, from slow to fast")
+    made.add_argument("--overlap-rate", default="1gbit")
+    made.add_argument("--plot", metavar="FILE.svg", help="draw the sweep")
+    return made.parse_args()
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--ranks-per-node", type=int, default=2)
-    made.add_argument("--hidden", type=int, default=256)
-    made.add_argument("--layers", type=int, default=6)
-    made.add_argument("--batch", type=int, default=16)
-    made.add_argument("--sequence", type=int, default=32)
-    made.add_argument("--steps", type=int, default=3)
-    made.add_argument("--prefetch", type=int, default=2)
-    made.add_argument("--recompute", default="none", help="none, as FSDP2 does; all trades compute for memory")
-    made.add_argument("--rates", default="200mbit", help="rates at which steps are timed, besides none")
-    arguments = made.parse_args()
+    arguments = options()
     torch.set_num_threads(1)
+    import blockwalk.sharded  # imported and certified once, before ranks are forked
+    import blockwalk.walker  # noqa: F401
     from blockwalk.blocks import CutModel
 
     for lora in (False, True):
-        CutModel(make_model(arguments, lora))  # certified once, before ranks are forked
-    tasks = list(itertools.product((False, True), (1, 4)))
-    cases = [Case(system, lora, a) for lora, a in tasks for system in (*OURS, "fsdp2")]
-    figures: dict[str, Any] = {"bytes": {}, "seconds": {}, "hidden": {}}
+        CutModel(make_model(arguments, lora))
+    figures: Rows = {
+        "arguments": {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "check", "part")}
+    }
     bounds: list[Bound] = []
-    count, local = 2, arguments.ranks_per_node
-    with cluster(count, local) as nodes:
-        counted = on(nodes, arguments, cases, None, steps=1)
-        sizes = {lora: counted[Case("fcdp", lora, 1)] for lora in (False, True)}
-        print(
-            f"{sizes[False]['parameters'] / 1e6:.1f}M parameters; MB sent by a node per optimizer step, {count}×{local}"
-        )
-        for case, each in counted.items():
-            size = sizes[case.lora]
-            expected = formula(case, count, local, size["parameters"], size["trained"])
-            figures["bytes"][str(case)] = {"measured": each["bytes"], "formula": expected}
-            print(f"  {case!s:<20} {each['bytes'] / 1e6:>9.3f}   formula {expected / 1e6:>9.3f}")
-            if case.system in BOUNDED:
-                least = (count - 1) / count * 8 * size["trained"]
-                bounds.append(Bound(f"bytes of {case}", each["bytes"], 1.02 * least + 16_384))
-        raced = [Case(system, lora, a) for lora, a in tasks for system in ("fcdp", "hzp", "fsdp2")]
-        for rate in (None, *filter(None, arguments.rates.split(","))):
-            timed = on(nodes, arguments, raced, rate, steps=arguments.steps, traced=True)
-            print(f"seconds per step, {rate or 'unshaped'}")
-            for lora, a in tasks:
-                row = {system: timed[Case(system, lora, a)] for system in ("fsdp2", "fcdp", "hzp")}
-                best = min(row["fcdp"]["seconds"], row["hzp"]["seconds"])
-                ratio = row["fsdp2"]["seconds"] / best
-                times = "  ".join(f"{name} {each['seconds']:.3f}" for name, each in row.items())
-                label = f"{'LoRA' if lora else 'full'} A={a}"
-                print(f"  {label}: {times}  ratio {ratio:.2f}  hidden {row['hzp']['hidden']:.2f}")
-                figures["seconds"][f"{label} {rate}"] = {name: each["seconds"] for name, each in row.items()}
-                figures["hidden"][f"{label} {rate}"] = row["hzp"]["hidden"]
-                if rate is None:
-                    bounds.append(Bound(f"FSDP2 / ours, unshaped, {label}", ratio, 0.95, at_most=False))
-                elif rate == "200mbit":
-                    least = 8.0 if lora else 2.0 if a == 1 else 6.0
-                    bounds.append(Bound(f"FSDP2 / ours at {rate}, {label}", ratio, least, at_most=False))
-        nodes.limit(None)
+    cases = [Case(system, lora, a) for lora, a in TASKS for system in (*OURS, *OTHERS)]
+    with cluster(2, arguments.ranks_per_node) as nodes:
+        for part, work in (("seconds", seconds), ("sweep", sweep), ("overlap", overlap), ("memory", memory)):
+            if part in arguments.part:
+                print(part)
+                figures[part] = work(nodes, arguments, bounds)
+        if "bytes" in arguments.part:
+            figures["bytes"] = {f"2×{arguments.ranks_per_node}": count_bytes(nodes, arguments, cases, bounds)}
+    if "bytes" in arguments.part and arguments.ranks_per_node < 4:
+        with cluster(2, 4) as nodes:
+            wider = argparse.Namespace(**{**vars(arguments), "ranks_per_node": 4})
+            fewer = [case for case in cases if case.system in (*BOUNDED, "fsdp2")]
+            figures["bytes"]["2×4"] = count_bytes(nodes, wider, fewer, bounds)
+    if arguments.plot:
+        Path(arguments.plot).write_text(draw(figures["sweep"]))
+    if arguments.json and Path(arguments.json).exists():  # parts measured before stay
+        figures = {**json.loads(Path(arguments.json).read_text())["figures"], **figures}
     finish(arguments, figures, bounds)
 
 

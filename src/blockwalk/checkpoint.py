@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on as if it had never stopped, in a folder that is whole or not there.
 
     output_dir/checkpoint-000123/
-        state.safetensors   trainables and optimizer state
+        state.safetensors   trainables and optimizer state; of a run over ranks instead .metadata and each rank's *.distcp
         state.json          step, data position, the walker's scalars, resolved configuration, versions
 
 A checkpoint is written beside its place, synced and renamed; a process killed in between leaves a hidden leftover that
@@ -27,6 +27,8 @@ FORMAT = 1
 SCRATCH = "scratch"
 """The walker's working folder below the run's: packed weights, and those of a zeroth-order run on disk."""
 TENSORS, SCALARS = "state.safetensors", "state.json"
+SLICES = ".metadata"
+"""What torch.distributed.checkpoint writes when every rank's slices are there."""
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
@@ -43,6 +45,8 @@ class Checkpoint:
     data: dict[str, Any]
     config: dict[str, Any]
     """The resolved configuration of the run that wrote it."""
+    slices: Path | None = None
+    """Of a run over ranks the folder for ``Walker.load_state``; ``walker`` then holds scalars alone."""
 
 
 def save(
@@ -59,34 +63,48 @@ def save(
     Args:
         output_dir: the run's folder.
         step: optimizer steps done.
-        walker: ``Walker.state_dict()``: tensors, and scalars that JSON can hold.
+        walker: ``Walker.state_dict()``: tensors (or what gives its rows one after the other), and scalars that JSON can hold.
         data: the loader's ``state_dict()``, as JSON.
         config: ``RunConfig.to_mapping()``.
         keep: whole checkpoints that stay, this one included.
     """
-    import torch
-
     from blockwalk import safetensors_file
     from blockwalk.safetensors_file import Entry
 
-    tensors = {name: value for name, value in walker.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in walker.items() if hasattr(value, "dtype")}
     scalars = {name: value for name, value in walker.items() if name not in tensors}
-    path = output_dir / f"checkpoint-{step:06d}"
+    path = path_of(output_dir, step)
     with files.atomic_folder(path) as folder:
         entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        safetensors_file.write(folder / TENSORS, entries, tensors.values())
-        state = {
-            "format": FORMAT,
-            "step": step,
-            "walker": scalars,
-            "data": dict(data),
-            "config": dict(config),
-            "versions": versions(),
-        }
-        (folder / SCALARS).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        values = (piece for tensor in tensors.values() for piece in safetensors_file.pieces(tensor))
+        safetensors_file.write(folder / TENSORS, entries, values)
+        (folder / SCALARS).write_text(scalars_text(step, scalars, data, config), encoding="utf-8")
+    prune(output_dir, keep)
+    return path
+
+
+def path_of(output_dir: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return output_dir / f"checkpoint-{step:06d}"
+
+
+def scalars_text(step: int, walker: Mapping[str, Any], data: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What :data:`SCALARS` holds, as JSON; arguments as :func:`save`, of the walker without tensors."""
+    state = {
+        "format": FORMAT,
+        "step": step,
+        "walker": dict(walker),
+        "data": dict(data),
+        "config": dict(config),
+        "versions": versions(),
+    }
+    return json.dumps(state, indent=1) + "\n"
+
+
+def prune(output_dir: Path, keep: int) -> None:
+    """Remove all whole checkpoints but the newest ``keep``."""
     for old in whole(output_dir)[:-keep]:
         _remove(old)
-    return path
 
 
 def load(path: Path) -> Checkpoint:
@@ -98,12 +116,13 @@ def load(path: Path) -> Checkpoint:
     from safetensors.torch import load_file
 
     if not _is_whole(path):
-        raise ValueError(f"{path} is no checkpoint: {TENSORS} and {SCALARS} must both be there")
+        raise ValueError(f"{path} is no checkpoint: {SCALARS} and {TENSORS} (or the slices of all ranks) must be there")
     state = json.loads((path / SCALARS).read_text(encoding="utf-8"))
     if state["format"] != FORMAT:
         raise ValueError(f"{path} has checkpoint format {state['format']}; this version reads format {FORMAT}")
-    walker = {**load_file(path / TENSORS), **state["walker"]}
-    return Checkpoint(state["step"], walker, state["data"], state["config"])
+    slices = path if (path / SLICES).is_file() else None
+    walker = {**({} if slices else load_file(path / TENSORS)), **state["walker"]}
+    return Checkpoint(state["step"], walker, state["data"], state["config"], slices)
 
 
 def whole(output_dir: Path) -> list[Path]:
@@ -166,8 +185,9 @@ def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -
     return start
 
 
-def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings that a resumed run changes, as ``name: old → new``.
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
+    """The settings that a resumed run changes, as ``name: old → new``. A run over ranks goes on under any first-order method
+    (``any_method``).
 
     Raises:
         ValueError: one of :data:`FIXED` changes.
@@ -181,7 +201,7 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             pairs = {f"{name}.{part}": (before.get(part), new) for part, new in value.items()}
         for key, (old, new) in pairs.items():
-            if old != new and name in FIXED:
+            if old != new and name in FIXED and not (any_method and name == "method"):
                 raise ValueError(f"the checkpoint was made with {key}: {old}, and the run has {new}; they must agree")
             if old != new:
                 changes.append(f"{key}: {old} → {new}")
@@ -200,7 +220,7 @@ def versions() -> dict[str, str]:
 
 
 def _is_whole(path: Path) -> bool:
-    return (path / TENSORS).is_file() and (path / SCALARS).is_file()
+    return (path / SCALARS).is_file() and ((path / TENSORS).is_file() or (path / SLICES).is_file())
 
 
 def _remove(path: Path) -> None:

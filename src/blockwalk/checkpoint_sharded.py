@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from blockwalk import files
 from blockwalk.engine import Engine
 from blockwalk.files import PARTIAL, fsync_folder
 from blockwalk.state import StateKind
@@ -104,7 +106,7 @@ def pieces_of(engine: Engine) -> dict[str, Pieces]:
             continue
         own = engine.groups.slice(shard.numel, engine.plan.mesh.z1)
         for name, first in shard.layout.offsets:
-            numel = torch.Size(shard.shapes[name]).numel()
+            numel = shard.params[name].numel
             low, high = max(first, own.start), min(first + numel, own.stop)
             for kind, tensor in shard.held().items():
                 held = {low - first: tensor[low - own.start : high - own.start]} if low < high else {}
@@ -121,24 +123,35 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blockwalk save")
         self._pending: Future[None] | None = None
 
-    def save(self, folder: str | os.PathLike[str], steps_done: int, *, wait: bool = True) -> None:
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        steps_done: int,
+        *,
+        wait: bool = True,
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
         """Write a checkpoint to ``folder``, which must not be there yet.
 
         Args:
-            wait: False copies what is to be saved to host memory, returns, and writes in the background; the next call and
-                :meth:`close` wait for it.
+            wait: False copies what is to be saved to host memory, returns, and writes in the background; the next call,
+                :meth:`wait` and :meth:`close` wait for it.
+            beside: text files that belong to it, by name; rank 0's are written.
 
         Raises:
             FileExistsError: the folder is there.
+            ValueError: it is on a file system that not every rank sees.
         """
         self.wait()
         state = pieces_of(self.engine)
         if not wait:
             state = {
-                key: replace(value, held={start: piece.detach().to("cpu", copy=True) for start, piece in value.held.items()})
+                key: replace(
+                    value, held={start: piece.detach().to("cpu", copy=True) for start, piece in value.held.items()}
+                )
                 for key, value in state.items()
             }
-        self._pending = self._thread.submit(self._write, Path(folder), {**state, STEPS: steps_done})
+        self._pending = self._thread.submit(self._write, Path(folder), {**state, STEPS: steps_done}, beside or {})
         if wait:
             self.wait()
 
@@ -146,15 +159,18 @@ class Saver:
         """Copy a checkpoint's masters and optimizer states in, whatever mesh and method saved it: the steps it had done.
 
         Raises:
-            ValueError: it holds another model's tensors, or none that this run trains.
+            ValueError: it holds another model's tensors, or none that this run trains, or a rank does not see it.
         """
         self.wait()
+        self._require(Path(folder))
         state: dict[str, Any] = {**pieces_of(self.engine), STEPS: 0}
         reader = FileSystemReader(os.fspath(folder))
         saved = reader.read_metadata().state_dict_metadata
         if missing := sorted(saved.keys() ^ state.keys()):
             raise ValueError(f"{os.fspath(folder)} is not of this model and optimizer; it differs in {missing[:5]}")
-        load(state, storage_reader=reader, planner=_LoadPlanner(**_AS_IS), process_group=self._group, no_dist=self._alone)
+        load(
+            state, storage_reader=reader, planner=_LoadPlanner(**_AS_IS), process_group=self._group, no_dist=self._alone
+        )
         self.engine.masters_changed()
         return int(state[STEPS])
 
@@ -175,7 +191,20 @@ class Saver:
     def _alone(self) -> bool:
         return self._group is None
 
-    def _write(self, folder: Path, state: dict[str, Any]) -> None:
+    def _require(self, folder: Path) -> None:
+        """Every rank must see a folder."""
+        seen = [folder.is_dir()]
+        if self._group is not None:
+            seen = [False] * dist.get_world_size(self._group)
+            dist.all_gather_object(seen, folder.is_dir(), group=self._group)
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            raise ValueError(
+                f"rank {blind} does not see {folder}: every rank reads and writes its part of a checkpoint there; put"
+                " output_dir on a file system that all nodes share"
+            )
+
+    def _write(self, folder: Path, state: dict[str, Any], beside: Mapping[str, str]) -> None:
         partial = folder.with_name(f".{folder.name}{PARTIAL}")
         first = self._alone or dist.get_rank() == 0
         if folder.exists():
@@ -183,9 +212,14 @@ class Saver:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
+            for name, text in beside.items():
+                files.write_bytes(partial / name, text.encode())
         self._barrier()
+        self._require(partial)
         writer = FileSystemWriter(os.fspath(partial))
-        save(state, storage_writer=writer, planner=_SavePlanner(**_AS_IS), process_group=self._group, no_dist=self._alone)
+        save(
+            state, storage_writer=writer, planner=_SavePlanner(**_AS_IS), process_group=self._group, no_dist=self._alone
+        )
         self._barrier()
         if first:
             os.rename(partial, folder)

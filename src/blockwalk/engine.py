@@ -69,6 +69,8 @@ class Engine:
         slices: SliceGroup | None = None,
     ) -> None:
         self.plan, self.device, self._slices = plan, device, slices
+        self.rank = 0
+        self.join(model)
         self.scratch = ScratchMaps(workdir)
         self.source: WeightSource | None = None
         module, self.source, self.compute_dtype = _open(model, plan, workdir)
@@ -85,7 +87,6 @@ class Engine:
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.gradients: dict[str, torch.Tensor] = {}
-        self.rank = 0
         self.dirty: frozenset[int] = frozenset()
         """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
         self.rule = make_rule(plan.optimizer)
@@ -102,10 +103,17 @@ class Engine:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir, run)
         self._held.clear()
+        self.make_buffers()
         self._slack = Slack()
         give_back()
 
     # ---- binding at construction ------------------------------------------------------------------------------------
+
+    def join(self, model: str | os.PathLike[str] | nn.Module) -> None:
+        """Before anything is read: meet the other ranks, where there are any."""
+
+    def make_buffers(self) -> None:
+        """When everything is placed: device buffers that units visit."""
 
     def _place_frozen(self, index: int) -> None:
         """Bind a unit's frozen parameters for good, mapped or copied to the device; what a source has to assemble (experts
@@ -414,15 +422,20 @@ def _open(
     """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype."""
     from blockwalk.tiers.opening import open_source
 
+    adapted: nn.Module | None = None
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
         if plan.frozen.tier is Tier.DEVICE:
             # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
             return model if plan.estimator is Estimator.ZEROTH_ORDER or plan.sharded else model.to(dtype), None, dtype
         folder = workdir / "model"
+        from blockwalk.adapters import base_weights
         from blockwalk.safetensors_file import save_model
 
-        save_model(folder, model, dict(model.named_parameters()))  # transformers' own writes on rank 0 alone
+        adapted = model if hasattr(model, "peft_config") else None
+        weights = dict(model.named_parameters()) if adapted is None else base_weights(adapted)
+        # transformers' own writes on rank 0 alone
+        save_model(folder, model if adapted is None else model.get_base_model(), weights)  # type: ignore[operator]
         model = folder
     from blockwalk.skeleton import build_skeleton, load_config
 
@@ -430,7 +443,12 @@ def _open(
     stored = config.dtype or torch.float32
     dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype)
-    return skeleton.model, open_source(Path(model), plan.frozen.codec, skeleton.model, workdir), dtype
+    source = open_source(Path(model), plan.frozen.codec, skeleton.model, workdir)
+    if adapted is None:
+        return skeleton.model, source, dtype
+    from blockwalk.adapters import adapt_alike
+
+    return adapt_alike(skeleton.model, adapted), source, dtype
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:

@@ -124,16 +124,21 @@ class Groups:
         return self._scratch[lane][:numel]
 
 
+def started(mesh: MeshSettings) -> int:
+    """The ranks that were started. Raises ValueError where they are not the mesh's."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh.world != world:
+        raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+    return world
+
+
 def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
     """The process groups of a mesh; every rank calls this together.
 
     Raises:
         ValueError: the mesh does not nest, or is not the world that was started.
     """
-    axes = make_axes(mesh)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if mesh.world != world:
-        raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+    axes, world = make_axes(mesh), started(mesh)
     groups = Groups(mesh, dist.get_rank() if world > 1 else 0, axes, device)
     for axis in axes:
         lane = groups.lane(axis)

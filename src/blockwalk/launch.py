@@ -102,6 +102,8 @@ def joined(here: Place, output_dir: Path) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from blockwalk.affinity import bind_to_gpu
+
     folder = output_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{here.rank:04d}.log"
@@ -113,6 +115,7 @@ def joined(here: Place, output_dir: Path) -> Iterator[None]:
     if torch.cuda.is_available():
         devices = torch.cuda.device_count()
         torch.cuda.set_device(here.local_rank % devices)
+        bind_to_gpu(here.local_rank % devices)
         backend = "cpu:gloo,cuda:nccl" if here.ranks_per_node <= devices else "gloo"
     dist.init_process_group(backend, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
     console = sys.stdout

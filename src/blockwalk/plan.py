@@ -90,8 +90,6 @@ class CacheSettings:
     """none, device or host."""
     threshold: float = 0.0
     """Adaptive cache: a gathered block stays on the device while its use is below this share of the budget."""
-    peft_aware: bool = True
-    """Frozen parameters stay clean for ever: they cross the network once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +319,15 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             not zeroth_order and any((mesh.z2 % mesh.z3, mesh.z1 % mesh.z2, mesh.world % mesh.z1)),
             f"groups must be nested: z3={mesh.z3} must divide z2={mesh.z2}, that z1={mesh.z1}, and that the"
             f" world={mesh.world}; change mesh.z1, mesh.z2 or mesh.z3",
+        ),
+        (
+            not zeroth_order and not plan.sharded and mesh.world > 1,
+            f"it trains on one rank, and there are {mesh.world}; use fcdp or hzp (or zero3, zeropp, mics), or start one",
+        ),
+        (
+            plan.sharded and plan.frozen.tier is not Tier.DEVICE,
+            f"frozen is {plan.frozen}: where parameters are spread over ranks cache.tier: host (method fcdp) keeps their"
+            f" slices in host memory; set frozen: device × {plan.frozen.codec} × {plan.frozen.group}",
         ),
         (
             zeroth_order and mesh.data * mesh.perturb != mesh.world,

@@ -2,7 +2,8 @@
 
 The engine of :mod:`blockwalk.engine`, whose parameters come and go in slots: GATHER and FETCH fill them, REDUCE turns a
 unit's gradients into this rank's slice of their sum over all ranks, CACHE keeps node slices on the host. What is where, and
-when, is compiled in :mod:`blockwalk.compile.sharded`; collectives are in :mod:`blockwalk.groups`.
+when, is compiled in :mod:`blockwalk.compile.sharded`; slices are first filled in :mod:`blockwalk.sharded_slices`, collectives
+are in :mod:`blockwalk.groups`.
 """
 
 from __future__ import annotations
@@ -15,57 +16,55 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from blockwalk.compile.sharded_layout import (
-    PARTS,
-    accumulates,
-    buffer_pools,
-    flat_layout,
-    has_node_slice,
-    hosts_node_slice,
-)
+from blockwalk import sharded_whole
+from blockwalk.compile.sharded_layout import PARTS, buffer_pools, has_node_slice, hosts_node_slice
 from blockwalk.engine import Engine
 from blockwalk.groups import make_groups, require_agreement, versions
-from blockwalk.plan import Plan
-from blockwalk.program import Op
+from blockwalk.program import Op, Pool
+from blockwalk.sharded_slices import frozen_shard, trainable_shard
 from blockwalk.state import ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.codecs import DenseWeight
-from blockwalk.tiers.shards import Shard, read_slice
+from blockwalk.tiers.shards import Shard
 from blockwalk.updates import norm_of_sums, square_sums
-
-if TYPE_CHECKING:
-    from blockwalk.config import LoraSettings
 
 
 class ShardedEngine(Engine):
     """A cut model whose state is spread over the ranks of ``plan.mesh``; arguments and errors as :class:`Engine`."""
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | nn.Module,
-        plan: Plan,
-        *,
-        lora: LoraSettings | str | os.PathLike[str] | None,
-        device: torch.device,
-        workdir: Path,
-        run: str = "run",
-        training: bool = True,
-    ) -> None:
-        self.groups = make_groups(plan.mesh, device)
+    # ---- construction -----------------------------------------------------------------------------------------------
+
+    def join(self, model: str | os.PathLike[str] | nn.Module) -> None:
+        """Meet the other ranks. Raises ValueError where they have another plan, model or version."""
+        self.groups = make_groups(self.plan.mesh, self.device)
+        self.rank = self.groups.rank
         self.shards: dict[tuple[int, StateKind], Shard] = {}
         self._owner: dict[str, tuple[int, StateKind]] = {}
-        require_agreement({"plan": json.dumps(asdict(plan), default=str), "model": _fingerprint(model), **versions()})
-        super().__init__(model, plan, lora=lora, device=device, workdir=workdir, run=run, training=training)
-        self.rank = self.groups.rank
-        pools = buffer_pools(plan, self.spec)
+        plan = json.dumps(asdict(self.plan), default=str)
+        require_agreement({"plan": plan, "model": _fingerprint(model), **versions()})
+
+    def _place_frozen(self, index: int) -> None:
+        self._keep(index, StateKind.FROZEN, frozen_shard(self, index))
+
+    def _place_trainables(self, index: int, params: list[ParamSpec]) -> None:
+        self._keep(index, StateKind.TRAINABLE, trainable_shard(self, index))
+
+    def _keep(self, unit: int, part: StateKind, shard: Shard) -> None:
+        self.shards[unit, part] = shard
+        self._owner |= dict.fromkeys(shard.params, (unit, part))
+
+    def make_buffers(self) -> None:
+        """Slots that units are gathered into, and gradient buffers that they are differentiated into."""
+        pools, last = buffer_pools(self.plan, self.spec), len(self.spec.blocks) + 1
+        dtypes = [self.shards[1, part].dtype for part in PARTS]
         self._slots = [
             {
-                part: torch.zeros(n, dtype=self.compute_dtype, device=device)
-                for part, n in zip(PARTS, sizes, strict=True)
+                part: torch.zeros(n, dtype=dtype, device=self.device)
+                for part, n, dtype in zip(PARTS, sizes, dtypes, strict=True)
             }
             for sizes in pools.slots
         ]
@@ -75,8 +74,7 @@ class ShardedEngine(Engine):
             for part, buffer in slot.items()
             if len(buffer)
         }
-        self._buffers = [torch.zeros(n, device=device) for n in pools.gradients]
-        last = len(self.spec.blocks) + 1
+        self._buffers = [torch.zeros(n, device=self.device) for n in pools.gradients]
         self._buffer_of = dict(zip((0, last), pools.gradient_of_end, strict=True))
         self._slot_of: dict[int, int] = {}
         self._reads = {
@@ -86,91 +84,35 @@ class ShardedEngine(Engine):
         """Units whose gradient buffer holds something."""
         self._kept: dict[tuple[int, StateKind], torch.Tensor] = {}
         """Node slices that stay on the device for the rest of a step."""
-        self._gathered: tuple[int, dict[str, torch.Tensor]] = (-1, {})
         self._summed: dict[int, torch.Tensor] = {}
         """Of each unit the gradients as far as they are reduced."""
         self._waiting: set[int] = set()
         """Units whose accumulators hold something of this step."""
 
-    # ---- binding at construction ------------------------------------------------------------------------------------
+    def read(self, param: ParamSpec) -> torch.Tensor:
+        """A whole parameter from where the model came from; mapped where it lies there in one piece."""
+        if param.name in self._held:
+            return self._held[param.name]
+        found = self.stored(param.name)
+        if isinstance(found, torch.Tensor):
+            return found
+        assert self.source is not None
+        whole = torch.empty(param.shape, dtype=self.compute_dtype)
+        self.source.read_into(param.name, whole)
+        return whole
 
-    def _place_frozen(self, index: int) -> None:
-        """This rank's node slice of a unit's frozen parameters, read from the rank's own checkpoint or module."""
-        shard = self._shard(index, StateKind.FROZEN, self._frozen_of(index))
-        if shard.numel:
-            tier = Tier.HOST if hosts_node_slice(self.plan) else Tier.DEVICE
-            shard.node = self._slice(shard, self.plan.mesh.z3, self.compute_dtype, tier)
-            if not has_node_slice(self.plan):
-                shard.source, shard.node = shard.node, None
+    def stored(self, name: str) -> torch.Tensor | Weight | None:
+        """A parameter as the source has it, where it is there in one piece."""
+        if name in self._held:
+            return None
+        assert self.source is not None, f"{name} has no source"
+        return self.source.weights([name])[name] if self.source.in_place(name) else None
 
-    def _frozen_of(self, index: int) -> list[ParamSpec]:
-        return [p for p in self.spec.units[index].params if not p.trainable]
-
-    def _place_trainables(self, index: int, params: list[ParamSpec]) -> None:
-        """Master, optimizer states, gradients and what gathers begin with, each a slice."""
-        plan, mesh = self.plan, self.plan.mesh
-        shard = self._shard(index, StateKind.TRAINABLE, params)
-        if not shard.numel:
-            return
-        own = shard.numel // mesh.z1
-        states: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(
-            ("master", *self.rule.states), ((own,), torch.float32)
-        )
-        held = self._allocate(index, plan.optimizer_state.tier, states)
-        shard.master = held.pop("master")
-        shard.moments = held
-        read_slice(shard.master, shard, self.groups.slice(shard.numel, mesh.z1).start, self._read)
-        gathers_master = self.compute_dtype == torch.float32 and plan.optimizer_state.tier is Tier.DEVICE
-        if has_node_slice(plan):
-            tier = Tier.HOST if hosts_node_slice(plan) else Tier.DEVICE
-            shard.node = self._slice(shard, mesh.z3, self.compute_dtype, tier)
-        if has_node_slice(plan) and not hosts_node_slice(plan):
-            assert shard.node is not None
-            shard.source = self._inside(shard.node, shard.numel, mesh.z3, mesh.z1)
-        else:
-            shard.source = shard.master if gathers_master else shard.master.to(self.device, self.compute_dtype)
-        if accumulates(plan):
-            where = self.device if plan.gradient.tier is Tier.DEVICE else torch.device("cpu")
-            shard.accumulator = self._zeros(shard.numel // mesh.z2, torch.float32, where)
-        if shard.accumulator is not None and plan.gradient.tier is Tier.DEVICE:
-            shard.gradient = self._inside(shard.accumulator, shard.numel, mesh.z2, mesh.z1)
-        else:
-            shard.gradient = self._zeros(own, torch.float32, self.device)
-
-    def _shard(self, unit: int, part: StateKind, params: list[ParamSpec]) -> Shard:
-        layout = flat_layout(self.spec.units[unit], part, self.plan.mesh.world)
-        shard = self.shards[unit, part] = Shard(layout, {p.name: p.shape for p in params})
-        self._owner |= {p.name: (unit, part) for p in params}
-        return shard
-
-    def _slice(self, shard: Shard, size: int, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
-        """This rank's slice over ``size`` ranks, read from where the model came from."""
-        where = torch.device("cpu") if tier is Tier.HOST else self.device
-        made = self._zeros(shard.numel // size, dtype, where)
-        read_slice(made, shard, self.groups.slice(shard.numel, size).start, self._read)
-        return made
-
-    def _zeros(self, numel: int, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
-        pinned = where.type == "cpu" and self.device.type == "cuda"
-        return torch.zeros(numel, dtype=dtype, device=where, pin_memory=pinned)
-
-    def _inside(self, slice_P: torch.Tensor, numel: int, outer: int, inner: int) -> torch.Tensor:
+    def inside(self, slice_P: torch.Tensor, numel: int, outer: int, inner: int) -> torch.Tensor:
         """Of this rank's slice over ``outer`` ranks the part that is its slice over ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
         own = self.groups.slice(numel, inner)
         return slice_P[own.start - start : own.stop - start]
-
-    def _read(self, name: str) -> torch.Tensor:
-        if name in self._held:
-            return self._held[name]
-        assert self.source is not None, f"{name} has no source"
-        found = self.source.weights([name])[name] if self.source.in_place(name) else None
-        if isinstance(found, torch.Tensor):
-            return found
-        unit, part = self._owner[name]
-        whole = torch.empty(self.shards[unit, part].shapes[name], dtype=self.compute_dtype)
-        self.source.read_into(name, whole)
-        return whole
 
     # ---- the ops that move parameters ---------------------------------------------------------------------------------
 
@@ -183,7 +125,7 @@ class ShardedEngine(Engine):
         axes = self.groups.between(inner, outer)
         if op.slot < 0:
             assert shard.node is not None
-            refreshed = self._inside(shard.node, shard.numel, mesh.z3, inner)
+            refreshed = self.inside(shard.node, shard.numel, mesh.z3, inner)
             return lambda: self.groups.gather_(refreshed, axes, op.lane)
         target = self._place(op)
         begin: torch.Tensor | None = None
@@ -237,13 +179,13 @@ class ShardedEngine(Engine):
 
     def live(self, unit: int) -> dict[str, torch.Tensor]:
         """Bind a unit's parameters where they lie in its slot; the trainable ones are leaves of a new graph."""
-        values: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor | Weight] = {}
         for owner in {self._owner[name][0] for name in self._reads[unit]}:
             for part in PARTS:
                 shard = self.shards[owner, part]
                 if shard.numel:
-                    views = shard.views(self._slots[self._slot_of[owner]][part])
-                    values |= {name: view for name, view in views.items() if name in self._reads[unit]}
+                    found = shard.weights(self._slots[self._slot_of[owner]][part])
+                    values |= {name: weight for name, weight in found.items() if name in self._reads[unit]}
         return self.cut.bind(unit, values)
 
     def rest(self, unit: int) -> None:
@@ -255,26 +197,32 @@ class ShardedEngine(Engine):
 
         def pack(saved: torch.Tensor) -> Any:
             part = self._places.get(saved.untyped_storage().data_ptr()) if saved.numel() else None
-            return saved if part is None else (part, saved.shape, saved.stride(), saved.storage_offset())
+            return saved if part is None else (part, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
-            part, shape, stride, offset = packed
-            return self._slots[self._slot_of[unit]][part].as_strided(shape, stride, offset)
+            part, dtype, *place = packed
+            return self._slots[self._slot_of[unit]][part].view(dtype).as_strided(*place)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
     def weight(self, name: str) -> Weight:
-        return DenseWeight(self._view(name), self.compute_dtype)
+        found = self._placed(name)
+        return DenseWeight(found, self.compute_dtype) if isinstance(found, torch.Tensor) else found
 
     def vector(self, name: str | None) -> torch.Tensor | None:
-        return None if name is None else self._view(name)
+        if name is None:
+            return None
+        found = self._placed(name)
+        assert isinstance(found, torch.Tensor)
+        return found
 
-    def _view(self, name: str) -> torch.Tensor:
+    def _placed(self, name: str) -> torch.Tensor | Weight:
+        """A parameter where it lies in its slot."""
         unit, part = self._owner[name]
-        return self.shards[unit, part].views(self._slots[self._slot_of[unit]][part])[name]
+        return self.shards[unit, part].weights(self._slots[self._slot_of[unit]][part])[name]
 
     # ---- gradients ----------------------------------------------------------------------------------------------------
 
@@ -366,6 +314,8 @@ class ShardedEngine(Engine):
         if shard.source is not shard.master:
             assert shard.source is not None
             shard.source.copy_(shard.master)
+        if self.plan.optimizer_state.tier is Tier.DISK:
+            self.scratch.dont_need(unit)
 
     def _trained(self) -> list[Shard]:
         return [shard for (_, part), shard in self.shards.items() if part is StateKind.TRAINABLE and shard.numel]
@@ -374,69 +324,37 @@ class ShardedEngine(Engine):
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradients, on every rank."""
-        return self._whole(lambda shard: shard.gradient)
+        return sharded_whole.whole(self, lambda shard: shard.gradient)
 
     def whole_masters(self) -> dict[str, torch.Tensor]:
         """The whole trainables in float32, on every rank: for small models and tests."""
-        return self._whole(lambda shard: shard.master)
-
-    def _whole(self, piece: Callable[[Shard], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for shard in self._trained():
-            own = piece(shard)
-            assert own is not None
-            found |= {name: view.clone() for name, view in shard.views(self.gathered(shard, own)).items()}
-        return found
-
-    def gathered(self, shard: Shard, own: torch.Tensor | None = None) -> torch.Tensor:
-        """A whole flat buffer, of masters or frozen parameters unless this rank's slice of something else is given. Every
-        rank calls this together, outside a program."""
-        size = self.plan.mesh.z1
-        if own is None:
-            own = shard.master if shard.master is not None else shard.source
-        if own is None:
-            own, size = shard.node, self.plan.mesh.z3
-        assert own is not None
-        flat = torch.empty(shard.numel, dtype=own.dtype, device=self.device)
-        flat[self.groups.slice(shard.numel, size)] = own.to(self.device)
-        for axis in reversed(self.groups.between(1, size)):
-            self.groups.gather_(flat[self.groups.slice(shard.numel, axis.inner)], (axis,), self.groups.lane(axis))
-        return flat
+        return sharded_whole.whole(self, lambda shard: shard.master)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Rank 0 writes what was trained, one unit gathered at a time; every rank calls this together."""
-        if hasattr(self.module, "peft_config"):
-            trained = self.whole_masters()
-            if self.rank == 0:
-                from blockwalk.adapters import save_adapter
+        sharded_whole.save_pretrained(self, folder)
 
-                save_adapter(self.module, trained, folder)
-            return
-        from blockwalk.safetensors_file import pieces, save_model
+    def owner(self, name: str) -> tuple[int, StateKind]:
+        """The unit and part that a parameter belongs to."""
+        return self._owner[name]
 
-        weights = {p.name: _Gathered(self, p) for p in self.spec.params()}
-        if self.rank == 0:
-            save_model(folder, self.module, weights)
-            return
-        for weight in weights.values():
-            for _ in pieces(weight):
-                pass
+    def held(self) -> dict[Pool, int]:
+        """Bytes of the tensors that this rank really keeps between steps, without :meth:`buffer_bytes`."""
+        plan, on = self.plan, {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
+        node = Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE
+        storages: dict[int, tuple[Pool, int]] = {}
+        for shard in self.shards.values():
+            kept = [(on[plan.optimizer_state.tier], piece) for piece in (shard.master, *shard.moments.values())]
+            kept += [(node, shard.node), (Pool.DEVICE, shard.source), (Pool.DEVICE, shard.gradient)]
+            kept += [(on[plan.gradient.tier], shard.accumulator)]
+            for pool, piece in kept:
+                if piece is not None:
+                    storage = piece.untyped_storage()
+                    storages.setdefault(storage.data_ptr(), (pool, storage.nbytes()))
+        return {pool: sum(n for at, n in storages.values() if at is pool) for pool in Pool}
 
-    def gathered_unit(self, unit: int) -> dict[str, torch.Tensor]:
-        """A unit's parameters, whole: trainables in float32. The last unit that was asked for is kept."""
-        if self._gathered[0] != unit:
-            self._gathered = (-1, {})
-            found: dict[str, torch.Tensor] = {}
-            for part in PARTS:
-                shard = self.shards[unit, part]
-                if shard.numel:
-                    found |= shard.views(self.gathered(shard))
-            self._gathered = (unit, found)
-        return self._gathered[1]
-
-    def owner(self, name: str) -> int:
-        """The unit of a parameter."""
-        return self._owner[name][0]
+    def buffer_bytes(self) -> int:
+        """Bytes of the slots and gradient buffers on the device."""
+        return sum(b.nbytes for b in (*self._buffers, *(buffer for slot in self._slots for buffer in slot.values())))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices, by unit and kind."""
@@ -473,25 +391,6 @@ class ShardedEngine(Engine):
     def close(self) -> None:
         super().close()
         self.groups.close()
-
-
-class _Gathered:
-    """A parameter that is gathered with its unit when its rows are asked for, in the dtype that the model came in."""
-
-    def __init__(self, engine: ShardedEngine, param: ParamSpec) -> None:
-        self._engine, self._name = engine, param.name
-        self.shape: Any = param.shape
-        self.dtype: torch.dtype = getattr(torch, param.dtype)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        whole = self._engine.gathered_unit(self._engine.owner(self._name))[self._name]
-        return whole[start:stop].to(self.dtype)
-
-    def columns(self, start: int, stop: int) -> torch.Tensor:
-        return self.rows(0, self.shape[0])[:, start:stop]
-
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
-        return self.rows(0, self.shape[0])[index]
 
 
 def _copy(out_P: torch.Tensor, from_P: torch.Tensor) -> None:

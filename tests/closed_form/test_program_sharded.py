@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockwalk.compile import Pending, compile
-from blockwalk.compile.sharded_layout import PARTS, flat_layout
+from blockwalk.compile.sharded_layout import PARTS, part_layout
 from blockwalk.methods import method
 from blockwalk.plan import Plan
 from blockwalk.program import (
@@ -25,6 +25,7 @@ from blockwalk.program import (
     shared_buffers,
     used_unfetched,
 )
+from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.state import ModelSpec, StateKind
 from tests.closed_form.test_program import toy
 
@@ -49,7 +50,7 @@ def node_bytes(program: Program, plan: Plan, kinds: tuple[OpKind, ...] = (OpKind
 
 
 def padded(model: ModelSpec, plan: Plan, part: StateKind) -> int:
-    return sum(flat_layout(unit, part, plan.mesh.world).numel for unit in model.units)
+    return sum(part_layout(plan, model, unit, part).numel for unit in model.units)
 
 
 @settings(max_examples=150, deadline=None)
@@ -154,7 +155,7 @@ def test_bytes_of_the_other_rows(micro_batches: int) -> None:
         on_mesh(name, nodes, 2, gradient_accumulation_steps=micro_batches, prefetch=0) for name in SHARDED[:3]
     )
     whole = padded(model, zero3, StateKind.TRAINABLE)
-    sizes = [sum(flat_layout(unit, part, 4).numel for part in PARTS) for unit in model.units]
+    sizes = [sum(part_layout(zero3, model, unit, part).numel for part in PARTS) for unit in model.units]
     gathered = micro_batches * (2 * whole - sizes[6] - sizes[7]) - (micro_batches - 1) * (sizes[0] + sizes[1])
     assert node_bytes(steady(zero3, model), zero3, (OpKind.GATHER,)) == share * 4 * gathered
     assert node_bytes(steady(zero3, model), zero3, (OpKind.REDUCE,)) == share * micro_batches * 4 * whole
@@ -177,7 +178,7 @@ def test_host_cache_bytes_are_the_node_slices() -> None:
     plan = on_mesh("fcdp", 2, 2)
     program = steady(plan, model)
     whole = padded(model, plan, StateKind.TRAINABLE)
-    sizes = [flat_layout(unit, StateKind.TRAINABLE, 4).numel for unit in model.units]
+    sizes = [part_layout(plan, model, unit, StateKind.TRAINABLE).numel for unit in model.units]
     assert sum(op.nbytes for op in program.ops if op.kind is OpKind.CACHE) == 4 * whole // 2
     fetched = sum(op.nbytes for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE)
     assert fetched == 4 * (whole - sizes[5] - sizes[6]) // 2
@@ -189,8 +190,8 @@ def test_the_adaptive_cache_keeps_what_the_threshold_allows() -> None:
     model = toy(6, lora=False, tied=False)
     plain = on_mesh("fcdp", 2, 2, prefetch=0, activation="host")
     floor = steady(plain, model).peaks()[Pool.DEVICE]
-    block = 4 * flat_layout(model.blocks[0], StateKind.TRAINABLE, 4).numel // 2
-    ends = 4 * (flat_layout(model.prologue, StateKind.TRAINABLE, 4).numel) // 2
+    block = 4 * part_layout(plain, model, model.blocks[0], StateKind.TRAINABLE).numel // 2
+    ends = 4 * part_layout(plain, model, model.prologue, StateKind.TRAINABLE).numel // 2
     for room, fewer in ((0, 0), (ends, 1), (ends + 3 * block, 4)):
         budget = 2 * (floor + room)
         plan = on_mesh("fcdp", 2, 2, prefetch=0, activation="host", budget=budget, **{"cache.threshold": 0.5})
@@ -232,3 +233,22 @@ def test_the_printed_schedule_names_ranks_and_buffers() -> None:
     text = str(steady(on_mesh("fcdp", 2, 2), toy(3, lora=True, tied=True)))
     assert "ranks 2–4" in text
     assert "buffer" in text
+
+
+def test_a_block_too_large_for_its_slots_is_refused() -> None:
+    """Closed form: the budget of the forecast's own peak is enough, a byte less is not; slots and prefetch are named."""
+    model = toy(6, lora=False, tied=False)
+    plan = on_mesh("fcdp", 2, 2)
+    peak = steady(plan, model).peaks()[Pool.DEVICE]
+    Forecast(dataclasses.replace(plan, budget=peak), model, steady(plan, model)).check()
+    slot = 4 * part_layout(plan, model, model.blocks[0], StateKind.TRAINABLE).numel
+    assert steady(plan, model).slot_bytes >= slot
+    with pytest.raises(DoesNotFit, match=r"lower prefetch \(\d slots of up to .*gathered whole"):
+        Forecast(dataclasses.replace(plan, budget=peak - 1), model, steady(plan, model)).check()
+
+
+def test_ranks_that_a_method_has_no_use_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="trains on one rank, and there are 4; use fcdp or hzp"):
+        method("plain", mesh={"world": 4, "ranks_per_node": 2})
+    with pytest.raises(ValueError, match=r"cache.tier: host .* set frozen: device × int4 × node"):
+        method("hzp", mesh={"world": 4, "ranks_per_node": 2}, frozen="disk × int4 × node")

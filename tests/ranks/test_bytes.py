@@ -73,32 +73,15 @@ def _held(rank: int, cases: list[tuple[str, int, str]]) -> list[dict[str, int]]:
         plan = method(name, mesh=mesh, gradient_accumulation_steps=micro_batches, compute_dtype=dtype)
         with Walker(model(False), plan, device="cpu") as walker:
             engine: Any = walker.engine
-            storages: dict[int, tuple[int, bool]] = {}
-            for shard in engine.shards.values():
-                host = {id(shard.accumulator)} if plan.gradient.tier == "host" else set()
-                host |= {id(shard.node)} if plan.cache.tier == "host" else set()
-                pieces = (
-                    shard.source,
-                    shard.node,
-                    shard.master,
-                    shard.gradient,
-                    shard.accumulator,
-                    *shard.moments.values(),
-                )
-                for piece in pieces:
-                    if piece is not None:
-                        storage = piece.untyped_storage()
-                        storages[storage.data_ptr()] = (storage.nbytes(), id(piece) in host)
-            buffers = [*engine._buffers, *(buffer for slot in engine._slots for buffer in slot.values())]
             program = walker.program(StepKind.TRAIN, Shape(2, 8))
             numel = sum(shard.numel for shard in engine.shards.values())
             found.append(
                 {
                     "numel": numel,
                     "size": DTYPE_BYTES[dtype],
-                    "device": sum(nbytes for nbytes, host in storages.values() if not host),
-                    "host": sum(nbytes for nbytes, host in storages.values() if host),
-                    "buffers": sum(buffer.nbytes for buffer in buffers),
+                    "device": engine.held()[Pool.DEVICE],
+                    "host": engine.held()[Pool.HOST],
+                    "buffers": engine.buffer_bytes(),
                     "said": dict(program.static)[Pool.DEVICE],
                     "said_host": dict(program.static).get(Pool.HOST, 0),
                 }

@@ -24,11 +24,10 @@ def train(run: RunConfig, _: argparse.Namespace) -> int:
 
     with launch.joined(launch.place(), Path(run.output_dir)):
         outcome = training.train(run)
-    print("\n".join(outcome.lines()))
-    if outcome.stopped_by is None:
-        return 0
-    print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
-    return 128 + int(outcome.stopped_by)
+        print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
+        if outcome.stopped_by is not None:
+            print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+    return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
 
 
 def plan(run: RunConfig, arguments: argparse.Namespace) -> int:

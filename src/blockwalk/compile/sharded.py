@@ -23,12 +23,14 @@ from blockwalk.compile.builder import Builder, Turn
 from blockwalk.compile.placement import compute_dtype
 from blockwalk.compile.sharded_layout import (
     PARTS,
+    FlatLayout,
     Pools,
     accumulates,
     buffer_pools,
-    flat_layout,
+    encodes_frozen,
     has_node_slice,
     hosts_node_slice,
+    part_layout,
     sharded_resident,
 )
 from blockwalk.mesh import Axis, between, gather_bytes, make_axes
@@ -61,6 +63,7 @@ class ShardedBuilder(Builder):
     """The op that last wrote each unit's node slice to the host."""
     _complete: dict[int, int] = field(default_factory=dict)
     """The reduction that completed each unit's gradients."""
+    _layouts: dict[tuple[int, StateKind], FlatLayout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.adapters = False
@@ -87,11 +90,16 @@ class ShardedBuilder(Builder):
 
     @property
     def graphs_outlive_slots(self) -> bool:
-        """A kept graph refers to the places of its parameters, and finds them filled again."""
-        return True
+        """A kept graph refers to the places of its parameters, and finds them filled again; encoded ones it does not."""
+        return not encodes_frozen(self.plan)
+
+    def layout(self, unit: int, part: StateKind) -> FlatLayout:
+        if (unit, part) not in self._layouts:
+            self._layouts[unit, part] = part_layout(self.plan, self.model, self.model.units[unit], part)
+        return self._layouts[unit, part]
 
     def numel(self, unit: int, part: StateKind) -> int:
-        return flat_layout(self.model.units[unit], part, self.plan.mesh.world).numel
+        return self.layout(unit, part).numel
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -261,7 +269,7 @@ class ShardedBuilder(Builder):
         return [self._gather(unit, part, slot, at, 1, mesh.z3), *others]
 
     def _node_bytes(self, unit: int, part: StateKind) -> int:
-        return self.numel(unit, part) * DTYPE_BYTES[compute_dtype(self.plan, self.model)] // self.plan.mesh.z3
+        return self.layout(unit, part).nbytes // self.plan.mesh.z3
 
     def _keeps(self, nbytes: int) -> bool:
         """The adaptive cache: a node slice stays on the device where its use, at this point, is below the threshold."""
@@ -274,7 +282,7 @@ class ShardedBuilder(Builder):
     def _gather(
         self, unit: int, part: StateKind, slot: int, after: Sequence[int], inner: int, outer: int, *, kept: bool = False
     ) -> int:
-        nbytes = self.numel(unit, part) * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
+        nbytes = self.layout(unit, part).nbytes
         at = list(after)
         for lane, low, high in reversed(self._by_lane(inner, outer, keep_empty=True)):
             moved = gather_bytes(between(self.axes, low, high), nbytes // low)
@@ -286,7 +294,8 @@ class ShardedBuilder(Builder):
 
     def _slot_bytes(self) -> list[int]:
         size = DTYPE_BYTES[compute_dtype(self.plan, self.model)]
-        return [size * (frozen + trained) for frozen, trained in self.pools.slots]
+        frozen_size = 1 if encodes_frozen(self.plan) else size
+        return [frozen_size * frozen + size * trained for frozen, trained in self.pools.slots]
 
     def _static(self, step_kind: StepKind) -> dict[Pool, int]:
         """Bytes that are held before, during and after a step."""

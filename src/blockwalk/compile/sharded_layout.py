@@ -12,10 +12,22 @@ from dataclasses import dataclass
 from blockwalk.compile.placement import RULE_STATES, compute_dtype
 from blockwalk.plan import Plan
 from blockwalk.program import Pool
-from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind, Tier, UnitSpec
+from blockwalk.state import (
+    DTYPE_BYTES,
+    Codec,
+    ModelSpec,
+    ParamSpec,
+    StateKind,
+    Tier,
+    UnitSpec,
+    encoded_nbytes,
+)
 
 ALIGN = 16
 """Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
+
+ENCODED_ALIGN = 64
+"""The same in bytes, where a part's matrices are encoded."""
 
 PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
 
@@ -27,16 +39,44 @@ class FlatLayout:
     offsets: tuple[tuple[str, int], ...]
     """First element of each parameter, by canonical name."""
     numel: int
-    """Padded: a multiple of ``ALIGN`` for every rank of the world."""
+    """Elements, padded: a multiple of ``ALIGN`` for every rank of the world."""
+    itemsize: int
+    """Bytes of an element; 1 where matrices are encoded."""
+    codec: Codec = Codec.RAW
+    """Of the matrices, where elements are bytes; the other parameters are in the compute dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
 
 
-def flat_layout(unit: UnitSpec, part: StateKind, world: int) -> FlatLayout:
+def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: Codec = Codec.RAW) -> FlatLayout:
+    """The layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with a ``codec`` bytes."""
+    align = ALIGN if codec is Codec.RAW else ENCODED_ALIGN
     offsets, end = [], 0
     for param in unit.params:
         if param.trainable == (part is StateKind.TRAINABLE):
             offsets.append((param.name, end))
-            end += -(-param.numel // ALIGN) * ALIGN
-    return FlatLayout(tuple(offsets), -(-end // (world * ALIGN)) * world * ALIGN)
+            size = param.numel if codec is Codec.RAW else encoded_nbytes(param.shape, dtype, written_as(param, codec))
+            end += -(-size // align) * align
+    itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
+    return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)
+
+
+def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -> FlatLayout:
+    """The layout of one part of a unit under a plan."""
+    codec = plan.frozen.codec if part is StateKind.FROZEN and encodes_frozen(plan) else Codec.RAW
+    return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
+
+
+def written_as(param: ParamSpec, codec: Codec) -> Codec:
+    """The codec of a frozen parameter: matrices are encoded; vectors, and experts in three dimensions, are not."""
+    return codec if param.quantizable and len(param.shape) == 2 else Codec.RAW
+
+
+def encodes_frozen(plan: Plan) -> bool:
+    """Whether frozen matrices travel and rest encoded, and are decoded when they are used."""
+    return plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +94,7 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Pools:
     """One slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
 
     def most(units: Iterable[UnitSpec], part: StateKind) -> int:
-        return max((flat_layout(unit, part, plan.mesh.world).numel for unit in units), default=0)
+        return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
 
     def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
         return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
@@ -99,8 +139,9 @@ def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
         held[pool] = held.get(pool, 0) + nbytes
 
     for unit in model.units:
-        frozen, trained = (flat_layout(unit, part, mesh.world).numel for part in PARTS)
-        hold(Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE, size * (frozen + trained) // mesh.z3)
+        frozen, flat = (part_layout(plan, model, unit, part) for part in PARTS)
+        trained = flat.numel
+        hold(Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE, (frozen.nbytes + flat.nbytes) // mesh.z3)
         if not has_node_slice(plan) and size == 4 and plan.optimizer_state.tier is Tier.DEVICE:
             hold(Pool.DEVICE, -size * trained // mesh.z3)  # the master is gathered from
         elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):

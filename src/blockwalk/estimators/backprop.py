@@ -129,8 +129,10 @@ class Backprop:
         }[op.kind](op, self.state)
 
     def _seed(self, state: _State, op: Op) -> int:
-        """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in any order of the walk."""
-        return derive_seed(self.engine.plan.seed, "dropout", state.step, op.micro_batch, op.unit)
+        """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in any order of the walk.
+        Ranks have different rows, and different masks; rank 0's are those of one process."""
+        rank = (self.engine.rank,) if self.engine.rank else ()
+        return derive_seed(self.engine.plan.seed, "dropout", state.step, op.micro_batch, op.unit, *rank)
 
     def _prologue(self, op: Op, state: _State) -> Callable[[], None]:
         def work() -> None:

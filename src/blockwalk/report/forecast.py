@@ -83,12 +83,20 @@ class Forecast:
         Raises:
             DoesNotFit: the predicted peak on the device is above ``plan.budget``.
         """
-        peak, budget = self.program.peaks().get(Pool.DEVICE, 0), self.plan.budget
-        if budget is not None and peak > budget:
-            raise DoesNotFit(
-                f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(budget)}: raise budget,"
-                " lower batch_size or data.max_length, or move state to another tier (frozen: disk × int4)"
+        peak, plan, program = self.program.peaks().get(Pool.DEVICE, 0), self.plan, self.program
+        if plan.budget is None or peak <= plan.budget:
+            return
+        other = "or move state to another tier (frozen: disk × int4)"
+        if plan.sharded:
+            other = (
+                f"lower prefetch ({program.slots} slots of up to {human_bytes(program.slot_bytes)}: a block is gathered whole,"
+                " attention and feed-forward together), or set optimizer_state: host × fp32 × world or frozen:"
+                f" device × int4 × {plan.frozen.group}"
             )
+        raise DoesNotFit(
+            f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(plan.budget)}: raise budget,"
+            f" lower batch_size or data.max_length, {other}"
+        )
 
 
 def _when(plan: Plan) -> str:

@@ -1,6 +1,6 @@
 """A rank's share of one part of a unit: slices of a flat buffer, each over its own group of ranks.
 
-P elements of the flat buffer.
+P elements of the flat buffer; where its matrices are encoded, an element is a byte.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blockwalk.compile.sharded_layout import FlatLayout
+from blockwalk.compile.sharded_layout import FlatLayout, written_as
+from blockwalk.state import Codec, ParamSpec, Weight
+from blockwalk.tiers import codecs
+from blockwalk.tiers.layout import Layout
 
-Read = Callable[[str], torch.Tensor]
-"""A whole parameter by its canonical name, where it lies."""
+Read = Callable[[ParamSpec], torch.Tensor]
+"""A whole parameter as its flat buffer holds it, in any shape."""
 
 
 @dataclass(slots=True)
@@ -21,7 +24,9 @@ class Shard:
     """What a rank keeps of one part of a unit between its turns."""
 
     layout: FlatLayout
-    shapes: Mapping[str, tuple[int, ...]]
+    params: Mapping[str, ParamSpec]
+    """By canonical name, in the order of the layout."""
+    compute_dtype: torch.dtype
     source: torch.Tensor | None = None
     """The slice over Z1 in the compute dtype: what gathers begin with. It may be the master itself, or lie in ``node``."""
     node: torch.Tensor | None = None
@@ -39,11 +44,39 @@ class Shard:
     def numel(self) -> int:
         return self.layout.numel
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the flat buffer's elements."""
+        return self.compute_dtype if self.layout.codec is Codec.RAW else torch.uint8
+
+    def encoding(self, param: ParamSpec) -> Layout:
+        """How a parameter's bytes are laid out, where elements are bytes."""
+        name = str(self.compute_dtype).removeprefix("torch.")
+        return Layout(param.shape, written_as(param, self.layout.codec), name)
+
+    def weights(self, flat_P: torch.Tensor) -> dict[str, torch.Tensor | Weight]:
+        """The parameters, by name, in a buffer that holds all of them: views, and encoded matrices that are decoded when
+        they are used."""
+        if self.layout.codec is Codec.RAW:
+            return dict(self.views(flat_P))
+        found: dict[str, torch.Tensor | Weight] = {}
+        for name, start in self.layout.offsets:
+            layout = self.encoding(self.params[name])
+            bytes_P = flat_P[start : start + layout.nbytes]
+            dense = layout.codec is Codec.RAW
+            found[name] = (
+                bytes_P.view(self.compute_dtype).view(layout.shape)
+                if dense
+                else codecs.EncodedWeight(bytes_P, layout, self.compute_dtype)
+            )
+        return found
+
     def views(self, flat_P: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters, by name, in a buffer that holds all of them."""
+        """The parameters, by name, in a buffer of numbers that holds all of them, in any dtype."""
+        assert self.layout.codec is Codec.RAW, "encoded parameters have no views"
         views = {}
         for name, start in self.layout.offsets:
-            shape = torch.Size(self.shapes[name])
+            shape = torch.Size(self.params[name].shape)
             views[name] = flat_P[start : start + shape.numel()].view(shape)
         return views
 
@@ -56,9 +89,10 @@ def read_slice(out_P: torch.Tensor, shard: Shard, start: int, read: Read) -> Non
     """Fill ``out_P``, the elements from ``start`` on of the flat buffer, from whole parameters; padding becomes zero."""
     stop = start + out_P.numel()
     out_P.zero_()
-    for name, first in shard.layout.offsets:
-        last = first + torch.Size(shard.shapes[name]).numel()
-        low, high = max(first, start), min(last, stop)
-        if low < high:
-            flat = read(name).reshape(-1)
-            out_P[low - start : high - start].copy_(flat[low - first : high - first])
+    ends = [first for _, first in shard.layout.offsets[1:]] + [shard.numel]
+    for (name, first), end in zip(shard.layout.offsets, ends, strict=True):
+        if max(first, start) < min(end, stop):
+            flat_P = read(shard.params[name]).reshape(-1)
+            low, high = max(first, start), min(first + len(flat_P), stop)
+            if low < high:
+                out_P[low - start : high - start].copy_(flat_P[low - first : high - first])
