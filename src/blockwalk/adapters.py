@@ -1,10 +1,12 @@
-"""LoRA adapters through PEFT, on models whose base weights are not there.
+"""LoRA adapters and prefixes through PEFT, on models whose base weights are not there.
 
-Any ``LoraConfig`` that leaves the base weights alone; what would read or change them is refused, with the reason.
+Any ``LoraConfig`` that leaves the base weights alone; what would read or change them is refused, with the reason. A model
+that is given with a prefix (``PrefixTuningConfig``) keeps it.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -175,6 +177,30 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *
     return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=keeps_in_out)
 
 
+def base_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The plain model's own parameters of a ``PeftModel``, by canonical name."""
+    base, adapters = model.get_base_model(), tuple(model.peft_config)
+    return {canonical_name(n, adapters, ""): p for n, p in base.named_parameters() if ".lora_" not in n}
+
+
+def adapt_alike(model: nn.Module, adapted: Any) -> Any:
+    """Put what a ``PeftModel`` carries, a LoRA adapter or a prefix, on another instance of its base (a skeleton, say)."""
+    from peft import LoraConfig, get_peft_model
+
+    (config,) = adapted.peft_config.values()
+    config = copy.deepcopy(config)
+    if isinstance(config, LoraConfig):
+        wrapped = add_lora(model, config=config)
+    else:
+        with torch.random.fork_rng(devices=[]), _weightless(model):
+            wrapped = get_peft_model(model, config)
+    carried = dict(adapted.named_parameters())
+    for name, param in wrapped.named_parameters():
+        if param.requires_grad:
+            param.data = carried[name].detach().to("cpu", torch.float32, copy=True)
+    return wrapped
+
+
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
     """The adapter's own parameters of a ``PeftModel``, by canonical name."""
     adapters = tuple(model.peft_config)
@@ -190,12 +216,17 @@ def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Pa
     from safetensors.torch import save_file
 
     names = adapter_parameters(model)
+    if not names:
+        names = {n: p for n, p in _prompt_encoder(model).items() if p.requires_grad}
     missing = sorted(names.keys() - state.keys())
     if missing:
         raise ValueError(f"{len(missing)} of {len(names)} adapter parameters are missing, the first is {missing[0]}")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {f"base_model.model.{name}": state[name].detach().cpu().contiguous() for name in names}
+    if ".lora_" in next(iter(names)):
+        tensors = {f"base_model.model.{name}": state[name].detach().cpu().contiguous() for name in names}
+    else:
+        tensors = {"prompt_embeddings": _prompt(model, state)}
     save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
     (config,) = model.peft_config.values()
     was, config.inference_mode = config.inference_mode, True
@@ -203,6 +234,24 @@ def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Pa
         config.save_pretrained(str(target))
     finally:
         config.inference_mode = was
+
+
+def _prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters that a prefix is made of, by canonical name; none where the model has no prefix."""
+    adapters = tuple(model.peft_config)
+    encoder = getattr(model, "prompt_encoder", nn.ModuleDict())
+    return {canonical_name(f"prompt_encoder.{name}", adapters): p for name, p in encoder.named_parameters()}
+
+
+def _prompt(model: Any, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
+    (name,) = model.peft_config
+    encoder, config = model.prompt_encoder[name], model.peft_config[name]
+    values = {n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))] for n, _ in encoder.named_parameters()}
+    tokens = torch.arange(config.num_virtual_tokens).unsqueeze(0)
+    with torch.no_grad():
+        prompt: torch.Tensor = torch.func.functional_call(encoder, values, (tokens,))[0]
+    return prompt.cpu().contiguous()
 
 
 def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = True) -> Any:

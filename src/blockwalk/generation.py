@@ -1,9 +1,12 @@
-"""Generation: each token is one evaluation walk whose blocks write into a key-value cache."""
+"""Generation: each token is one evaluation walk whose blocks write into a key-value cache.
+
+A prefix is a cache itself, which PEFT hands to the layers in place of any other: with one, every walk sees the whole text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,13 +32,15 @@ def generate(
         )
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1 and 0")
-    cache = DynamicCache(config=walker.engine.module.config)  # type: ignore[arg-type]
+    module: Any = walker.engine.module
+    prefixed = any(config.is_prompt_learning for config in getattr(module, "peft_config", {}).values())
+    cache = {} if prefixed else {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
     draw = torch.Generator(device=walker.device).manual_seed(seed)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=walker.device)
     written_BS = fed_BS = input_ids_BS.to(walker.device)
     stopped_B = torch.zeros(len(fed_BS), dtype=torch.bool, device=walker.device)
     for _ in range(max_new_tokens):
-        logits_BV = walker.next_logits({"input_ids": fed_BS, "past_key_values": cache, "use_cache": True})
+        logits_BV = walker.next_logits({"input_ids": written_BS if prefixed else fed_BS, **cache})
         if temperature == 0.0:
             fed_BS = logits_BV.argmax(1, keepdim=True)
         else:
