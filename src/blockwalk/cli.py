@@ -236,6 +236,8 @@ def _explain(error: Exception) -> int:
         code = TOO_LARGE
     elif isinstance(error, ValueError):
         code = BAD_INPUT
+    elif isinstance(error, launch.LostRank):
+        code = launch.LOST
     elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
         code, text = BAD_INPUT, f"{error.filename}: {error.strerror}"
     else:

@@ -7,8 +7,10 @@ groups of its own, so that collectives of different lanes never wait for each ot
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import signal
 import statistics
 import sys
 import threading
@@ -17,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from blockwalk.launch import LOST
 from blockwalk.mesh import Axis, between, make_axes, slice_of
 from blockwalk.plan import MeshSettings
 from blockwalk.program import Lane
@@ -196,7 +200,7 @@ def require_agreement(facts: Mapping[str, str]) -> None:
 def _end_process(message: str) -> None:
     """Say why, once, and leave at once: a thread that waits in a collective would never return."""
     print(message, file=sys.stderr, flush=True)
-    os._exit(13)
+    os._exit(LOST)
 
 
 class Watch:
@@ -208,12 +212,16 @@ class Watch:
     step (see :meth:`step`) the time since the last finished op is watched: more than :data:`STUCK_AFTER` seconds and ten usual
     steps, and the step is stuck. A slow step whose ops finish is left alone, and so is a first step of any length.
 
+    A silent rank of this node is killed: one that was stopped would not hear its launcher, which waits for it.
+
     Args:
+        ranks_per_node: neighbours in the numbering of ranks.
         end: what to do, given the message; ends the process unless given.
     """
 
     def __init__(
         self,
+        ranks_per_node: int = 1,
         *,
         interval: float = 1.0,
         dead_after: float = DEAD_AFTER,
@@ -228,12 +236,14 @@ class Watch:
         self._began = 0.0
         self._steps: list[float] = []
         self._keys = [f"blockwalk/beat/{rank}" for rank in range(self._world)]
+        self._node = range(self._rank // ranks_per_node * ranks_per_node, (self._rank // ranks_per_node + 1) * ranks_per_node)
         self._thread: threading.Thread | None = None
         if self._world > 1:
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
             self._store.set_timeout(timedelta(seconds=dead_after / 2))
             self._store.set(self._keys[self._rank], "0")
+            self._store.set(_process_key(self._rank), f"{os.getpid()} {_began(os.getpid())}")
             dist.barrier()
             self._thread = threading.Thread(target=self._beat, name="blockwalk watch", daemon=True)
             self._thread.start()
@@ -298,6 +308,29 @@ class Watch:
                     f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for"
                     f" {self.dead_after:.0f} s: dead, stopped or unreachable. The run ends; start it again to resume"
                 )
+                for rank in silent:
+                    if rank in self._node:
+                        _kill(self._store.get(_process_key(rank)).decode())
             if message is not None:
                 self.end(message)
                 return
+
+
+def _process_key(rank: int) -> str:
+    return f"blockwalk/process/{rank}"
+
+
+def _began(process: int) -> str:
+    """When a process of this machine began, in the kernel's ticks: with its number, it is that process and no other."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _kill(process: str) -> None:
+    """Kill a process, given as its number and its beginning, if it is still there."""
+    number, _, began = process.partition(" ")
+    if began and _began(int(number)) == began:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(int(number), signal.SIGKILL)

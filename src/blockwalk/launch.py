@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 PORT = 29500
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
+LOST = 13
+"""What a rank exits with when others are gone."""
+
+
+class LostRank(RuntimeError):
+    """Another rank is gone, or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +90,34 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
             print(shlex.join(["torchrun", *_rendezvous(nodes, node), *command]))
         return 0
     print(f"starting {ranks_per_node} ranks here; for several nodes, add --nnodes N to see the command for each", flush=True)
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command]
-    return subprocess.run(torchrun, env=environment, check=False).returncode
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks_per_node)))
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it prints what is said here in short
+    try:
+        torchrun: Any = torch.distributed.run
+        torchrun.run(torchrun.parse_args(["--standalone", *command]))
+    except ChildFailedError as error:
+        message, code = first_failure([(rank, each.pid, each.exitcode) for rank, each in error.failures.items()])
+        print(f"blockwalk: {message}", file=sys.stderr)
+        return code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
+    """What to say, and to exit with, where ranks failed: (rank, process, exit code) of each. One that only lost the others, or
+    was stopped because of them, is not the cause."""
+    causes = [each for each in failures if each[2] not in (LOST, -signal.SIGTERM)]
+    rank, process, code = min(causes or failures)
+    how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    return (
+        f"rank {rank} (process {process}) {how}, so the run ended. Every rank's log is in output_dir/logs; go on with"
+        " --resume_from_checkpoint latest, with as many ranks as you like"
+    ), code if code > 0 else 128 - code
 
 
 def _rendezvous(nodes: int, node: int) -> list[str]:
@@ -125,6 +157,14 @@ def joined(here: Place, output_dir: Path) -> Iterator[None]:
         yield
         dist.barrier()
         dist.destroy_process_group()
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
+        raise LostRank(
+            f"rank {here.rank} lost the connection to another rank ({reason}): that one has ended, or cannot be reached. The"
+            " run ends; start it again to resume"
+        ) from error
     finally:
         sys.stdout = console
 

@@ -169,10 +169,10 @@ class Plan:
 
     @property
     def sliceable(self) -> bool:
-        """True where a slice of a unit's bytes can be brought up to date by itself."""
-        on_host = self.trainable.tier is Tier.HOST and self.update.timing is Timing.DEFERRED
-        dense = self.trainable.codec is Codec.RAW or self.trainable.codec in CODEC_DTYPE
-        return on_host and dense and self.optimizer.name in ("sgd", "sign") and self.zo.kind != "hizoo"
+        """True where a share of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
+        that a forward reads lies beside the parameters (HiZOO's curvature does)."""
+        away = self.trainable.tier is not Tier.DEVICE and self.update.timing is Timing.DEFERRED
+        return away and self.zo.kind != "hizoo"
 
     @property
     def streams_parameters(self) -> bool:
@@ -349,9 +349,9 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
         ),
         (
             zeroth_order and mesh.slice > 1 and not plan.sliceable,
-            f"mesh.slice is {mesh.slice}: a slice is of plain numbers on the host, with nothing beside them, whose updates"
-            " wait. Use trainable: host in raw, fp32, bf16 or fp16, update.timing: deferred, optimizer.name: sgd or sign and"
-            " zo.kind: spsa or fzoo; or set mesh.slice: 1",
+            f"mesh.slice is {mesh.slice}: slices are of blocks that are fetched, with their updates. Use trainable: host or"
+            " disk, update.timing: deferred, and zo.kind: spsa or fzoo (hizoo's forwards read the curvature that lies beside"
+            " the weights); or set mesh.slice: 1",
         ),
         (
             mesh.world % mesh.ranks_per_node != 0,

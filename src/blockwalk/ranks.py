@@ -2,10 +2,8 @@
 
 Ranks are numbered node by node. Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global
 batch (``mesh.data``); and, whatever they compute, neighbours hold one copy of the streamed blocks (``mesh.slice``). A step
-sends each rank's losses, with their token counts, to all ranks; the shared seed and the ledger are rank 0's. Slices are
-gathered inside a node. Nothing else is ever sent.
-
-Scalars are float64 and int64 on the CPU, over a gloo group of their own: no device waits for them.
+is one exchange of scalars (:mod:`blockwalk.scalars`): each rank's losses, their token counts, a digest of the last entry and
+whether a signal asks the run to stop. The shared seed and the ledger are rank 0's. Slices are gathered inside a node.
 """
 
 from __future__ import annotations
@@ -14,15 +12,16 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from blockwalk.groups import Groups, make_groups
+from blockwalk.groups import Groups, make_groups, started
 from blockwalk.plan import MeshSettings, Plan
 from blockwalk.program import Lane
+from blockwalk.scalars import Scalars, make_scalars
 
 Answer = TypeVar("Answer")
 
@@ -34,8 +33,11 @@ class Ranks:
     mesh: MeshSettings
     rank: int = 0
     _groups: Groups | None = None
-    _scalars: Any = field(default=None)
-    """The process group of the scalars."""
+    _scalars: Scalars | None = None
+    signal: Callable[[], int] = lambda: 0
+    """What this rank tells with its losses: the number of a signal that it got, or 0."""
+    heard: int = 0
+    """The highest such number that any rank told with the last losses."""
     _told: float = 0.0
     """A digest of the last entry, which goes with the next losses."""
 
@@ -64,14 +66,15 @@ class Ranks:
         """Ranks that hold one copy of the streamed buckets."""
         return self.mesh.slice
 
-    def own(self, nbytes: int) -> slice:
-        """This rank's slice of a bucket."""
-        return slice(0, nbytes) if self._groups is None else self._groups.slice(nbytes, self.slices)
+    @property
+    def place(self) -> int:
+        """This rank among them."""
+        return self.rank % self.slices
 
-    def gather_(self, bucket_P: torch.Tensor) -> None:
-        """Complete a bucket in place, of which this rank's slice is there; the ranks of its copy call this together."""
+    def gather_(self, stage_P: torch.Tensor) -> None:
+        """Complete a buffer in place, of which this rank's share is there; the ranks of its copy call this together."""
         if self._groups is not None:
-            self._groups.gather_(bucket_P, self._groups.between(1, self.slices), Lane.INTRA)
+            self._groups.gather_(stage_P, self._groups.between(1, self.slices), Lane.INTRA)
 
     # ---- scalars ------------------------------------------------------------------------------------------------------
 
@@ -95,9 +98,11 @@ class Ranks:
         cuts = len(counted)
         most = -(-passes // self.mesh.perturb) * len(self.cuts_of(0, cuts)) * rows
         ours = [counted[cut] for cut in self.cuts_of(self.rank, cuts)]
-        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._told]
+        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._told, float(self.signal())]
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
-        for rank, values in enumerate(self.exchange(sent)):
+        everyone = self.exchange(sent)
+        self.heard = max(int(values.pop()) for values in everyone)
+        for rank, values in enumerate(everyone):
             at = iter(values)
             for p in self.passes_of(rank, passes):
                 for cut in self.cuts_of(rank, cuts):
@@ -117,7 +122,8 @@ class Ranks:
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         """Everybody's values, float64, by rank; all send as many."""
-        return [row.tolist() for row in self._all(torch.tensor(values, dtype=torch.float64))]
+        rows: list[list[float]] = self._all(torch.tensor(values, dtype=torch.float64)).tolist()
+        return rows
 
     def first(self, ask: Callable[[], Answer]) -> Answer:
         """What rank 0 answers, on every rank: values that pickle, as few as a ledger.
@@ -125,15 +131,11 @@ class Ranks:
         Raises:
             ValueError: on every rank, what rank 0 raised.
         """
-        return first(ask, self._scalars) if self.world > 1 else ask()
+        return first(ask) if self.world > 1 else ask()
 
     def first_seed(self, seed: int) -> int:
         """Rank 0's seed."""
-        if self.world == 1:
-            return seed
-        told = torch.tensor([seed], dtype=torch.int64)
-        dist.broadcast(told, src=0, group=self._scalars)
-        return int(told)
+        return int(self._all(torch.tensor([seed], dtype=torch.int64))[0, 0])
 
     def confirm(self, step: int, entry: object, *, wait: bool) -> None:
         """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has written it: before weights that
@@ -171,23 +173,22 @@ class Ranks:
                         " ranks. The run ends; start it again to resume from its ledger"
                     )
 
-    def _all(self, own: torch.Tensor) -> list[torch.Tensor]:
-        if self.world == 1:
-            return [own]
-        out = own.new_empty(self.world * len(own))
-        dist.all_gather_into_tensor(out, own, group=self._scalars)
-        return list(out.chunk(self.world))
+    def _all(self, own_N: torch.Tensor) -> torch.Tensor:
+        """Everybody's numbers, [W, N]."""
+        return own_N[None] if self._scalars is None else self._scalars.gather(own_N)
 
     def close(self) -> None:
         """Let go of the process groups, together."""
         if self._groups is not None:
             self._groups.close()
-            dist.destroy_process_group(self._scalars)
             self._groups = None
+        if self._scalars is not None:
+            self._scalars.close()
+            self._scalars = None
 
 
-def first(ask: Callable[[], Answer], group: Any = None) -> Answer:
-    """What rank 0 answers, on every rank of a process group; see :meth:`Ranks.first`."""
+def first(ask: Callable[[], Answer]) -> Answer:
+    """What rank 0 answers, on every rank; see :meth:`Ranks.first`."""
     if not dist.is_initialized():
         return ask()
     told: list[Any] = [None, None]
@@ -196,7 +197,7 @@ def first(ask: Callable[[], Answer], group: Any = None) -> Answer:
             told[0] = ask()
         except (ValueError, OSError) as error:
             told[1] = str(error)
-    dist.broadcast_object_list(told, src=0, group=group)
+    dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
         raise ValueError(told[1])
     answer: Answer = told[0]
@@ -210,7 +211,9 @@ def make_ranks(plan: Plan, device: torch.device) -> Ranks:
         ValueError: other ranks were started than the plan has.
     """
     mesh = plan.mesh
-    if mesh.world == 1:
+    if started(mesh) == 1:
         return Ranks(mesh)
+    if plan.sharded:  # its slices have groups of their own
+        return Ranks(mesh, dist.get_rank(), None, make_scalars(mesh, dist.get_rank()))
     groups = make_groups(replace(mesh, z1=mesh.slice, z2=mesh.slice, z3=mesh.slice), device)
-    return Ranks(mesh, groups.rank, groups, dist.new_group(backend="gloo"))
+    return Ranks(mesh, groups.rank, groups, make_scalars(mesh, groups.rank))

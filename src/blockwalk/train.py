@@ -104,7 +104,7 @@ def train(run: RunConfig) -> Outcome:
         ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
-            shape = Shape(run.batch_size // plan.gradient_accumulation_steps, _longest(rows, run))
+            shape = Shape(_rows(run), _longest(rows, run))
             forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape, foresee=True))
             forecast.check()
             loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory)
@@ -167,6 +167,12 @@ def eval_batch_size(run: RunConfig) -> int:
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
 
 
+def _rows(run: RunConfig) -> int:
+    """Sequences of one rank's micro-batch."""
+    cuts = run.plan.gradient_accumulation_steps * (run.plan.mesh.world if run.plan.sharded else 1)
+    return -(-run.batch_size // cuts)
+
+
 def _longest(rows: Encoded, run: RunConfig) -> int:
     """Tokens of the longest sequence that a batch can have, padding included."""
     longest = int(np.diff(rows.starts).max())
@@ -197,12 +203,16 @@ class _Loop:
         self.last_loss: float | None = None
         self.changes: list[str] = []
         self.resumed = False
+        self.stopped_by: signal.Signals | None = None
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go on where a checkpoint ends."""
         self.resumed = True
-        self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping())
-        if saved.walker:
+        portable = saved.slices is not None
+        self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=portable)
+        if saved.slices is not None:
+            self.walker.load_state(saved.slices)
+        elif saved.walker:
             self.walker.load_state_dict(saved.walker)
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
@@ -216,6 +226,7 @@ class _Loop:
     def run(self, progress: Progress, stop: list[signal.Signals]) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""
         done = self.walker.steps_done
+        self.walker.ranks.signal = lambda: int(stop[0]) if stop else 0
         keep_until = done if self.resumed else -1
         rank = self.walker.ranks.rank
         folder = self.output_dir if rank == 0 else self.output_dir / "logs" / f"rank-{rank:04d}"
@@ -242,17 +253,25 @@ class _Loop:
                 saved_at = done
         if saved_at != done:
             self._save()
-        if not stop:
+        if self.walker.plan.sharded:
+            self.walker.wait_saved()
+            self._prune()
+        if self.stopped_by is None:
             self.after = self._evaluate(progress)
         self.metrics.close()
         self.evaluations.close()
-        return self._outcome(stop)
+        return self._outcome()
 
     def _agreed(self, stop: list[signal.Signals]) -> bool:
-        """Whether a signal has come to any rank; then it has come to all."""
-        asked = max(values[0] for values in self.walker.ranks.exchange([stop[0] if stop else 0]))
-        if asked and not stop:
-            stop.append(signal.Signals(int(asked)))
+        """Whether a signal ends the run: one that all ranks know of. Zeroth order tells it with a step's losses."""
+        ranks, own = self.walker.ranks, stop[0] if stop else 0
+        if ranks.world == 1:
+            asked = own
+        elif self.walker.plan.estimator is Estimator.ZEROTH_ORDER:
+            asked = ranks.heard
+        else:
+            asked = int(max(values[0] for values in ranks.exchange([own])))
+        self.stopped_by = signal.Signals(asked) if asked else None
         return bool(asked)
 
     def _due(self, every: int) -> bool:
@@ -307,25 +326,41 @@ class _Loop:
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
         self.metrics.sync()
         self.evaluations.sync()
-        state = {} if on_disk or not self.walker.steps_done else self.walker.state_dict()
+        data = {
+            "batches": self.batches.state_dict(),
+            "before": None if self.before is None else dataclasses.asdict(self.before),
+            "losses": [self.first_loss, self.last_loss],
+        }
+        settings, step = self.config.to_mapping(), self.walker.steps_done
+        if self.walker.plan.sharded:
+            path = checkpoint.path_of(self.output_dir, step)
+            beside = {checkpoint.SCALARS: checkpoint.scalars_text(step, {"steps_done": step}, data, settings)}
+            self.walker.save_state(path, wait=False, beside=beside)
+            self._prune()
+            return
+        weights = self.walker.steps_done > 0 and not on_disk
+        state = self.walker.state_dict() if weights else {}
         if self.walker.ranks.rank:
+            if weights:
+                self.walker.lend()
             return
         checkpoint.save(
             self.output_dir,
-            self.walker.steps_done,
+            step,
             walker=state,
-            data={
-                "batches": self.batches.state_dict(),
-                "before": None if self.before is None else dataclasses.asdict(self.before),
-                "losses": [self.first_loss, self.last_loss],
-            },
-            config=self.config.to_mapping(),
+            data=data,
+            config=settings,
             keep=self.config.keep_checkpoints,
         )
 
-    def _outcome(self, stop: list[signal.Signals]) -> Outcome:
+    def _prune(self) -> None:
+        """Remove old checkpoints of a run over ranks; the one that is being written counts once it is whole."""
+        if self.walker.ranks.rank == 0:
+            checkpoint.prune(self.output_dir, self.config.keep_checkpoints)
+
+    def _outcome(self) -> Outcome:
         saved_to = self.output_dir / ("model" if self.config.lora is None else "adapter")
-        if stop:
+        if self.stopped_by is not None:
             saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
         else:
             self.walker.save_pretrained(saved_to)
@@ -339,7 +374,7 @@ class _Loop:
             after=self.after,
             peak_bytes=self.memory.highest,
             saved_to=saved_to,
-            stopped_by=stop[0] if stop else None,
+            stopped_by=self.stopped_by,
         )
 
 

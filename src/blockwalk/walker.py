@@ -25,9 +25,9 @@ from blockwalk.estimators.zeroth_order import ZerothOrder
 from blockwalk.groups import Watch, require_agreement, versions
 from blockwalk.lanes import Lanes, Mark
 from blockwalk.ledger import Entry, Ledger, LedgerCopy
-from blockwalk.plan import Estimator, MeshSettings, Plan, Timing
+from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Program, Shape, StepKind
-from blockwalk.ranks import Ranks, make_ranks
+from blockwalk.ranks import make_ranks
 from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
 
@@ -109,8 +109,8 @@ class Walker:
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
         zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
-        self.ranks = make_ranks(plan, self.device) if zeroth_order else Ranks(MeshSettings())
-        self._watch = Watch() if plan.mesh.world > 1 else None
+        self.ranks = make_ranks(plan, self.device)
+        self._watch = Watch(plan.mesh.ranks_per_node) if plan.mesh.world > 1 else None
         if self.ranks.world > 1:
             folder = folder / f"rank-{self.ranks.rank}"
         run = self.ranks.first(lambda: run_of(ledger))
@@ -118,7 +118,7 @@ class Walker:
         self.engine = engine_class(plan)(
             model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training, **place
         )
-        if self.ranks.world > 1:
+        if self.ranks.world > 1 and zeroth_order:
             facts = {"plan": json.dumps(asdict(plan), default=str), "the model's weights": self.engine.buckets.checksum}
             require_agreement({**facts, **versions()})
         self.lanes = Lanes(self.device)
@@ -184,7 +184,8 @@ class Walker:
         state = self.estimator.state
         assert state is not None
         self.steps_done += 1
-        if self.ranks.world > 1 and self.steps_done % self.plan.mesh.check_every == 0:
+        together = self.ranks.world > 1 and isinstance(self.estimator, ZerothOrder)
+        if together and self.steps_done % self.plan.mesh.check_every == 0:
             self.ranks.compare(self.steps_done, *self.engine.buckets.sums())
         if self._watch is not None:
             self._watch.end_step()
@@ -411,9 +412,15 @@ class Walker:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Trainables' masters, optimizer states and the step counter: all that a resumed run needs of the walker."""
+        """Trainables' masters, optimizer states and the step counter: all that a resumed run needs of the walker. What the
+        ranks of a node hold together comes while rank 0 reads it, a block at a time: the others :meth:`lend`."""
         self.flush()
         return {"steps_done": self.steps_done, **self.engine.state_dict()}
+
+    def lend(self) -> None:
+        """Zeroth order, on ranks other than 0: bring this rank's share of what rank 0 saves."""
+        if self.ranks.rank < self.ranks.slices:
+            self.engine.buckets.lend()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave. With a ledger that has gone further, so does the walker: ``steps_done`` is
@@ -431,10 +438,18 @@ class Walker:
         self.engine.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
         self.steps_done = steps if self.ledger is None else self.ledger.steps
 
-    def save_state(self, folder: str | os.PathLike[str], *, wait: bool = True) -> None:
+    def save_state(
+        self, folder: str | os.PathLike[str], *, wait: bool = True, beside: Mapping[str, str] | None = None
+    ) -> None:
         """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
-        False it is written behind the next steps; see :class:`blockwalk.checkpoint_sharded.Saver`."""
-        self._state_saver().save(folder, self.steps_done, wait=wait)
+        False it is written behind the next steps; ``beside`` are further files of it, by name. See
+        :class:`blockwalk.checkpoint_sharded.Saver`."""
+        self._state_saver().save(folder, self.steps_done, wait=wait, beside=beside)
+
+    def wait_saved(self) -> None:
+        """Until a checkpoint that is being written behind the steps is whole."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def load_state(self, folder: str | os.PathLike[str]) -> None:
         """First order: go on from what :meth:`save_state` wrote, on any mesh."""
@@ -452,8 +467,8 @@ class Walker:
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors."""
         self.flush()
-        if self.ranks.rank:
-            self.engine.buckets.weights()  # brings this rank's slices
+        if self.ranks.rank and isinstance(self.estimator, ZerothOrder):
+            self.lend()
         else:
             self.engine.save_pretrained(Path(folder))
 

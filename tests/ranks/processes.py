@@ -98,8 +98,9 @@ def _rank(
             "gloo", f"tcp://{master}:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
         pipe.send_bytes(pickle.dumps((True, work(rank, *args))))
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:

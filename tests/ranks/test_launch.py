@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk import cli
-from blockwalk.launch import Place, place
+from blockwalk.launch import LOST, Place, first_failure, place
 from tests.conftest import TinyRun
 
 COMMON = "--method distzo2 --data.max_length 32 --save_every 4 --log_every 1 --resume_from_checkpoint latest"
@@ -54,11 +54,15 @@ def test_a_killed_rank_ends_the_run_and_another_world_size_resumes_it(tiny_run: 
     match = re.search(r"rank 1 of 2, process (\d+)", log.read_text() if log.exists() else "")
     if match is None:
         raise AssertionError("".join(process.communicate(timeout=60)))
+    assert process.poll() is None, "".join(process.communicate())
     began = time.monotonic()
     os.kill(int(match[1]), signal.SIGKILL)
     out, errors = process.communicate(timeout=100)
     assert time.monotonic() - began < 30, errors
-    assert process.returncode != 0
+    assert process.returncode == 128 + signal.SIGKILL
+    told, summed_up = errors.strip().splitlines()[-2:]
+    assert "rank 0 lost the connection to another rank" in told
+    assert f"rank 1 (process {match[1]}) was killed by SIGKILL" in summed_up
     assert len(re.findall(r"step +1/", out)) == 1, out
     lines = ledger.read_bytes().split(b"\n")
     ledger.write_bytes(b"\n".join(lines[:8]) + b"\n")  # seven steps: as if it had been killed there
@@ -79,6 +83,15 @@ def test_places_are_read_from_torchrun_and_from_slurm() -> None:
     assert place({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place()  # a batch script is no step
     with pytest.raises(ValueError, match="--ntasks-per-node"):
         place({**slurm, "SLURM_STEP_TASKS_PER_NODE": "4,2"})
+
+
+def test_the_rank_that_failed_first_is_named() -> None:
+    """Closed form: what a launcher sees where rank 2 is killed, rank 1 loses it, and the launcher stops rank 0."""
+    message, code = first_failure([(0, 10, -signal.SIGTERM), (1, 11, LOST), (2, 12, -signal.SIGKILL)])
+    assert message.startswith("rank 2 (process 12) was killed by SIGKILL")
+    assert code == 128 + signal.SIGKILL
+    assert first_failure([(3, 13, 2), (1, 11, LOST)])[1] == 2
+    assert first_failure([(0, 10, LOST), (1, 11, LOST)])[1] == LOST
 
 
 def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from tests.ranks.cluster import cluster, sent_bytes
 STEPS = 20
 
 
-def _sent(rank: int, hidden: int) -> tuple[int, int]:
+def _sent(rank: int, hidden: int, ranks_per_node: int) -> tuple[int, int]:
     """Bytes that this rank's node sends in twenty steps, and the model's parameters."""
-    plan = method("distzo2", mesh={"world": 2, "ranks_per_node": 1})
+    plan = method("distzo2", mesh={"world": 2 * ranks_per_node, "ranks_per_node": ranks_per_node})
     model = tiny_model("llama", hidden_size=hidden)
     with Walker(model, plan, device="cpu") as walker:
         walker.step(random_batch(8))
@@ -29,12 +29,13 @@ def _sent(rank: int, hidden: int) -> tuple[int, int]:
 
 
 @pytest.mark.root
-def test_nodes_send_each_other_a_kilobyte_a_rank_and_step_whatever_the_model() -> None:
-    with cluster(2, 1) as nodes:
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_nodes_send_each_other_a_kilobyte_a_rank_and_step_whatever_the_model(ranks_per_node: int) -> None:
+    with cluster(2, ranks_per_node) as nodes:
         sizes = []
         for hidden in (32, 256):
-            answers = nodes.run(_sent, hidden)
+            answers = nodes.run(_sent, hidden, ranks_per_node)
             sizes.append(answers[0][1])
             for sent, _ in answers:
-                assert sent / STEPS <= 1024
+                assert sent / ranks_per_node / STEPS <= 1024
         assert sizes[1] > 8 * sizes[0]

@@ -44,22 +44,25 @@ def walk(case: Case, mesh: dict[str, int], folder: Path, **changes: Any) -> dict
             "entries": entries, "lines": lines}  # fmt: skip
 
 
-def _all(rank: int, cases: list[Case], meshes: list[dict[str, int]], folder: Path) -> list[dict[str, Any]]:
+def _all(
+    rank: int, cases: list[Case], meshes: list[dict[str, int]], folder: Path, changes: dict[str, Any]
+) -> list[dict[str, Any]]:
     out = []
     for number, (case, mesh) in enumerate(itertools.product(cases, meshes)):
         there = folder / f"{dist.get_world_size()}-{number}"
-        out.append(walk(case, {"world": dist.get_world_size(), **mesh}, there))
+        out.append(walk(case, {"world": dist.get_world_size(), **mesh}, there, **changes))
     return out
 
 
-def check(world: int, cases: list[Case], meshes: list[dict[str, int]], tmp_path: Path) -> None:
-    answers = run_ranks(world, _all, cases, meshes, tmp_path, timeout=240)
+def check(world: int, cases: list[Case], meshes: list[dict[str, int]], tmp_path: Path, **changes: Any) -> None:
+    answers = run_ranks(world, _all, cases, meshes, tmp_path, changes, timeout=240)
     alone: dict[tuple[int, int], dict[str, Any]] = {}
     for number, ((c, case), mesh) in enumerate(itertools.product(enumerate(cases), meshes)):
         data = mesh.get("data", 1)
         if (c, data) not in alone:
             micro_batches = case[2].get("gradient_accumulation_steps", 1) * data
-            alone[c, data] = walk(case, {}, tmp_path / f"alone-{c}-{data}", gradient_accumulation_steps=micro_batches)
+            own = {**changes, "gradient_accumulation_steps": micro_batches}
+            alone[c, data] = walk(case, {}, tmp_path / f"alone-{c}-{data}", **own)
         expected = alone[c, data]
         for rank, answer in enumerate(answers):
             found = answer[number]
@@ -83,6 +86,19 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
     meshes = [{"perturb": 2, "slice": 1}, {"data": 2, "slice": 1}]
     check(2, CASES, meshes, tmp_path / "a")
     check(2, CASES[1:], [{"perturb": 2, "slice": 2}, {"data": 2, "slice": 2}], tmp_path / "b")
+
+
+SLICED: list[Case] = [
+    ("distzo2", "llama", {"trainable": "disk × bf16", "update": {"flush_every": 2}}),
+    ("distzo2", "opt", {"trainable": "host × fp8"}),
+    ("distzo2", "llama", {"trainable": "host × bf16", "optimizer": {**OPTIMIZER, "name": "momentum"}}),
+    ("distzo2", "llama", {"trainable": "host × int8", "optimizer": {**OPTIMIZER, "name": "adamw"}}),
+    ("distzo2", "opt", {"trainable": "disk × fp8", "optimizer": {**OPTIMIZER, "name": "momentum"}}),
+]
+
+
+def test_slices_on_disk_with_scales_and_with_states_beside_them(tmp_path: Path) -> None:
+    check(3, SLICED, [{"data": 1, "perturb": 3, "slice": 3}], tmp_path, **{"zo.queries": 2})
 
 
 def test_four_ranks_are_one_process(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from blockwalk.compile.inputs import Costs
 from blockwalk.compile.placement import Placements, activation_pool, compute_dtype, passes_of_rank
 from blockwalk.plan import Estimator
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, ParamSpec, StateKind, Tier
+from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, ParamSpec, StateKind, Tier, UnitSpec
 
 
 @dataclass(slots=True)
@@ -172,13 +172,17 @@ class Builder(Placements):
         frees = ((Pool.MAPPED, pages),) if pages else ()
         return self.op(OpKind.EVICT, unit, Lane.STORE, after, slot=slot, frees=frees)
 
+    def slot_part(self, unit: UnitSpec, part: StateKind) -> int:
+        """Bytes of a slot that a part takes."""
+        return self.part_bytes(unit, part)
+
     # ---- the finished program -------------------------------------------------------------------------------------
 
     def program(self, step_kind: StepKind) -> Program:
         streamed = frozenset(u for u in range(self.last + 1) if self.parts(u))
         slot_bytes = max(
             (
-                sum(self.part_bytes(self.model.units[u], p) for p in self.parts(u) if not self.mapped(p))
+                sum(self.slot_part(self.model.units[u], p) for p in self.parts(u) if not self.mapped(p))
                 for u in streamed
             ),
             default=0,

@@ -91,7 +91,8 @@ class Placements:
             for part, placement in ((StateKind.FROZEN, self.plan.frozen), (StateKind.TRAINABLE, self.plan.trainable)):
                 nbytes = self.part_bytes(unit, part)
                 if self.streams(index, part):
-                    hold(pools[placement.tier], nbytes // (self.plan.mesh.slice if part is StateKind.TRAINABLE else 1))
+                    own = part is StateKind.TRAINABLE and self.plan.mesh.slice > 1
+                    hold(pools[placement.tier], section_bytes(self.plan, unit, self.group_size)[0] if own else nbytes)
                 elif placement.tier is Tier.DISK and self.mapped(part):
                     hold(Pool.MAPPED, nbytes)
                 else:
@@ -122,16 +123,34 @@ def bucket_states(plan: Plan) -> dict[str, tuple[Codec, float]]:
 
 
 def bucket_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> int:
-    """Bytes of a unit's bucket: its trainables in their codec and the states beside them, aligned, and cut into slices."""
-    codec = plan.trainable.codec
-    total = 0
+    """Bytes of a unit's bucket as one process holds it: its trainables in their codec and the states beside them, aligned."""
+    weights, states = _bucket_parts(plan, unit, group_size)
+    return weights + states
+
+
+def section_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> tuple[int, int]:
+    """Where ranks hold a bucket together: bytes of one's section, and of its share of the parameters, which is gathered. To
+    within the padding of rows and states."""
+    share, states = (
+        -(-part // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN for part in _bucket_parts(plan, unit, group_size)
+    )
+    return share + states, share
+
+
+def _bucket_parts(plan: Plan, unit: UnitSpec, group_size: int) -> tuple[int, int]:
+    """Bytes of a unit's trainables in their codec, and of the states beside them, each tensor aligned."""
+    codec, weights, states = plan.trainable.codec, 0, 0
     for p in unit.params:
         if p.trainable:
             written_as = codec if p.quantizable or codec in CODEC_DTYPE else Codec.RAW
-            sizes = [encoded_nbytes(p.shape, p.dtype, written_as, group_size)]
-            sizes += [encoded_nbytes(p.shape, "float32", kept, group_size) for kept, _ in bucket_states(plan).values()]
-            total += sum(-(-size // BUCKET_ALIGN) * BUCKET_ALIGN for size in sizes)
-    return -(-total // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN * plan.mesh.slice
+            weights += _aligned(encoded_nbytes(p.shape, p.dtype, written_as, group_size))
+            kept = (encoded_nbytes(p.shape, "float32", state, group_size) for state, _ in bucket_states(plan).values())
+            states += sum(map(_aligned, kept))
+    return weights, states
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // BUCKET_ALIGN) * BUCKET_ALIGN
 
 
 def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[int]:

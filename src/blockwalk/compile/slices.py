@@ -1,7 +1,7 @@
 """Lower turns to ops where the ranks of a node hold one copy of the streamed trainables, each a slice of every bucket.
 
-A rank fetches its own slice into the slot, brings that slice up to date, stores it, and then the slices are gathered: no
-rank fetches, updates or stores more than M/n. All of it runs ahead of the unit's turn, the update and the gather on the
+A rank fetches its own slice into the slot, with the states beside it, brings both up to date, stores them, and then the
+slices are gathered: no rank fetches, updates or stores more than M/n. All of it runs ahead of the unit's turn, the update and the gather on the
 intra-node lane, so that the compute lane waits for nothing but the gather.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from blockwalk.compile.builder import Builder
 from blockwalk.compile.inputs import Pending
+from blockwalk.compile.placement import section_bytes
 from blockwalk.program import Lane, OpKind
-from blockwalk.state import StateKind
+from blockwalk.state import Codec, StateKind, UnitSpec
 
 
 @dataclass(slots=True)
@@ -32,8 +33,7 @@ class SliceBuilder(Builder):
         if part is not StateKind.TRAINABLE:
             return Builder._fetch(self, unit, part, slot, after)
         ranks = self.plan.mesh.slice
-        whole = self.part_bytes(self.model.units[unit], part)
-        own = whole // ranks
+        own, share = section_bytes(self.plan, self.model.units[unit], self.group_size)
         done = self.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=own, slot=slot)
         if self.pending.entries:
             done = self.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=self.pending.entries)
@@ -42,5 +42,13 @@ class SliceBuilder(Builder):
         if not self.gathers:
             return done
         return self.op(
-            OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=whole - own, slot=slot, span=(1, ranks)
+            OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=(ranks - 1) * share, slot=slot, span=(1, ranks)
         )
+
+    def slot_part(self, unit: UnitSpec, part: StateKind) -> int:
+        """The bucket; with scales a row the stage beside it; with states the section."""
+        if part is not StateKind.TRAINABLE:
+            return Builder.slot_part(self, unit, part)
+        section, share = section_bytes(self.plan, unit, self.group_size)
+        scaled = self.plan.trainable.codec in (Codec.FP8, Codec.INT8)
+        return self.plan.mesh.slice * share * (2 if scaled else 1) + (section if section > share else 0)

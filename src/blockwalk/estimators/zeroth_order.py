@@ -432,8 +432,8 @@ class ZerothOrder:
             self._update_in_place(entries)
             return
         if buckets.sliced(op.unit):
-            for name, cell in buckets.pieces(op.unit, UPDATE_ELEMENTS[self.engine.device.type]):
-                apply_entries_(self.rule, entries, name, {"": cell}, self.slice_scratch)
+            for name, cells in buckets.pieces(op.unit, UPDATE_ELEMENTS[self.engine.device.type]):
+                apply_entries_(self.rule, entries, name, cells, self.slice_scratch)
             buckets.advance(op.unit, self.steps)
             return
         for name, cells in buckets.cells(op.unit).items():

@@ -5,7 +5,6 @@ Every bucket knows the step that it is up to date with. What brings it further i
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -17,6 +16,7 @@ import torch
 
 from blockwalk.state import Codec, ModelSpec, Tier, Weight
 from blockwalk.tiers.host import HostTier, Staged
+from blockwalk.tiers.sections import Cut, Lent, Sections, Together
 from blockwalk.tiers.slots import (
     STATE,
     Cell,
@@ -27,10 +27,9 @@ from blockwalk.tiers.slots import (
     UnitTier,
     cells_of,
     fill,
-    pieces_of,
     trainable_spec,
 )
-from blockwalk.tiers.store import ALIGN, BlockStore, StoredUnit
+from blockwalk.tiers.store import BlockStore, StoredParam, StoredUnit
 from blockwalk.tiers.store_writer import plan_units
 from blockwalk.tiers.writable import WritableStore
 
@@ -51,7 +50,7 @@ class Buckets:
         slots: device buffers for streamed units.
         device: where blocks compute.
         path: the writable store of the disk tier. One that is there already is taken up where it stands.
-        group: the ranks that hold the streamed buckets together, each its slice; None: this process holds all of them.
+        group: the ranks that hold the streamed buckets together, each a section; None: this process holds all of them.
         keep: leave that store on the disk when this is closed; only then can a state be saved without it.
     """
 
@@ -75,7 +74,9 @@ class Buckets:
         spec, written_as = trainable_spec(model, codec, {name: codec for name, (codec, _) in states.items()})
         source = Initial(spec, *initial, {name: begin for name, (_, begin) in states.items()})
         self.streamed, self.device = streamed, device
-        self.units = self._cut(plan_units(source, spec, written_as, group_size=32))
+        self.units = plan_units(source, spec, written_as, group_size=32)
+        """As one process would hold them."""
+        self._sections = {n: Sections(self.units[n], group.slices) for n in streamed} if group and self._group else {}
         self.home: dict[str, int] = {
             param.name: number for number, unit in enumerate(model.units) for param in unit.params if param.trainable
         }
@@ -85,7 +86,7 @@ class Buckets:
         self._resident: dict[int, torch.Tensor] = {}
         self._steps = [0] * len(self.units)
         self._slot_of: dict[int, int] = {}
-        largest = max((self.units[unit].nbytes for unit in streamed), default=0)
+        largest = max(map(self._room, streamed), default=0)
         if tier is Tier.DISK:
             self._open_disk(path, source, spec, written_as, largest)
         else:
@@ -93,33 +94,43 @@ class Buckets:
         self.slots = Slots(slots if largest else 0, largest, device)
         self._cells = {unit: cells_of(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
 
-    def _cut(self, units: tuple[StoredUnit, ...]) -> tuple[StoredUnit, ...]:
-        """Buckets as long as whole slices of 64 bytes make them."""
-        step = ALIGN * (1 if self._group is None else self._group.slices)
-        return tuple(dataclasses.replace(unit, nbytes=-(-unit.nbytes // step) * step) for unit in units)
+    @property
+    def _place(self) -> int:
+        return 0 if self._group is None else self._group.place
 
-    def _own(self, unit: int) -> slice:
-        """What this process holds of a unit's bucket where it stays."""
-        nbytes = self.units[unit].nbytes
-        return slice(0, nbytes) if self._group is None or unit not in self.streamed else self._group.own(nbytes)
+    def _room(self, unit: int) -> int:
+        """Bytes of a slot that a unit takes."""
+        return self._sections[unit].room if self.sliced(unit) else self.units[unit].nbytes
 
     def _fill(self, source: Initial) -> None:
-        owns = [self._own(number) for number in range(len(self.units))]
-        host = HostTier([own.stop - own.start if n in self.streamed else 0 for n, own in enumerate(owns)], self.device)
-        filled = []
+        sizes = [(s.nbytes if (s := self._sections.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
+        host = HostTier([size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device)
+        cut = Cut(source, self.units, self._sections, self._place)
         for number, unit in enumerate(self.units):
-            in_place = number in self.streamed and self._group is None
-            into_P = host.bucket(number) if in_place else torch.zeros(unit.nbytes, dtype=torch.uint8)
-            filled.append(fill(unit, source, into_P))
+            if self.sliced(number):
+                host.bucket(number).copy_(cut.section(number))
+                continue
+            into_P = host.bucket(number) if number in self.streamed else torch.zeros(unit.nbytes, dtype=torch.uint8)
+            cut.units[number] = fill(unit, source, into_P)
             if number not in self.streamed:
                 self._resident[number] = into_P.to(self.device)
-            elif not in_place:
-                host.bucket(number).copy_(into_P[owns[number]])
-        self.units, self.tier = tuple(filled), host
+        self.units, self.tier = tuple(cut.units), host
 
     def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
-        store = WritableStore(path) if path.exists() else WritableStore.create(path, source, spec, codec)
-        self.units, self._durable, self.tier = store.units[: len(self.units)], store, store
+        if self._group is None:
+            store = WritableStore(path) if path.exists() else WritableStore.create(path, source, spec, codec)
+            self.units = store.units[: len(self.units)]
+        else:
+            path = path.with_name(f"{path.name}-{self._place}-of-{self._group.slices}")
+            cut, found = Cut(source, self.units, self._sections, self._place), path.exists()
+            store = WritableStore(path) if found else WritableStore.create(path, cut, cut.spec(spec), codec)
+            for number in range(len(self.units)):
+                if self.sliced(number) and found:
+                    cut.section(number)  # for its checksums
+                elif not self.sliced(number):
+                    cut.units[number] = store.units[number]
+            self.units = tuple(cut.units)
+        self._durable, self.tier = store, store
         if self.device.type == "cuda":
             self.tier = Staged(store, largest, self.device)
         for number, unit in enumerate(self.units):
@@ -136,23 +147,31 @@ class Buckets:
     # ---- moving -----------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int, slot: int) -> None:
-        """Bring a streamed unit, or this process's slice of it, into a slot."""
+        """Bring a streamed unit, or this process's section of it, into a slot."""
         assert self.tier is not None
-        bytes_P = self.slots.view(slot, self.units[unit].nbytes)[self._own(unit)]
         self.slots.await_vacant(slot)
-        self._steps[unit] = self.tier.read_unit(unit, bytes_P)
         self._slot_of[unit] = slot
+        self._steps[unit] = self.tier.read_unit(unit, self._section(unit))
 
     def store(self, unit: int) -> None:
-        """Write a streamed unit, or this process's slice of it, back from its slot."""
+        """Write a streamed unit, or this process's section of it, back from its slot."""
         assert self.tier is not None
-        bytes_P = self.slots.view(self._slot_of[unit], self.units[unit].nbytes)[self._own(unit)]
-        self.tier.write_unit(unit, bytes_P, self._steps[unit])
+        self.tier.write_unit(unit, self._section(unit), self._steps[unit])
 
     def gather(self, unit: int) -> None:
-        """Complete a unit of which every rank's slice is in its slot."""
+        """Complete a unit of which every rank's section is in its slot."""
         assert self._group is not None
-        self._group.gather_(self.slots.view(self._slot_of[unit], self.units[unit].nbytes))
+        sections, slot_P = self._sections[unit], self._in_slot(unit)
+        self._group.gather_(sections.lend(slot_P, self._place))
+        sections.assemble(slot_P)
+
+    def _in_slot(self, unit: int) -> torch.Tensor:
+        return self.slots.view(self._slot_of[unit], self._room(unit))
+
+    def _section(self, unit: int) -> torch.Tensor:
+        """What this process fetches and stores of a unit, in its slot."""
+        slot_P = self._in_slot(unit)
+        return self._sections[unit].section(slot_P, self._place) if self.sliced(unit) else slot_P
 
     def vacate(self, slot: int) -> None:
         """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
@@ -173,16 +192,16 @@ class Buckets:
         """A unit's trainables where they lie on the device: resident, or in the slot that it was fetched into."""
         if unit in self._cells:
             return self._cells[unit]
-        return cells_of(self.units[unit], self.slots.view(self._slot_of[unit], self.units[unit].nbytes))
+        return cells_of(self._sections[unit].bucket if self.sliced(unit) else self.units[unit], self._in_slot(unit))
 
     def sliced(self, unit: int) -> bool:
-        """Whether this process holds a slice of the unit's bucket alone."""
-        return self._group is not None and unit in self.streamed
+        """Whether this process holds a section of the unit's bucket alone."""
+        return unit in self._sections
 
-    def pieces(self, unit: int, largest: int) -> Iterator[tuple[str, Cell]]:
-        """This process's slice of a unit in its slot: pieces of its parameters, of at most ``largest`` elements."""
-        stored = self.units[unit]
-        return pieces_of(stored, self.slots.view(self._slot_of[unit], stored.nbytes), self._own(unit), largest)
+    def pieces(self, unit: int, largest: int) -> Iterator[tuple[str, dict[str, Cell]]]:
+        """This process's section of a unit in its slot: pieces of its parameters and their states, of at most ``largest``
+        elements."""
+        return self._sections[unit].updates(self._section(unit), self._place, largest)
 
     def step(self, unit: int) -> int:
         """The step that the copy on the device is up to date with."""
@@ -202,21 +221,37 @@ class Buckets:
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor | Weight]:
-        """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting."""
+        """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. What
+        ranks hold together comes when its rows are read: the others then :meth:`lend`, or read the same."""
         out: dict[str, torch.Tensor | Weight] = {}
+        together = Together(self._whole)
         for number, unit in enumerate(self.units):
             names = [param.name for param in unit.params if STATE not in param.name]
-            if self._durable is not None and number in self.streamed:
+            if self.sliced(number):
+                out |= {p.name: self._lent(together, number, p) for p in unit.params if STATE not in p.name}
+            elif self._durable is not None and number in self.streamed:
                 stored = BlockStore(self._durable.path)
                 out |= stored.weights(names)
                 stored.close()  # its maps live as long as what was taken from them
-                continue
-            bytes_P = self._resident[number] if number in self._resident else self._whole(number)
-            out |= {name: states[""].value for name, states in cells_of(unit, bytes_P).items()}
+            else:
+                bytes_P = self._resident[number] if number in self._resident else self._held()[number]
+                out |= {name: states[""].value for name, states in cells_of(unit, bytes_P).items()}
         return out
 
+    def _lent(self, together: Together, number: int, param: StoredParam) -> Any:
+        def value(whole_P: torch.Tensor) -> torch.Tensor | Weight:
+            return cells_of(self.units[number], whole_P)[param.name][""].value
+
+        return Lent(together, number, param.shape, param.decoded_dtype(), value)
+
+    def lend(self) -> None:
+        """Bring this process's sections to a rank that reads :meth:`weights` or :meth:`state_dict`, in its order."""
+        for number in sorted(self._sections):
+            self._whole(number)
+
     def state_dict(self) -> dict[str, Any]:
-        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight.
+        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. What ranks hold together
+        comes as in :meth:`weights`.
 
         Raises:
             ValueError: the weights are in a store on the disk that goes when the run ends.
@@ -224,10 +259,11 @@ class Buckets:
         if self._durable is not None and not self._keep:
             raise ValueError("weights on the disk tier are saved by the run's ledger: give the walker one (ledger=...)")
         out: dict[str, Any] = {}
-        for number, bytes_P in self._held().items():
-            unit = self.units[number]
-            whole_P = self._whole(number) if self.sliced(number) else bytes_P
-            out[PREFIX + unit.name] = whole_P[: _used(unit)]
+        together = Together(self._whole)
+        for number, bytes_P in sorted(self._held().items()):
+            name, nbytes = PREFIX + self.units[number].name, self.units[number].nbytes
+            whole = Lent(together, number, (nbytes,), torch.uint8, lambda whole_P: whole_P)
+            out[name] = whole if self.sliced(number) else bytes_P
         out["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
         return out
 
@@ -239,13 +275,12 @@ class Buckets:
             raise ValueError(f"the saved state does not fit this model and plan; it differs in {different[:5]}")
         for name, (number, bytes_P) in held.items():
             unit, saved_P = self.units[number], state[name]
-            used = _used(unit)
-            if saved_P.shape != (used,):
+            if saved_P.shape != (unit.nbytes,):
                 raise ValueError(
-                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and {used} here: model, codec or rule differ"
+                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and {unit.nbytes} here: model, codec or rule"
+                    " differ"
                 )
-            part_P = saved_P[self._own(number)]
-            bytes_P[: len(part_P)].copy_(part_P)
+            bytes_P.copy_(self._sections[number].cut(saved_P, self._place) if self.sliced(number) else saved_P)
             step = int(state["bucket_steps"][number])
             if number in self.streamed:
                 assert isinstance(self.tier, HostTier)
@@ -260,15 +295,24 @@ class Buckets:
         return {number: bytes_P for number, bytes_P in held.items() if bytes_P.numel()}
 
     def _whole(self, unit: int) -> torch.Tensor:
-        """A unit's bucket where it stays between its turns; of slices a copy, gathered by all ranks together."""
-        held_P = self._held()[unit]
-        if not self.sliced(unit):
-            return held_P
+        """A unit of sections as one process would hold it: a copy, brought by all ranks together."""
         assert self._group is not None
-        whole_P = torch.empty(self.units[unit].nbytes, dtype=torch.uint8, device=self.device)
-        whole_P[self._own(unit)] = held_P.to(self.device)
-        self._group.gather_(whole_P)
-        return whole_P.cpu()
+        sections = self._sections[unit]
+        side_by_side_P = torch.empty(sections.count * sections.nbytes, dtype=torch.uint8, device=self.device)
+        side_by_side_P.chunk(sections.count)[self._place].copy_(self._between_turns(unit))
+        self._group.gather_(side_by_side_P)
+        return sections.join(side_by_side_P.cpu())
+
+    def _between_turns(self, unit: int) -> torch.Tensor:
+        """What this process holds of a unit where it stays between its turns: itself, or read from the disk."""
+        if unit in self._resident:
+            return self._resident[unit]
+        if isinstance(self.tier, HostTier):
+            return self.tier.bucket(unit)
+        assert self._durable is not None
+        bytes_P = torch.empty(self._durable.units[unit].nbytes, dtype=torch.uint8)
+        self._durable.read_unit(unit, bytes_P)
+        return bytes_P
 
     def sums(self) -> tuple[dict[str, int], dict[str, int]]:
         """A checksum of each unit where it stays between its turns: of those held whole, and of the slices of the others.
@@ -280,15 +324,7 @@ class Buckets:
         for number, unit in enumerate(self.units):
             if not unit.nbytes:
                 continue
-            if number in self._resident:
-                bytes_P = self._resident[number]
-            elif isinstance(self.tier, HostTier):
-                bytes_P = self.tier.bucket(number)
-            else:
-                assert self._durable is not None
-                bytes_P = torch.empty(unit.nbytes, dtype=torch.uint8)
-                self._durable.read_unit(number, bytes_P)
-            (slices if self.sliced(number) else whole)[unit.name] = word_sum(bytes_P)
+            (slices if self.sliced(number) else whole)[unit.name] = word_sum(self._between_turns(number))
         return whole, slices
 
     def close(self) -> None:
@@ -296,11 +332,6 @@ class Buckets:
             self.tier.close()
         if self._durable is not None and not self._keep:
             shutil.rmtree(self._durable.path)
-
-
-def _used(unit: StoredUnit) -> int:
-    """Bytes of a bucket without what makes it divide into slices."""
-    return -(-max(param.offset + param.nbytes for param in unit.params) // ALIGN) * ALIGN
 
 
 def word_sum(bytes_P: torch.Tensor) -> int:

@@ -7,7 +7,7 @@ buffer as large as the largest bucket that travels; there are ``prefetch + 1`` o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,21 +115,6 @@ def cells_of(unit: StoredUnit, bytes_P: torch.Tensor, group_size: int = 32) -> C
         part_P = bytes_P[param.offset : param.offset + param.nbytes]
         cells.setdefault(name, {})[state] = Cell(param.layout(group_size), part_P)
     return cells
-
-
-def pieces_of(unit: StoredUnit, bytes_P: torch.Tensor, own: slice, largest: int) -> Iterator[tuple[str, Cell]]:
-    """What a slice of a bucket holds of each parameter, in pieces of at most ``largest`` elements: dense codecs, and no
-    states. A slice begins and ends at multiples of 64 bytes, so it cuts between elements."""
-    for param in unit.params:
-        assert param.dense
-        layout = param.layout(32)
-        size = layout.code_dtype.itemsize
-        first = max(own.start - param.offset, 0) // size
-        last = min(own.stop - param.offset, param.nbytes) // size
-        for a in range(first, last, largest):
-            b = min(a + largest, last)
-            part_P = bytes_P[param.offset + a * size : param.offset + b * size]
-            yield param.name, Cell(replace(layout, shape=(b - a,)), part_P, origin=a)
 
 
 def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) -> tuple[ModelSpec, Codec]:
@@ -255,19 +240,20 @@ class UnitTier(Protocol):
 
 
 class SliceGroup(Protocol):
-    """The ranks of a node that hold one copy of the streamed buckets, each its slice."""
+    """The ranks of a node that hold one copy of the streamed buckets, each a section."""
 
     @property
     def slices(self) -> int:
         """How many they are."""
         ...
 
-    def own(self, nbytes: int) -> slice:
-        """This rank's slice of a bucket."""
+    @property
+    def place(self) -> int:
+        """This rank among them."""
         ...
 
-    def gather_(self, bucket_P: torch.Tensor) -> None:
-        """Complete a bucket (uint8 [P]) in place, of which this rank's slice is there; they call this together."""
+    def gather_(self, stage_P: torch.Tensor) -> None:
+        """Complete a buffer (uint8 [P]) in place, of which this rank's equal share is there; they call this together."""
         ...
 
 
