@@ -159,6 +159,14 @@ def _fuse(wrapped: Any) -> None:
             module.__dict__["forward"] = functools.partial(_fused_forward, module, module.forward)
 
 
+def unfuse(model: nn.Module) -> None:
+    """Let LoRA layers answer by PEFT's own forward again: a compiler makes one graph of it for all layers, where a function
+    bound to each of them is another each."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "func", None) is _fused_forward:
+            del module.__dict__["forward"]
+
+
 def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike."""
     adapter = module.active_adapters[0]

@@ -51,6 +51,10 @@ def _has_dropout(model: nn.Module) -> bool:
     )
 
 
+def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return module(*args, **kwargs)
+
+
 class CutModel:
     """A ``transformers`` causal language model (or a ``PeftModel`` around one) as a sequence of units.
 
@@ -72,6 +76,7 @@ class CutModel:
 
             anatomy = certified_anatomy(self.base, verify=verify)
         self.anatomy = anatomy
+        self._call_block: Callable[..., Any] = _call
         self.device = torch.device("cpu")
         self.draws_random_numbers = _has_dropout(model)
         """Whether a forward in training mode may draw random numbers."""
@@ -134,6 +139,11 @@ class CutModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
         return self
+
+    def compile_blocks(self) -> None:
+        """Run blocks through ``torch.compile`` from now on. Parameters are inputs of the compiled graph, so that one graph
+        serves all blocks of a kind, whatever is bound; none of a block's parameters may then be lazily decoded."""
+        self._call_block = torch.compile(_call)
 
     # --- parameters come and go ---------------------------------------------------------------------------------------
 
@@ -352,7 +362,7 @@ class CutModel:
         versions = [t._version for t in watched]
         containers = containers_of([args, kwargs])
         with self._seeded(seed):
-            out = call.module(*args, **kwargs)
+            out = self._call_block(call.module, args, kwargs)
         if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into one of its arguments "

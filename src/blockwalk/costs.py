@@ -444,7 +444,7 @@ def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: 
     settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
     settings["dtype"] = str(config.dtype)
     adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
-    of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind]
+    of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind, plan.compile]
     rooms = (chunks.__file__, lazy.__file__, loss.__file__, __file__)
     code = b"".join(Path(str(room)).read_bytes() for room in rooms)
     facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
@@ -468,6 +468,8 @@ def _read(key: str) -> Costs | None:
     except (OSError, ValueError):
         return None
     return Costs(tuple((kind, UnitCost(**cost)) for kind, cost in kept["units"]), kept["scratch"])
+    if bench.plan.compile:  # a block's trainables whole, under a perturbation
+        largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
 
 
 def _keep(key: str, costs: Costs) -> None:

@@ -103,6 +103,8 @@ class Engine:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir, run)
         self._held.clear()
+        if plan.compile:
+            self._compile()
         self.make_buffers()
         self._slack = Slack()
         give_back()
@@ -130,6 +132,20 @@ class Engine:
                 weight = self.source.weights([param.name])[param.name]
             self._bound[param.name] = self._as_used(param, weight)
         self._bind_frozen(index)
+
+    def _compile(self) -> None:
+        """Compile the blocks, once for each kind. Raises ValueError where a frozen weight of theirs is not whole."""
+        for param in (p for unit in self.spec.blocks for p in unit.params if not p.trainable):
+            if not isinstance(self._bound.get(param.name), torch.Tensor):
+                raise ValueError(
+                    f"compile is true, and a compiled block needs its weights whole: {param.name} is decoded or assembled when"
+                    f" it is used (frozen: {self.plan.frozen}, compute_dtype: {self.plan.compute_dtype}). Set compile: false,"
+                    " or frozen: device, or keep the model in the compute dtype"
+                )
+        from blockwalk.adapters import unfuse
+
+        unfuse(self.module)
+        self.cut.compile_blocks()
 
     def _bind_frozen(self, index: int) -> None:
         self.cut.bind(index, {p.name: self._bound[p.name] for p in self._frozen[index] if p.name in self._bound})

@@ -148,7 +148,7 @@ class Plan:
     budget: int | None = None
     """Device memory that the step may use, in bytes."""
     compile: bool = False
-    """Compile each kind of block once with torch.compile: refused until blocks with streamed weights can be."""
+    """Compile each kind of block once with torch.compile; a block's weights are then whole while it computes."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -211,9 +211,9 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
     rules += [
         (plan.prefetch < 0, f"prefetch is {plan.prefetch}; it must be at least 0"),
         (
-            plan.compile,
-            "compile is true, but streamed blocks run uncompiled in this version; set compile: false (attention kernels are"
-            " the model's own attn_implementation)",
+            plan.compile and plan.sharded,
+            "compile is true, and blocks whose parameters are gathered from other ranks run uncompiled in this version; set"
+            " compile: false (attention kernels are the model's own attn_implementation)",
         ),
         (plan.seed < 0, f"seed is {plan.seed}; it must be at least 0"),
         (
@@ -241,6 +241,11 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             zeroth_order and update.timing is Timing.BLOCK,
             "update.timing: block needs gradients at the block's turn; zeroth order knows its scalar only after the"
             " walk: use deferred or step",
+        ),
+        (
+            plan.compile and plan.frozen.codec in (Codec.FP8, Codec.INT8, Codec.INT4),
+            f"compile is true, and a compiled block needs its weights whole, where frozen: {plan.frozen} decodes a range at a"
+            " time; set compile: false, or frozen: device",
         ),
         (
             not zeroth_order and update.timing is Timing.DEFERRED,

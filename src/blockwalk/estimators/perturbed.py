@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from blockwalk.estimators.chunks import UPDATE_ELEMENTS
 from blockwalk.estimators.loss import LossScratch
 from blockwalk.noise import NoiseKey, NoiseKind, fill_, perturbed
 from blockwalk.tiers.slots import Cell
@@ -77,6 +78,17 @@ class PerturbedWeight:
     def whole(self) -> torch.Tensor:
         """All of it, freshly allocated, in the parameter's own shape: for small parameters and odd ones."""
         return self.rows(0, self.cell.layout.rows).clone().view(self.cell.layout.shape)
+
+    def into(self, out_RD: torch.Tensor) -> torch.Tensor:
+        """All of it into ``out_RD`` [R, D], a range at a time; returns it."""
+        rows, columns = self.shape
+        piece = max(1, UPDATE_ELEMENTS[out_RD.device.type] // max(1, columns))
+        for first in range(0, rows, piece):
+            last = min(first + piece, rows)
+            source = self.cell.rows(first, last, self.scratch, "value")
+            hessian = self.hessian.rows(first, last, self.scratch, "hessian") if self.hessian is not None else None
+            self._perturb(source, out_RD[first:last], hessian, first * columns, None, None)
+        return out_RD
 
     def _perturb(
         self,

@@ -311,7 +311,22 @@ class ZerothOrder:
     def _bind(self, unit: int, perturbation: Perturbation) -> None:
         """Put a unit's trainables in their places, perturbed: matrices as they are read, the rest as copies."""
         trainables = self.engine.trainables(unit)
-        self.engine.cut.bind(unit, {p.name: self._value(p, perturbation) for p in trainables})
+        whole = self.plan.compile and 0 < unit < self.engine.cut.epilogue_index
+        values = {
+            p.name: self._whole(i, p, perturbation) if whole else self._value(p, perturbation)
+            for i, p in enumerate(trainables)
+        }
+        self.engine.cut.bind(unit, values)
+
+    def _whole(self, place: int, param: ParamSpec, perturbation: Perturbation) -> torch.Tensor:
+        """The trainable at one place of a block, under a perturbation, in the compute dtype."""
+        weight = self._perturbed(param.name, perturbation)
+        cell, dtype = weight.cell, self.engine.compute_dtype
+        if not perturbation.scale and cell.dense and cell.tensor.dtype == dtype:
+            return cell.tensor
+        out = self.scratch.take(f"whole {place}", *param.shape, like=cell.bytes_P, dtype=dtype)
+        weight.into(out.view(weight.shape))
+        return out
 
     def _unbind(self, unit: int) -> None:
         """Let go of copies and of the slot."""
