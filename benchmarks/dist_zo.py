@@ -91,8 +91,8 @@ def digest(walker: Walker) -> str:
     walker.flush()
     seen = hashlib.sha256(repr(walker.estimator.entries).encode())  # type: ignore[union-attr]
     for name, weight in walker.engine.buckets.weights().items():
-        assert isinstance(weight, torch.Tensor)
-        seen.update(name.encode() + weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        values = weight if isinstance(weight, torch.Tensor) else weight.rows(0, weight.shape[0])
+        seen.update(name.encode() + values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
 
 

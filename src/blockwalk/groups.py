@@ -204,8 +204,8 @@ def _end_process(message: str) -> None:
 
 
 class Watch:
-    """Ends this process when another rank is dead, or when this one is stuck. A thread of its own, with a connection of
-    its own to the store.
+    """Ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store over a
+    connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
 
     Every second a rank counts its own beat up and reads the others'. A rank whose beat stands still for
     :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's host where it does not answer. Inside a
@@ -237,7 +237,12 @@ class Watch:
         self._steps: list[float] = []
         self._keys = [f"blockwalk/beat/{rank}" for rank in range(self._world)]
         self._node = range(self._rank // ranks_per_node * ranks_per_node, (self._rank // ranks_per_node + 1) * ranks_per_node)
-        self._thread: threading.Thread | None = None
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        """Of each rank its newest beat, and when that was first seen."""
+        self._answered = time.monotonic()
+        """When the store last answered."""
+        self._trouble = ""
+        self._threads: list[threading.Thread] = []
         if self._world > 1:
             store: Any = dist.distributed_c10d._get_default_store()
             self._store = store.clone()
@@ -245,8 +250,10 @@ class Watch:
             self._store.set(self._keys[self._rank], "0")
             self._store.set(_process_key(self._rank), f"{os.getpid()} {_began(os.getpid())}")
             dist.barrier()
-            self._thread = threading.Thread(target=self._beat, name="blockwalk watch", daemon=True)
-            self._thread.start()
+            self._answered = time.monotonic()
+            for work in (self._beat, self._look):
+                self._threads.append(threading.Thread(target=work, name="blockwalk watch", daemon=True))
+                self._threads[-1].start()
 
     def begin_step(self) -> None:
         self._began = self._progress = time.monotonic()
@@ -262,11 +269,12 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching, when every rank has come this far."""
-        if self._thread is not None:
+        if self._threads:
             dist.barrier()
             self._done.set()
-            self._thread.join()
-            self._thread = None
+            for thread in self._threads:
+                thread.join()
+            self._threads.clear()
 
     def stuck(self) -> str | None:
         """What to say where this rank's step is stuck."""
@@ -283,7 +291,7 @@ class Watch:
         )
 
     def _beat(self) -> None:
-        seen: dict[int, tuple[bytes, float]] = {}
+        """Count up, and read how far the others are."""
         beats = 0
         while not self._done.wait(self.interval):
             beats += 1
@@ -291,29 +299,40 @@ class Watch:
                 self._store.set(self._keys[self._rank], str(beats))
                 values = self._store.multi_get(self._keys)
             except Exception as error:
-                if not self._done.is_set():
-                    self.end(
-                        f"rank {self._rank}: the host of rank 0 does not answer"
-                        f" ({str(error).splitlines()[0]}): the run ends; start it again to resume"
-                    )
+                self._trouble = f" ({str(error).splitlines()[0]})"
                 return
-            now = time.monotonic()
+            now = self._answered = time.monotonic()
             for rank, value in enumerate(values):
-                if rank not in seen or seen[rank][0] != value:
-                    seen[rank] = (value, now)
-            silent = [rank for rank, (_, since) in seen.items() if now - since > self.dead_after]
-            message = self.stuck()
-            if silent and not self._done.is_set():
-                message = (
-                    f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for"
-                    f" {self.dead_after:.0f} s: dead, stopped or unreachable. The run ends; start it again to resume"
-                )
-                for rank in silent:
-                    if rank in self._node:
-                        _kill(self._store.get(_process_key(rank)).decode())
-            if message is not None:
+                if rank not in self._seen or self._seen[rank][0] != value:
+                    self._seen[rank] = (value, now)
+
+    def _look(self) -> None:
+        """End the process where the clock says so."""
+        while not self._done.wait(self.interval / 2):
+            message = self.unheard() or self.stuck()
+            if message is not None and not self._done.is_set():
                 self.end(message)
                 return
+
+    def unheard(self) -> str | None:
+        """What to say where other ranks are silent; those of this node are killed."""
+        now = time.monotonic()
+        silence = now - self._answered
+        if self._trouble or silence > self.dead_after:
+            return (
+                f"rank {self._rank}: the host of rank 0 does not answer{self._trouble or f' for {silence:.0f} s'}: the run"
+                " ends; start it again to resume"
+            )
+        silent = [rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after]
+        if not silent:
+            return None
+        for rank in silent:
+            if rank in self._node:
+                _kill(self._store.clone().get(_process_key(rank)).decode())
+        return (
+            f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for {self.dead_after:.0f} s: dead,"
+            " stopped or unreachable. The run ends; start it again to resume"
+        )
 
 
 def _process_key(rank: int) -> str:

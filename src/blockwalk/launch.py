@@ -124,6 +124,19 @@ def _rendezvous(nodes: int, node: int) -> list[str]:
     return ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "HOST", "--master-port", str(PORT)]
 
 
+def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
+    """What a broken collective means, said so that it helps; None where the error is another one."""
+    from torch.distributed import DistError
+
+    if not isinstance(error, DistError) and "gloo" not in str(error):
+        return None
+    reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
+    return LostRank(
+        f"rank {rank} lost the connection to another rank ({reason}): that one has ended, or cannot be reached. The run ends;"
+        " start it again to resume"
+    )
+
+
 @contextmanager
 def joined(here: Place, output_dir: Path) -> Iterator[None]:
     """Join the other ranks for the time of a run. Every rank's log is ``output_dir/logs``; what ranks other than 0 print
@@ -149,7 +162,11 @@ def joined(here: Place, output_dir: Path) -> Iterator[None]:
         torch.cuda.set_device(here.local_rank % devices)
         bind_to_gpu(here.local_rank % devices)
         backend = "cpu:gloo,cuda:nccl" if here.ranks_per_node <= devices else "gloo"
-    dist.init_process_group(backend, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
+    timeout, c10d, attempt = timedelta(hours=1), vars(dist), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = next(c10d["rendezvous"]("env://", here.rank, here.world, timeout=timeout))[0]
+    # torchrun's store outlives its restarts, and gloo would find the addresses of ranks that are gone
+    store = c10d["PrefixStore"](f"attempt-{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timeout)
     console = sys.stdout
     if here.rank:
         sys.stdout = path.open("a", encoding="utf-8", buffering=1)
@@ -158,13 +175,7 @@ def joined(here: Place, output_dir: Path) -> Iterator[None]:
         dist.barrier()
         dist.destroy_process_group()
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
-        raise LostRank(
-            f"rank {here.rank} lost the connection to another rank ({reason}): that one has ended, or cannot be reached. The"
-            " run ends; start it again to resume"
-        ) from error
+        raise (lost_rank(here.rank, error) or error) from error.__cause__
     finally:
         sys.stdout = console
 

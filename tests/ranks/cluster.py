@@ -27,10 +27,11 @@ class Cluster:
     nodes: int
     ranks_per_node: int
 
-    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """``work(rank, *args)`` on every rank: the answers by rank."""
+    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 120, may_die: bool = False) -> list[Any]:
+        """``work(rank, *args)`` on every rank: the answers by rank, or exit codes of those that may die."""
         names = [f"{self.prefix}{node}" for node in range(self.nodes) for _ in range(self.ranks_per_node)]
-        return run_ranks(len(names), work, *args, timeout=timeout, namespaces=names, master="10.78.0.1")
+        there = {"namespaces": names, "master": "10.78.0.1"}
+        return run_ranks(len(names), work, *args, timeout=timeout, may_die=may_die, **there)
 
     def limit(self, rate: str | None) -> None:
         """Limit what every node sends, such as ``"200mbit"``; None lifts the limit."""

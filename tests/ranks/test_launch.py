@@ -18,13 +18,19 @@ from blockwalk.launch import LOST, Place, first_failure, place
 from tests.conftest import TinyRun
 
 COMMON = "--method distzo2 --data.max_length 32 --save_every 4 --log_every 1 --resume_from_checkpoint latest"
-COMMON += " --optimizer.learning_rate 1e-3 --mesh.check_every 2"
+COMMON += " --optimizer.learning_rate 1e-3 --mesh.check_every 2 --lora false"
 
 
-def start(tiny_run: TinyRun, output_dir: Path, *, ranks: int, steps: int, settings: str = "") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(output_dir), *COMMON.split()]
-    command += ["--max_steps", str(steps), *settings.split()]
-    if ranks > 1:
+STEPS = 80
+
+
+def start(
+    tiny_run: TinyRun, output_dir: Path, *, ranks: int, steps: int, torchrun: str = ""
+) -> subprocess.Popen[str]:
+    before = ["torch.distributed.run", "--standalone", *torchrun.split(), "-m"] if torchrun else []
+    command = [sys.executable, "-m", *before, "blockwalk", "train", *tiny_run.arguments(output_dir), *COMMON.split()]
+    command += ["--max_steps", str(steps)]
+    if ranks > 1 and not torchrun:
         command += ["--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -42,36 +48,60 @@ def result(output_dir: Path) -> tuple[str, list[bytes]]:
     return digest, (output_dir / "ledger.jsonl").read_bytes().split(b"\n")[1:]
 
 
-def test_a_killed_rank_ends_the_run_and_another_world_size_resumes_it(tiny_run: TinyRun, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[bytes]]:
+    """What one process makes of the whole run."""
+    output_dir = tmp_path_factory.mktemp("whole") / "run"
+    finish(start(tiny_run, output_dir, ranks=1, steps=STEPS))
+    return result(output_dir)
+
+
+def test_a_killed_rank_ends_the_run_and_another_world_size_resumes_it(
+    tiny_run: TinyRun, whole: tuple[str, list[bytes]], tmp_path: Path
+) -> None:
     """Two ranks, of which one is killed; then one process goes on; the end is that of one process from the start."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    alone = "--lora false"
-    finish(start(tiny_run, whole, ranks=1, steps=10, settings=alone))
-    process = start(tiny_run, killed, ranks=2, steps=100_000, settings=alone)
-    ledger, log = killed / "ledger.jsonl", killed / "logs" / "rank-0001.log"
-    while not (ledger.exists() and ledger.read_bytes().count(b"\n") > 8) and process.poll() is None:
-        time.sleep(0.05)
-    match = re.search(r"rank 1 of 2, process (\d+)", log.read_text() if log.exists() else "")
-    if match is None:
-        raise AssertionError("".join(process.communicate(timeout=60)))
-    assert process.poll() is None, "".join(process.communicate())
+    killed = tmp_path / "killed"
+    process = start(tiny_run, killed, ranks=2, steps=100_000)
+    ledger = killed / "ledger.jsonl"
+    number = kill_rank_1(process, killed, after=8)
     began = time.monotonic()
-    os.kill(int(match[1]), signal.SIGKILL)
     out, errors = process.communicate(timeout=100)
     assert time.monotonic() - began < 30, errors
     assert process.returncode == 128 + signal.SIGKILL
     told, summed_up = errors.strip().splitlines()[-2:]
     assert "rank 0 lost the connection to another rank" in told
-    assert f"rank 1 (process {match[1]}) was killed by SIGKILL" in summed_up
+    assert f"rank 1 (process {number}) was killed by SIGKILL" in summed_up
     assert len(re.findall(r"step +1/", out)) == 1, out
     lines = ledger.read_bytes().split(b"\n")
     ledger.write_bytes(b"\n".join(lines[:8]) + b"\n")  # seven steps: as if it had been killed there
     for folder in killed.glob("checkpoint-*"):
         if int(folder.name[-6:]) > 7:
             subprocess.run(["rm", "-r", str(folder)], check=True)
-    out = finish(start(tiny_run, killed, ranks=1, steps=10, settings=alone))
-    assert "resumed at step 7" in out
-    assert result(killed) == result(whole)
+    assert "resumed at step 7" in finish(start(tiny_run, killed, ranks=1, steps=STEPS))
+    assert result(killed) == whole
+
+
+def kill_rank_1(process: subprocess.Popen[str], output_dir: Path, after: int) -> int:
+    """Kill the second rank once the ledger has some steps; answers its process number."""
+    ledger, log = output_dir / "ledger.jsonl", output_dir / "logs" / "rank-0001.log"
+    while not (ledger.exists() and ledger.read_bytes().count(b"\n") > after) and process.poll() is None:
+        time.sleep(0.02)
+    match = re.search(r"rank 1 of 2, process (\d+)", log.read_text() if log.exists() else "")
+    if match is None or process.poll() is not None:
+        raise AssertionError("".join(process.communicate(timeout=60)))
+    os.kill(int(match[1]), signal.SIGKILL)
+    return int(match[1])
+
+
+def test_torchrun_starts_a_run_again_where_its_ledger_ends(
+    tiny_run: TinyRun, whole: tuple[str, list[bytes]], tmp_path: Path
+) -> None:
+    """A run that nobody killed. With --max-restarts both ranks begin again, in the same store of addresses."""
+    killed, restarting = tmp_path / "killed", "--nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1"
+    process = start(tiny_run, killed, ranks=2, steps=STEPS, torchrun=restarting)
+    kill_rank_1(process, killed, after=5)
+    assert "resumed at step" in finish(process)
+    assert result(killed) == whole
 
 
 def test_places_are_read_from_torchrun_and_from_slurm() -> None:
