@@ -1,13 +1,14 @@
-"""Predicted against measured on this machine: peak memory, seconds a step, bytes on each lane; calibrated by doctor alone.
+"""Predicted against measured on this machine: peak memory, seconds a step, bytes read and written; calibrated by doctor alone.
 
-Each case runs in a process of its own: a random model of true dimensions, three steps. Memory is what the kernel cannot
-drop (anonymous pages) above what the process held before the model was made, with a tiny step behind it.
+Each case runs in a process of its own: a random model of true dimensions, a first step, then three. Memory is that of the whole
+process, from its start: what the kernel cannot drop. Bytes are those that the kernel counted for the process in
+``/proc/self/io`` in a step that begins with a cold page cache; the program's are what it fetches from and writes to disk.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,132 +16,193 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Bound, finish, machine, median, parser, random_batch
+from common import CACHE, Bound, finish, machine, median, parser, random_batch
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 4000, "heads": 4},
     "25M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000, "heads": 8},
     "125M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000, "heads": 12},
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936, "heads": 14},
-    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936, "heads": 12},
+    "1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "vocab_size": 151936,
+        "heads": 12,
+    },
 }
-METHODS = {"plain": None, "plain, recompute": None, "plain, LoRA": 8, "mebp": 8, "mezo": None, "zo2": None}
-BATCH, SEQUENCE = 2, 256
+DTYPES = {"0.5B": "bfloat16", "1.5B": "bfloat16"}
+"""Of the larger sizes; the others are in float32."""
+
+METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "plain": ("plain", {}, False),
+    "plain, recompute": ("plain", {"recompute": "all"}, False),
+    "plain, LoRA": ("plain", {}, True),
+    "mebp": ("mebp", {}, True),
+    "mezo": ("mezo", {}, False),
+    "zo2": ("zo2", {}, False),
+    "zo2, disk": ("zo2", {"trainable": "disk × raw"}, False),
+}
+"""Method, settings, and whether adapters are trained."""
+
+BATCH, SEQUENCE, STEPS = 2, 256, 3
 
 
-def config(size: str, dtype: str) -> dict[str, Any]:
-    values = dict(SIZES[size])
+def model_folder(size: str) -> Path:
+    """A random model; made once, in a process of its own."""
+    values, dtype = dict(SIZES[size]), DTYPES.get(size, "float32")
     heads = values.pop("heads")
-    return {"model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": heads // 2,
-            "tie_word_embeddings": True, "dtype": dtype, **values}  # fmt: skip
-
-
-def plan_of(name: str) -> Any:
-    import blockwalk
-
-    row, _, changed = name.partition(", ")
-    return blockwalk.method(row, **({"recompute": "all"} if changed == "recompute" else {}))
-
-
-def case(size: str, name: str, dtype: str, hardware: str) -> dict[str, Any]:
-    """Predict, then run."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from blockwalk.compile import compile
-    from blockwalk.config import LoraSettings
-    from blockwalk.costs import unit_costs
-    from blockwalk.metrics import PeakMemory, process_bytes
-    from blockwalk.program import Pool, Shape, StepKind
-    from blockwalk.simulate import hardware as machines
-    from blockwalk.simulate.simulator import simulate
-    from blockwalk.walker import Walker
-
-    def settings_of(values: dict[str, Any]) -> Any:
-        return AutoConfig.for_model(**values)
-
-    plan, lora = plan_of(name), LoraSettings(rank=8) if METHODS[name] else None
-    shape = Shape(BATCH, SEQUENCE)
-
-    def build(values: dict[str, Any], workdir: str) -> Walker:
-        torch.manual_seed(0)
-        settings = settings_of(values)
-        folder = Path(workdir) / "model"
-        AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype)).save_pretrained(folder)
-        return Walker(folder, plan, lora=lora, workdir=Path(workdir) / "work")
-
-    with tempfile.TemporaryDirectory() as folder, build(config("tiny", dtype), folder) as small:
-        small.step(random_batch(4000, BATCH, SEQUENCE))
-    with tempfile.TemporaryDirectory() as folder:
-        target = config(size, dtype)
-        costs = unit_costs(settings_of(target), plan, shape, lora=lora)
-        made = Path(folder) / "model"
+    target = {"model_type": "llama", "num_attention_heads": heads, "num_key_value_heads": heads // 2, "dtype": dtype,
+              "tie_word_embeddings": True, **values}  # fmt: skip
+    path = CACHE / f"foresight-{size}-{dtype}"
+    if not (path / "model.safetensors").exists():
         script = (
             "import json,sys,torch; from transformers import AutoConfig, AutoModelForCausalLM as M; torch.manual_seed(0);"
             f" M.from_config(AutoConfig.for_model(**json.loads(sys.argv[1])), dtype=torch.{dtype}).save_pretrained(sys.argv[2])"
         )
-        subprocess.run([sys.executable, "-c", script, json.dumps(target), str(made)], check=True, capture_output=True)
-        batch = random_batch(target["vocab_size"], BATCH, SEQUENCE)
-        ctypes.CDLL(None).malloc_trim(0)  # what the small run left in the heap would be used again, and not be seen
-        before = process_bytes()
-        with Walker(made, plan, lora=lora, workdir=Path(folder) / "work") as walker, PeakMemory(0.002) as memory:
-            program = compile(plan, walker.spec, StepKind.TRAIN, shape, costs=costs)
+        subprocess.run([sys.executable, "-c", script, json.dumps(target), str(path)], check=True, capture_output=True)
+    return path
+
+
+def counted() -> dict[str, int]:
+    """The kernel's counters of this process: bytes fetched from and sent to storage."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+
+
+def cold(*folders: Path) -> None:
+    """Drop what the page cache holds of some folders' files."""
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                file = os.open(path, os.O_RDONLY)
+                os.fsync(file)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(file)
+
+
+def case(size: str, name: str, hardware: str) -> dict[str, Any]:
+    """Predict, then run."""
+    from blockwalk.metrics import PeakMemory
+
+    with PeakMemory(0.002) as memory:
+        import blockwalk
+        from blockwalk.config import LoraSettings
+        from blockwalk.program import OpKind, Shape, StepKind
+        from blockwalk.simulate import hardware as machines
+        from blockwalk.simulate.memory import process_peak, tensors
+        from blockwalk.simulate.simulator import simulate
+        from blockwalk.state import StateKind, Tier
+        from blockwalk.walker import Walker
+
+        row, settings, adapters = METHODS[name]
+        plan, lora, here = (
+            blockwalk.method(row, **settings),
+            LoraSettings(rank=8) if adapters else None,
+            machines.load(hardware),
+        )
+        made, shape = model_folder(size), Shape(BATCH, SEQUENCE)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder, Walker(made, plan, lora=lora, workdir=folder) as walker:
+            batch = random_batch(walker.spec.vocab_size, BATCH, SEQUENCE)
+            program = walker.program(StepKind.TRAIN, shape, foresee=True)
+            predicted = process_peak(program, plan, here, adapters=adapters)
+            if predicted > 0.9 * here.host_bytes:
+                return {"size": size, "method": name, "predicted_bytes": predicted, "fits": False}
             walker.step(batch)
-            memory.take()
-            seconds, moved = [], {}
-            for _ in range(3):
+            program = walker.program(StepKind.TRAIN, shape, foresee=True)  # with what the first step leaves pending
+            found = simulate(program, plan, walker.spec, here, walker.costs(shape))
+            seconds = []
+            for _ in range(STEPS):
                 began = time.perf_counter()
-                moved = walker.step(batch).bytes
+                walker.step(batch)
                 seconds.append(time.perf_counter() - began)
-            measured = memory.take() - before
-            found = simulate(program, plan, walker.spec, machines.load(hardware), costs)
-    peaks = program.peaks()
+            measured = memory.take()
+            stored = {"read_bytes": 0, "write_bytes": 0}
+            wanted = {"read_bytes": 0, "write_bytes": 0}
+            if Tier.DISK in (plan.frozen.tier, plan.trainable.tier):
+                moved = [op for op in program.ops if op.part in (StateKind.FROZEN, StateKind.TRAINABLE)]
+                fetched = {(op.unit, op.part): op.nbytes for op in moved if op.kind is OpKind.FETCH and op.unit}
+                wanted = {
+                    "read_bytes": sum(fetched.values()),
+                    "write_bytes": sum(op.nbytes for op in moved if op.kind is OpKind.STORE),
+                }
+                cold(made, Path(folder))
+                before = counted()
+                walker.step(batch)
+                os.sync()
+                stored = {key: counted()[key] - before[key] for key in stored}
     return {
-        "size": size, "method": name, "dtype": dtype,
-        "predicted_bytes": peaks.get(Pool.DEVICE, 0) + peaks.get(Pool.HOST, 0), "measured_bytes": measured,
-        "predicted_seconds": found.seconds, "measured_seconds": median(seconds),
-        "predicted_moved": sum(found.bytes_by_lane.values()), "measured_moved": sum(moved.values()),
+        "size": size, "method": name, "fits": True, "tensors": tensors(program),
+        "predicted_bytes": predicted, "measured_bytes": measured,
+        "predicted_seconds": found.seconds, "measured_seconds": median(seconds), "all_seconds": seconds,
+        "predicted_moved": wanted, "measured_moved": stored,
+        "spent": dict(list(found.critical.items())[:4]),
     }  # fmt: skip
+
+
+def show(row: dict[str, Any]) -> str:
+    """A case as a line."""
+    head = f"{row['size']:<6} {row['method']:<18}"
+    if not row["fits"]:
+        return f"{head} is foreseen not to fit: {row['predicted_bytes'] / 1e9:.1f} GB"
+    memory, real = row["predicted_bytes"], row["measured_bytes"]
+    seconds, took = row["predicted_seconds"], row["measured_seconds"]
+    text = f"{head} process {memory / 1e6:8.0f} MB predicted, {real / 1e6:8.0f} measured ({memory / real:.2f});"
+    text += f" step {seconds:7.3f} s, {took:7.3f} ({seconds / took:.2f})"
+    for key in ("read_bytes", "write_bytes"):
+        if row["predicted_moved"][key]:
+            text += f"; {key[:-6]} {row['predicted_moved'][key] / 1e6:.1f} MB, {row['measured_moved'][key] / 1e6:.1f}"
+    return text
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--sizes", default="tiny,25M,125M", help=f"of {', '.join(SIZES)}")
-    arguments.add_argument("--dtype", default="float32")
+    arguments.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
+    arguments.add_argument("--methods", default=";".join(METHODS), help=f"of {'; '.join(METHODS)}")
     arguments.add_argument("--hardware", default="", help="what doctor wrote; measured first unless given")
     arguments.add_argument("--case", nargs=2, help="run one case and print it")
+    arguments.add_argument(
+        "--join", nargs="*", default=[], metavar="FILE", help="cases that earlier runs wrote with --json"
+    )
     given = arguments.parse_args()
     if given.case:
-        print(json.dumps(case(*given.case, given.dtype, given.hardware)))
+        print(json.dumps(case(*given.case, given.hardware)))
         return
+    figures: list[dict[str, Any]] = [
+        row for path in given.join for row in json.loads(Path(path).read_text())["figures"]["cases"]
+    ]
+    for row in figures:
+        print(show(row))
+    CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         hardware = given.hardware or str(Path(folder) / "hardware.yaml")
-        if not given.hardware:
-            subprocess.run([sys.executable, "-m", "blockwalk", "doctor", "--out", hardware], check=True)
-        figures = []
-        for size in given.sizes.split(","):
-            for name in METHODS:
-                command = [sys.executable, __file__, "--case", size, name, "--dtype", given.dtype, "--hardware", hardware]
+        if not Path(hardware).exists():
+            subprocess.run([sys.executable, "-W", "ignore", "-m", "blockwalk", "doctor", "--out", hardware], check=True)
+        for size in filter(None, given.sizes.split(",")):
+            model_folder(size)
+            for name in given.methods.split(";"):
+                command = [sys.executable, "-W", "ignore", __file__, "--case", size, name, "--hardware", hardware]
                 done = subprocess.run(command, check=False, capture_output=True, text=True)
                 if done.returncode:
-                    print(f"{size:<6} {name:<18} failed: {done.stderr.strip().splitlines()[-1]}")
+                    print(f"{size:<6} {name:<18} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
                     continue
-                row = json.loads(done.stdout.strip().splitlines()[-1])
-                figures.append(row)
-                (memory, real), (seconds, took) = (
-                    (row[f"predicted_{key}"], row[f"measured_{key}"]) for key in ("bytes", "seconds")
-                )
-                print(f"{size:<6} {name:<18} memory {memory / 1e6:8.1f} MB predicted, {real / 1e6:8.1f} measured", end="")
-                print(f" ({memory / real:.2f}); step {seconds:.3f} s, {took:.3f} ({seconds / took:.2f})", flush=True)
+                figures.append(json.loads(done.stdout.strip().splitlines()[-1]))
+                print(show(figures[-1]), flush=True)
+    ran = [row for row in figures if row["fits"]]
     errors = {
-        key: [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in figures if row[f"measured_{key}"]]
-        for key in ("bytes", "seconds", "moved")
+        key: [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in ran] for key in ("bytes", "seconds")
     }
+    moved = [
+        abs(row["measured_moved"][key] / wanted - 1)
+        for row in ran
+        for key, wanted in row["predicted_moved"].items()
+        if wanted
+    ]
     bounds = [
-        Bound("peak memory, median error", median(errors["bytes"]), 0.05),
-        Bound("peak memory, worst error", max(errors["bytes"]), 0.10),
+        Bound("peak memory of the process, median error", median(errors["bytes"]), 0.05),
+        Bound("peak memory of the process, worst error", max(errors["bytes"]), 0.10),
         Bound("seconds a step, median error", median(errors["seconds"]), 0.15),
-        Bound("bytes moved, worst error", max(errors["moved"], default=0.0), 0.02),
+        Bound("bytes to and from disk, worst error", max(moved, default=0.0), 0.02),
     ]
     finish(given, {"machine": machine(), "cases": figures}, bounds)
 

@@ -18,6 +18,7 @@ import logging
 import os
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +34,11 @@ from blockwalk.blocks import BlockCall, CutModel, Prologue
 from blockwalk.compile import Costs, UnitCost
 from blockwalk.compile.placement import epilogue_reads
 from blockwalk.estimators import chunks, lazy, loss
-from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemory, loss_memory
+from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemory, loss_memory, loss_work, own_loss_work
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weight
+from blockwalk.work import Work, sizes
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
@@ -48,6 +50,8 @@ _CPU_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
 }
 """Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's two products."""
+_UNTOUCHED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.detach, _aten._reshape_alias)
+"""Operations that touch no data, views apart."""
 
 
 def unit_costs(
@@ -109,7 +113,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     live: int = 0
     peak: int = 0
-    flops: int = 0
+    attention: int = 0
+    starts: int = 0
+    products: Counter[int] = field(default_factory=Counter)
+    passes: Counter[int] = field(default_factory=Counter)
     _known: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,7 +131,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*narrow, **kwargs).to(args[0].dtype)
         else:
             out = func(*args, **kwargs)
-        self._count(func._overloadpacket, args, kwargs, out)
+        self._count(func, given, args, kwargs, out)
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if tensor.device.type != "meta" and id(storage) not in given and id(storage) not in self._known:
@@ -141,18 +148,44 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, key: int) -> None:
         self.live -= self._known.pop(key)
 
-    def _count(self, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
+    @property
+    def work(self) -> Work:
+        """What was done under it so far."""
+        return Work(sizes(self.products.items()), sizes(self.passes.items()), self.attention, self.starts)
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
+
+    def _count(self, func: Any, given: set[int], args: Any, kwargs: Any, out: Any) -> None:
+        packet = func._overloadpacket
         if packet is _aten.addmm_:
-            self.flops += flop_registry[_aten.addmm](*args, **kwargs, out_val=out)
+            self.products[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
         elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
-            self.flops += 2 * args[0].numel() * args[1].shape[-1]
+            self.products[2 * args[0].numel() * args[1].shape[-1]] += 1
         elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+            flops, batch = flop_registry[packet](*args, **kwargs, out_val=out), 1
+            if packet in (_aten.bmm, _aten.baddbmm):
+                batch = args[-1].shape[0]
+            self.products[flops // batch] += batch
         elif packet in _CPU_ATTENTION:
             factor = _CPU_ATTENTION[packet]
             first = 0 if factor == 1 else 1  # the backward's first argument is the gradient of the output
             (batch, heads, queries, width), keys = args[first].shape, args[first + 1].shape[2]
-            self.flops += int(factor * 4 * batch * heads * queries * keys * width)
+            self.attention += int(factor * 4 * batch * heads * queries * keys * width)
+        else:
+            made = _tensors(out)
+            view = not func._schema.is_mutable and all(id(t.untyped_storage()) in given for t in made)
+            if view or packet in _UNTOUCHED:
+                self.starts += 1
+            else:
+                read = {} if packet is _aten.copy_ else {id(t): t for t in made}
+                self.passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _floating(value: Any) -> bool:
@@ -294,6 +327,8 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
         saved=meter.live + copies,
         forward_flops=meter.flops,
         backward_flops=0,
+        forward=meter.work,
+        backward=Work(passes=((3 * trained * bench.dtype.itemsize, 1),) if trained else ()),
     )
 
 
@@ -321,17 +356,18 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
         del leaves, out_BSD
         if not bench.backprop:
             cut.unbind(index)
-            return UnitCost(forward.peak, 0, 0, forward.flops, 0)
+            return UnitCost(forward.peak, 0, 0, forward.flops, 0, forward.work)
         with Meter() as meter:
             leaves = bench.live(index, masters)
             input_BSD = hidden_BSD.detach().requires_grad_()
             out_BSD = cut.forward(call, input_BSD)
-            saved, flops = meter.live, meter.flops
+            saved, graph = meter.live, meter.work
             inputs = [input_BSD, *leaves.values(), *call.differentiable]
             grads = torch.autograd.grad(out_BSD, inputs, grad_BSD, allow_unused=True)
         cut.unbind(index)
         del grads
-        return UnitCost(forward.peak, meter.peak, saved, flops, meter.flops - flops)
+        backward = meter.work - graph
+        return UnitCost(forward.peak, meter.peak, saved, graph.flops, backward.flops, graph, backward)
 
 
 def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
@@ -371,7 +407,9 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     if plan.loss != "chunked" or head.custom or head.lora is not None:
         # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
         logits = shape.tokens * spec.vocab_size
-        return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops)
+        work = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
+        works = work if bench.backprop else (work[0], Work())
+        return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops, *works)
     cut.bind(last, {p.name: _blank(p, bench.dtype) for p in spec.epilogue.params if p.name in cut._units.slots[last]})
     hidden_BSD = torch.zeros(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)
@@ -383,13 +421,19 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
             seed_BSD = torch.zeros_like(normed_BSD)
             torch.autograd.grad(normed_BSD, [hidden_BSD], seed_BSD)
     cut.unbind(last)
+    sizes_ = (tokens, spec.hidden_size, spec.vocab_size, bench.dtype)
+    soft_cap = head.soft_cap is not None
+    work = meter.work + loss_work(
+        *sizes_, soft_cap=soft_cap, device=device, gradient=bench.backprop, trains_head=trains_head
+    )
     if not bench.backprop:
-        return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops)
-    taken = _loss_memory(bench, device, trains_head)
+        return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops, work)
+    taken = loss_memory(*sizes_, soft_cap=soft_cap, device=device, trains_head=trains_head)
     forward = kept + shifted + taken.buffers
     at_loss = forward + taken.gradient_buffers + taken.gradient
     at_end = kept + shifted + taken.gradient + hidden_bytes
-    return UnitCost(max(forward, meter.peak - hidden_bytes), max(at_loss, at_end, meter.peak) + copies, 0, *flops)
+    peak = max(at_loss, at_end, meter.peak) + copies
+    return UnitCost(max(forward, meter.peak - hidden_bytes), peak, 0, *flops, work)
 
 
 def _loss_memory(bench: _Bench, device: str, trains_head: bool) -> LossMemory:
@@ -424,6 +468,8 @@ def _scratch(bench: _Bench, device: str) -> int:
         largest += 2 * largest * 4 // size  # z and √H in float32
     if bench.backprop:
         return largest
+    if bench.plan.compile:  # a block's trainables whole, under a perturbation
+        largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
     pieces = narrow + (bench.plan.optimizer.name != "sgd" or bench.plan.zo.kind == "hizoo") * 2
     return (
@@ -467,9 +513,20 @@ def _read(key: str) -> Costs | None:
         kept = json.loads(_file(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return Costs(tuple((kind, UnitCost(**cost)) for kind, cost in kept["units"]), kept["scratch"])
-    if bench.plan.compile:  # a block's trainables whole, under a perturbation
-        largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
+    return Costs(tuple((kind, _read_cost(cost)) for kind, cost in kept["units"]), kept["scratch"])
+
+
+def _read_cost(cost: dict[str, Any]) -> UnitCost:
+    works = {
+        name: Work(
+            sizes(map(tuple, cost[name]["products"])),
+            sizes(map(tuple, cost[name]["passes"])),
+            cost[name]["attention"],
+            cost[name]["starts"],
+        )
+        for name in ("forward", "backward")
+    }
+    return UnitCost(**{**cost, **works})
 
 
 def _keep(key: str, costs: Costs) -> None:

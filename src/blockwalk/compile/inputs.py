@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockwalk.work import NOTHING, Work
+
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
@@ -18,6 +20,9 @@ class UnitCost:
     forward_flops: int = 0
     backward_flops: int = 0
     """Recomputation not included."""
+    forward: Work = NOTHING
+    """What ``forward_flops`` are made of, and all that is done beside them; empty where only FLOPs are known."""
+    backward: Work = NOTHING
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from blockwalk.work import Work, sizes
+
 LOSS_BUDGET = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of scratch that the loss's chunk sizes aim at, one chunk of the head included."""
 
@@ -78,3 +80,52 @@ def loss_memory(
         gradient=tokens * hidden_size * size,
         head_rows=v * hidden_size * size,
     )
+
+
+def loss_work(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: Sized,
+    *,
+    soft_cap: bool,
+    device: str,
+    gradient: bool,
+    trains_head: bool,
+) -> Work:
+    """What :func:`blockwalk.estimators.loss.chunked_cross_entropy` does on ``tokens`` tokens, gradients included where they
+    are asked for: one pass over the vocabulary, two where the head is trained."""
+    n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
+    size, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    chunks = -(-tokens // n) * -(-vocab_size // v)
+    logits, narrow = n * v * wide, n * v * (wide + size) * (size < wide)
+    below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
+    capped = [(2 * logits, 4), (3 * logits, 1)] if soft_cap else []
+    passes = [(narrow, 1), (logits, 2), *below, *capped]
+    products = 1
+
+    def added(rows: int) -> list[tuple[int, int]]:
+        """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
+        return [(rows * hidden_size * (size + wide), 1), (3 * rows * hidden_size * wide, 1)] if narrow else []
+
+    if gradient and not trains_head:
+        products += 1
+        passes += [(narrow, 1), *added(n), (2 * n * hidden_size * wide, 1)]
+    elif gradient:
+        products += 3
+        passes += [(narrow, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
+    once = [(tokens * hidden_size * wide, 4)] if gradient else []
+    return Work(
+        ((2 * n * v * hidden_size, products * chunks),),
+        sizes([(each, count * chunks) for each, count in passes] + once),
+        starts=8 * chunks,
+    )
+
+
+def own_loss_work(tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, trains_head: bool) -> tuple[Work, Work]:
+    """The same of a model's own loss, on whole logits: forward, and backward."""
+    size, wide, count = dtype.itemsize, max(dtype.itemsize, 4), tokens * vocab_size
+    product = 2 * count * hidden_size
+    forward = Work(((product, 1),), sizes([(count * (size + wide) * (size < wide), 1), (2 * count * wide, 2)]))
+    moved = [(count * (size + wide) * (size < wide), 1), (3 * count * wide, 1), (2 * count * wide, 1)]
+    return forward, Work(((product, 1 + trains_head),), sizes(moved))

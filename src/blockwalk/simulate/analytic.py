@@ -17,10 +17,12 @@ from typing import Any
 
 from blockwalk.compile import Costs, UnitCost
 from blockwalk.compile.placement import epilogue_reads
-from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, loss_memory
+from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, loss_memory, loss_work, own_loss_work
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
+from blockwalk.simulate.analytic_work import block_work
 from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, ParamSpec, Tier, UnitSpec
+from blockwalk.work import Work, sizes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "gemma3_text", "opt", "mixtral", "qwen3_moe")
 
@@ -220,6 +222,8 @@ def costs(config: Mapping[str, Any], plan: Plan, shape: Shape, *, lora_rank: int
         forward_transient=hidden_bytes * (3 if d.plain_mlp else 1) + positions,
         backward_transient=model.prologue.numel(trainable=True) * size if backprop else 0,
         saved=hidden_bytes + positions + shape.batch * shape.sequence * 8,
+        forward=Work(passes=sizes([(2 * hidden_bytes, 1), (2 * positions, 2)])),
+        backward=Work(passes=sizes([(3 * model.prologue.numel(trainable=True) * size * backprop, 1)])),
     )
     units = (("prologue", prologue), ("epilogue", _epilogue(d, model, plan, shape, size, device)))
     block = _block_cost(d, model.blocks[0], shape, size, lora_rank=lora_rank, backprop=backprop)
@@ -243,8 +247,10 @@ def _block_cost(
     if d.experts:
         in_mlp = 4 * width + (2 + d.chosen) * d.hidden
     forward = tokens * size * max(in_mlp, 2 * d.queries + 2 * d.keys + 3 * d.hidden)
+    shapes = [each for _, each in _linears(d)]
+    works = block_work(d, shapes, shape, size, rank=rank, full=full)
     if not backprop:
-        return UnitCost(forward, 0, 0, forward_flops, 0)
+        return UnitCost(forward, 0, 0, forward_flops, 0, works[0])
     master_copies = 0 if full else unit.numel(trainable=True) * (size if size < 4 else 0)
     gradients = unit.numel(trainable=True) * size
     if d.plain_mlp:  # inputs of the linears, norms and products
@@ -256,7 +262,7 @@ def _block_cost(
     down = d.hidden * width * size if full else 0
     at_start = saved + tokens * size * (2 * width + d.hidden) + down
     at_end = gradients + master_copies + tokens * (7 * d.hidden * size + (7 * d.hidden * wide if size < 4 else 0)) // 2
-    return UnitCost(forward, max(at_start, at_end), saved, forward_flops, backward_flops)
+    return UnitCost(forward, max(at_start, at_end), saved, forward_flops, backward_flops, *works)
 
 
 def _norm_elements(d: Dimensions, wide: int, full: bool) -> int:
@@ -286,16 +292,28 @@ def _epilogue(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, size: i
     if plan.loss != "chunked":  # as blockwalk.costs: logits, their float32 copy, log-probabilities, and their gradients
         logits, backprop = shape.tokens * d.vocab, plan.estimator is Estimator.BACKPROP
         again = (2 if trains else 1) * product if backprop else 0
-        return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) if backprop else 0, 0, product, again)
+        works = own_loss_work(shape.tokens, d.hidden, d.vocab, _Dtype(size), trains_head=trains)
+        held = logits * (2 * size + 3 * wide) if backprop else 0
+        return UnitCost(logits * (size + 2 * wide), held, 0, product, again, works[0], works[1] if backprop else Work())
+    work = loss_work(
+        tokens,
+        d.hidden,
+        d.vocab,
+        _Dtype(size),
+        soft_cap=d.soft_cap,
+        device=device,
+        gradient=plan.estimator is Estimator.BACKPROP,
+        trains_head=trains,
+    )
     if plan.estimator is not Estimator.BACKPROP:
         in_norm = 5 if size < 4 and not d.plain_mlp else 3
-        return UnitCost(max(hidden_bytes + shifted, in_norm * hidden_bytes), 0, 0, product, 0)
+        return UnitCost(max(hidden_bytes + shifted, in_norm * hidden_bytes), 0, 0, product, 0, work)
     full = model.epilogue.params[0].trainable
     kept = 0 if size == 4 else wide // size
     norm = hidden_bytes * (1 if d.plain_mlp else 1 + kept + full * (kept or 1 if d.family.startswith("gemma") else 1))
     forward = norm + shifted + taken.buffers
     at_loss = forward + taken.gradient_buffers + taken.gradient
-    return UnitCost(forward, at_loss, 0, product, (3 if trains else 1) * product)
+    return UnitCost(forward, at_loss, 0, product, (3 if trains else 1) * product, work)
 
 
 def _scratch(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, dtype: str, device: str) -> int:

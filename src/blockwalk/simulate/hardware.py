@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from blockwalk.plan import did_you_mean, parse_bytes
+from blockwalk.work import Sizes
 
 SHIPPED = Path(__file__).with_name("hardware")
 
@@ -31,6 +34,34 @@ class Link:
     def seconds(self, nbytes: float) -> float:
         """Of one transfer; nothing takes no time."""
         return self.latency + nbytes / self.bandwidth if nbytes > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of one operation by its size, as measured at some sizes: a power law between two, the last rate above them,
+    the first's seconds below."""
+
+    points: tuple[tuple[float, float], ...]
+    """(size, seconds), sizes in ascending order."""
+
+    def seconds(self, size: float) -> float:
+        """Of one operation."""
+        if size <= self.points[0][0]:
+            return self.points[0][1]
+        for (small, low), (large, high) in pairwise(self.points):
+            if size <= large:
+                share = math.log(size / small) / math.log(large / small)
+                return float(low * (high / low) ** share)
+        large, high = self.points[-1]
+        return high * size / large
+
+    def total(self, sizes: Sizes) -> float:
+        """Seconds of many operations."""
+        return sum(count * self.seconds(size) for size, count in sizes)
+
+    def faster(self, factor: float) -> Curve:
+        """The same with every operation ``factor`` times as fast."""
+        return Curve(tuple((size, seconds / factor) for size, seconds in self.points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +88,23 @@ class Hardware:
     """Of the device's own memory, bytes/s."""
     op_seconds: float = 0.0
     """Of starting an op's work: kernel launches, Python."""
+    products: Mapping[str, Curve] = field(default_factory=dict)
+    """Seconds of a matrix product by its FLOPs, by dtype; where it is not given, ``flops`` says it for every size."""
+    passes: Mapping[str, Curve] = field(default_factory=dict)
+    """Seconds of an element-wise operation by the bytes that it reads and writes, by dtype; else ``memory_bandwidth``."""
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """FLOP/s of fused attention, by dtype; else ``flops``."""
+    update_rate: Mapping[str, float] = field(default_factory=dict)
+    """Elements a second of an update rule, by its name; else by the bytes that it touches."""
+    start_seconds: float = 0.0
+    """Of an operation that moves nothing, and of starting a module's: Python."""
+    fresh_bandwidth: float = 0.0
+    """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no time."""
+    process_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What a process holds beside its tensors on a small walk, by kind of walk (``simulate.memory``): interpreter, libraries
+    and their buffers; without it tensors alone are foreseen."""
+    slack: Mapping[str, float] = field(default_factory=dict)
+    """Freed memory that the allocator keeps, by kind of walk: a share of what comes and goes in a step, or bytes."""
     noise_rate: float = 5e10
     """Elements of a perturbation drawn and added per second, by one device."""
     decode_rate: float = 1e11
@@ -98,10 +146,15 @@ class Hardware:
 
     def with_efficiency(self, factor: float) -> Hardware:
         """The same machine with every matrix product ``factor`` times as fast."""
-        return dataclasses.replace(self, flops={dtype: value * factor for dtype, value in self.flops.items()})
+        return dataclasses.replace(
+            self,
+            flops={dtype: value * factor for dtype, value in self.flops.items()},
+            products={dtype: curve.faster(factor) for dtype, curve in self.products.items()},
+        )
 
 
-_FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate")
+_FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "start_seconds", "fresh_bandwidth")
+_CURVES = ("products", "passes")
 
 
 def names() -> list[str]:
@@ -132,8 +185,13 @@ def load(name_or_path: str | Path) -> Hardware:
             raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
         if isinstance(value, dict) and "bandwidth" in value:
             values[key] = Link(float(value["bandwidth"]), float(value.get("latency", 0.0)))
-        elif key.endswith("_bytes"):
+        elif key.endswith("_bytes") and not isinstance(value, dict):
             values[key] = parse_bytes(value)
+        elif key in _CURVES:
+            values[key] = {
+                str(dtype): Curve(tuple((float(size), float(seconds)) for size, seconds in points))
+                for dtype, points in value.items()
+            }
         elif isinstance(value, dict):
             values[key] = {str(dtype): float(figure) for dtype, figure in value.items()}
         else:
@@ -144,5 +202,6 @@ def load(name_or_path: str | Path) -> Hardware:
 def save(hardware: Hardware, path: str | Path) -> None:
     """Write a description that :func:`load` reads back to an equal value."""
     value = dataclasses.asdict(hardware)
-    value["flops"], value["peak_flops"] = dict(hardware.flops), dict(hardware.peak_flops)
+    for key in _CURVES:
+        value[key] = {dtype: [list(point) for point in curve["points"]] for dtype, curve in value[key].items()}
     Path(path).write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8")

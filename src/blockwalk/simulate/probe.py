@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from blockwalk.simulate import probe_rates, probe_walk
 from blockwalk.simulate.hardware import Hardware, Link
 
 BLOCK_OPS = 60
@@ -46,6 +48,19 @@ class Findings:
         yield f"  memory            {_size(hw.device_bytes)} device, {_size(hw.host_bytes)} host, {_size(hw.disk_bytes)} disk"
         yield "  products          " + ", ".join(f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in hw.flops.items())
         yield f"  memory bandwidth  {hw.memory_bandwidth / 1e9:.1f} GB/s"
+        for dtype, curve in hw.products.items():
+            rates = ", ".join(f"{size / 1e6:.0f}: {size / seconds / 1e9:.0f}" for size, seconds in curve.points)
+            yield f"  {dtype:<17} GFLOP/s of one product by its MFLOPs: {rates}"
+        for dtype, curve in hw.passes.items():
+            rates = ", ".join(f"{size / 1e3:.0f}: {size / seconds / 1e9:.1f}" for size, seconds in curve.points)
+            yield f"  {dtype:<17} GB/s of one pass by its kB: {rates}"
+        if hw.start_seconds:
+            fresh = f"memory is first touched at {hw.fresh_bandwidth / 1e9:.1f} GB/s"
+            yield f"  an operation      {1e6 * hw.start_seconds:.1f} µs to start; {fresh}"
+        for kind, nbytes in hw.process_bytes.items():
+            slack = hw.slack[kind]
+            kept = f"{100 * slack:.0f}% of what comes and goes" if slack < 100 else _size(slack)
+            yield f"  a process         {_size(nbytes)} beside its tensors ({kind}), and {kept} of free heap"
         yield f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f} million elements/s"
         if hw.device == "cuda":
             up, down = hw.host_to_device.bandwidth / 1e9, hw.device_to_host.bandwidth / 1e9
@@ -58,12 +73,13 @@ class Findings:
         yield from (f"  warning: {warning}" for warning in self.warnings)
 
 
-def measure(folder: str | os.PathLike[str] = ".", name: str = "here") -> Findings:
+def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: bool = True) -> Findings:
     """Measure this machine.
 
     Args:
         folder: on the disk that is to be measured; 192 MB are written there and removed.
         name: of the description.
+        walk: on a CPU, run small walks as well: what a process holds beside its tensors.
     """
     began = time.perf_counter()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,9 +89,22 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here") -> Finding
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in dtypes}
     bandwidth = _bandwidth(device)
-    up, down, pageable = _links(device) if kind == "cuda" else (Link(bandwidth), Link(bandwidth), 0.0)
+    up, down, pageable = _links(device) if kind == "cuda" else (Link(bandwidth / 2), Link(bandwidth / 2), 0.0)
     read, write, cached = _disk(Path(folder))
     intra, inter, per_node, nodes = _collectives(device)
+    known: dict[str, Any] = {}
+    if kind == "cpu":
+        walks = probe_walk.measure() if walk and os.environ.get("RANK", "0") == "0" else {}
+        known = {
+            "products": probe_rates.products(),
+            "passes": probe_rates.passes(),
+            "attention": probe_rates.attention(),
+            "update_rate": probe_rates.updates(),
+            "fresh_bandwidth": probe_rates.fresh_bandwidth(),
+            "start_seconds": min((found.start_seconds for found in walks.values()), default=0.0),
+            "process_bytes": {name: found.process_bytes for name, found in walks.items()},
+            "slack": {name: found.slack for name, found in walks.items()},
+        }
     hardware = Hardware(
         name=name,
         device=kind,
@@ -84,7 +113,7 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here") -> Finding
         disk_bytes=_free_bytes(Path(folder)),
         flops=flops,
         memory_bandwidth=bandwidth,
-        op_seconds=_launch(device),
+        op_seconds=_launch(device) if kind == "cuda" else 0.0,
         noise_rate=_noise(device),
         decode_rate=_decoding(device),
         host_to_device=up,
@@ -96,6 +125,7 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here") -> Finding
         devices_per_node=per_node,
         nodes=nodes,
         source="measured by blockwalk doctor",
+        **known,
     )
     return Findings(hardware, tuple(_warnings(hardware, limited, pageable)), cached, pageable, time.perf_counter() - began)
 

@@ -1,8 +1,8 @@
 """Run a program on paper: seconds, peak bytes of every pool, bytes on every lane, and what the time was spent on.
 
 Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it waits for are done: the
-rules of :mod:`blockwalk.lanes`. An op's seconds are a sum of non-negative terms that each fall with one rate of the hardware,
-so a faster link can never make a step slower. Ranks of one program do the same at the same time: one stands for all.
+rules of :mod:`blockwalk.lanes`; its seconds are those of :mod:`blockwalk.simulate.seconds`. Ranks of one program do the same
+at the same time: one stands for all.
 
 Nothing here imports torch.
 """
@@ -15,18 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from blockwalk.compile import Costs
-from blockwalk.compile.placement import RULE_STATES
-from blockwalk.plan import Estimator, Plan
+from blockwalk.plan import Plan
 from blockwalk.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
-from blockwalk.state import DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier
-
-_COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
-
-NO_COSTS = Costs()
-
-TRAFFIC = 4.0
-"""Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once."""
+from blockwalk.simulate.seconds import NO_COSTS, CostModel
+from blockwalk.state import ModelSpec, StateKind, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,104 +77,6 @@ class Simulation:
             yield f"  {100 * seconds / self.seconds:5.1f}%  {what}"
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Seconds of an op on a machine.
-
-    A compute op takes its launches, its products at the dtype's reached rate, its element-wise traffic at the memory's
-    bandwidth, and the decoding and perturbing of the weights that it reads. See ``docs/cost-model.md``.
-    """
-
-    plan: Plan
-    model: ModelSpec
-    hardware: Hardware
-
-    def seconds(self, op: Op) -> float:
-        lanes: dict[Lane, Callable[[Op], float]] = {
-            Lane.COMPUTE: self._compute,
-            Lane.FETCH: self._fetch,
-            Lane.STORE: self._store,
-            Lane.INTRA: self._intra,
-            Lane.INTER: self._inter,
-        }
-        return lanes[op.lane](op)
-
-    @property
-    def dtype(self) -> str:
-        return self.model.dtype if self.plan.compute_dtype == "auto" else self.plan.compute_dtype
-
-    def _compute(self, op: Op) -> float:
-        unit, hw = self.model.units[op.unit], self.hardware
-        if op.kind in _COMPUTES:
-            zeroth_order = self.plan.estimator is Estimator.ZEROTH_ORDER
-            seconds = hw.op_seconds + op.flops / hw.flops_of(self.dtype)
-            weights = unit.numel() * DTYPE_BYTES[self.dtype] if op.kind is not OpKind.PROLOGUE else 0
-            seconds += (TRAFFIC * op.transient + weights) / hw.memory_bandwidth
-            passes = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
-            if self.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8) and op.kind is not OpKind.PROLOGUE:
-                seconds += passes * unit.numel(trainable=False) / hw.decode_rate
-            if zeroth_order and self.plan.zo.noise != "mezo" and op.kind is not OpKind.PROLOGUE:
-                seconds += unit.numel(trainable=True) / hw.noise_rate
-            return seconds
-        trained = unit.numel(trainable=True)
-        if op.kind is OpKind.UPDATE and self.plan.estimator is Estimator.ZEROTH_ORDER:
-            entries = max(op.entries, 1) * self.plan.zo.queries
-            return hw.op_seconds + entries * (trained / hw.noise_rate + 8 * trained / hw.memory_bandwidth)
-        if op.kind is OpKind.UPDATE:
-            share = self.plan.mesh.z1 if self.plan.sharded else 1
-            touched = 4 * (3 + 2 * RULE_STATES[self.plan.optimizer.name]) * trained / share
-            return hw.op_seconds + touched / hw.memory_bandwidth
-        if op.kind is OpKind.PERTURB:
-            return self.model.numel(trainable=True) / hw.noise_rate
-        if op.kind is OpKind.REDUCE:
-            return 4 * self.model.numel(trainable=True) / hw.memory_bandwidth
-        return 0.0
-
-    def _tier(self, op: Op) -> Tier:
-        if op.part is StateKind.ACTIVATION:
-            return self.plan.activation.tier
-        if self.plan.sharded:
-            return Tier.HOST
-        return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
-
-    def _fetch(self, op: Op) -> float:
-        hw, tier = self.hardware, self._tier(op)
-        if not op.nbytes or tier is Tier.DEVICE:
-            return 0.0
-        if hw.device == "cpu":  # what the page cache holds is there; what it cannot hold is read
-            cached = tier is Tier.HOST or self._stored() <= hw.host_bytes // 2
-            return op.nbytes / hw.memory_bandwidth if cached else hw.disk_read.seconds(op.nbytes)
-        from_disk = hw.disk_read.seconds(op.nbytes) if tier is Tier.DISK else 0.0
-        return from_disk + hw.host_to_device.seconds(op.nbytes)
-
-    def _store(self, op: Op) -> float:
-        hw, tier = self.hardware, self._tier(op)
-        if not op.nbytes or tier is Tier.DEVICE:
-            return 0.0
-        if hw.device == "cpu":
-            cached = tier is Tier.HOST or self._stored() <= hw.host_bytes // 2
-            return op.nbytes / hw.memory_bandwidth if cached else hw.disk_write.seconds(op.nbytes)
-        to_disk = hw.disk_write.seconds(op.nbytes) if tier is Tier.DISK else 0.0
-        return to_disk + hw.device_to_host.seconds(op.nbytes)
-
-    def _stored(self) -> int:
-        return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
-
-    def _intra(self, op: Op) -> float:
-        return self.hardware.intra.seconds(op.nbytes) + self._rounds(op) * self.hardware.intra.latency
-
-    def _inter(self, op: Op) -> float:
-        """The ranks of a node share its link to the others."""
-        sharing = min(self.plan.mesh.ranks_per_node, self.hardware.devices_per_node)
-        return self.hardware.inter.seconds(op.nbytes * sharing) + self._rounds(op) * self.hardware.inter.latency
-
-    def _rounds(self, op: Op) -> int:
-        """Rounds of a collective after the first: as many as a tree over its ranks has."""
-        if op.span is None or not op.nbytes:
-            return 0
-        return max(math.ceil(math.log2(max(op.span[1] // op.span[0], 1))) - 1, 0)
-
-
 def simulate(program: Program, plan: Plan, model: ModelSpec, hardware: Hardware, costs: Costs = NO_COSTS) -> Simulation:
     """Run a program on paper.
 
@@ -189,9 +84,9 @@ def simulate(program: Program, plan: Plan, model: ModelSpec, hardware: Hardware,
         program: compiled with ``costs``, for ``hardware.device``.
         plan, model: what it was compiled from.
         hardware: the machine.
-        costs: for the FLOPs of recomputation, which do not count as useful.
+        costs: what its units do while they compute; the FLOPs of recomputation do not count as useful.
     """
-    model_of = CostModel(plan, model, hardware)
+    model_of = CostModel(plan, model, hardware, costs, program)
     spans = schedule(program, model_of.seconds)
     seconds = max((span.ended for span in spans), default=0.0)
     recomputed = sum(
@@ -277,5 +172,5 @@ def _words(op: Op, model_of: CostModel) -> str:
     elif op.lane is Lane.INTRA:
         where = "the node's own link"
     else:
-        where = "the disk" if model_of._tier(op) is Tier.DISK else "the host's link"
+        where = "the disk" if model_of.tier(op) is Tier.DISK else "the host's link"
     return f"waiting for {where}: {_NOUN.get(op.kind, op.kind.lower())} of {_STATE.get(op.part, 'state')}"

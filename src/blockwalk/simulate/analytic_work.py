@@ -1,0 +1,73 @@
+"""What a block does while it computes, by formula: the counterpart of what :mod:`blockwalk.costs` counts.
+
+Products are exact. Element-wise passes are counted in elements a token, operation by operation of transformers' own modules;
+backward, autograd makes :data:`BACKWARD` of the forward's. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from blockwalk.program import Shape
+from blockwalk.work import Work, sizes
+
+if TYPE_CHECKING:
+    from blockwalk.simulate.analytic import Dimensions
+
+BACKWARD = 2.2
+"""Bytes that a backward's passes touch, as a multiple of the forward's: 2.1 to 2.6 over the families that have a formula."""
+
+PASS = 3
+"""Tensors of the hidden state's size that an average pass reads and writes."""
+
+VIEWS = 150, 350
+"""Views and allocations of a block's forward and backward, about."""
+
+
+def block_work(
+    d: Dimensions, linears: Sequence[tuple[int, int]], shape: Shape, size: int, *, rank: int, full: bool
+) -> tuple[Work, Work]:
+    """A block's forward and backward (without recomputation).
+
+    Args:
+        d: the model's dimensions.
+        linears: [out, in] of the block's linear layers.
+        shape: of one micro-batch.
+        size: bytes of an element of the compute dtype.
+        rank: of the adapters on every linear; 0 for none.
+        full: whether the block's own parameters are trained.
+    """
+    tokens = shape.tokens
+    products = [(2 * tokens * rows * columns, 1) for rows, columns in linears]
+    if d.experts:
+        each = 2 * tokens * d.chosen * d.feed_forward * d.hidden
+        products += [(2 * each, 1), (each, 1), (2 * tokens * d.experts * d.hidden, 1)]
+    adapters = [(2 * tokens * rank * side, 1) for pair in linears for side in pair if rank]
+    attention = 4 * shape.batch * d.heads * shape.sequence**2 * d.head_size
+    adapted = sum(rows for rows, _ in linears) if rank else 0
+    forward = _passes(tokens * size * (_elements(d, size) + 5 * adapted), tokens * size * d.hidden)
+    back = BACKWARD * tokens * size * _elements(d, size) + 4 * tokens * size * adapted
+    twice = [(flops, 2 if full else 1) for flops, _ in products] + [(flops, 2) for flops, _ in adapters]
+    return (
+        Work(sizes([*products, *adapters]), forward, attention, VIEWS[0]),
+        Work(sizes(twice), _passes(int(back), tokens * size * d.hidden), 5 * attention // 2, VIEWS[1]),
+    )
+
+
+def _elements(d: Dimensions, size: int) -> int:
+    """Elements a token that a block's forward passes read and write, adapters left out, in the compute dtype's size."""
+    if d.plain_mlp:  # fused layer norms, residual sums, the activation, the queries' scale
+        return 10 * d.hidden + 2 * d.feed_forward + 2 * d.queries
+    norm = 7 if size == 4 else 18  # square, mean, scale, weight; in 16 bits through float32
+    normed = d.norms * d.hidden
+    if d.family in ("qwen3", "gemma3_text", "qwen3_moe"):
+        normed += d.queries + d.keys
+    width = d.feed_forward * max(d.chosen, 1)
+    routed = 7 * d.chosen * d.hidden
+    return norm * normed + 6 * d.hidden + 10 * (d.queries + d.keys) + 5 * width + routed
+
+
+def _passes(touched: int, hidden_bytes: int) -> tuple[tuple[int, int], ...]:
+    count = max(round(touched / (PASS * hidden_bytes)), 1)
+    return sizes([(touched // count, count)])

@@ -1,0 +1,51 @@
+"""What a process on a CPU will hold at a step's peak: its tensors, and what comes with them.
+
+A program counts tensors. The interpreter and its libraries are there before; the C allocator keeps freed memory that it cannot
+use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from blockwalk.plan import Estimator, Plan
+from blockwalk.program import Pool, Program
+from blockwalk.simulate.hardware import Hardware
+
+KINDS = ("graphs", "adapters", "recompute", "streamed", "forwards")
+"""Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters or of adapters; blocks
+recomputed; streamed, which bounds its free heap (:mod:`blockwalk.heap`); forwards alone."""
+
+BY_BYTES = ("streamed", "forwards")
+"""Those whose free heap does not grow with what comes and goes."""
+
+
+def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
+    """Which of :data:`KINDS` a step is."""
+    if plan.estimator is Estimator.ZEROTH_ORDER:
+        return "forwards"
+    if program.streamed:
+        return "streamed"
+    if not any(op.keep_graph for op in program.ops):
+        return "recompute"
+    return "adapters" if adapters else "graphs"
+
+
+def tensors(program: Program) -> int:
+    """Bytes of tensors in a processor's own memory at the step's peak."""
+    peaks = program.peaks()
+    return peaks.get(Pool.DEVICE, 0) + peaks.get(Pool.HOST, 0)
+
+
+def transients(program: Program) -> int:
+    """Those that come and go within the step."""
+    held = dict(program.static)
+    return tensors(program) - held.get(Pool.DEVICE, 0) - held.get(Pool.HOST, 0)
+
+
+def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
+    """Bytes of the whole process, pages of mapped files left out; the tensors' alone where doctor has not measured the rest.
+
+    Graphs and gradients leave free heap as a share of what comes and goes; the other walks leave about the same everywhere.
+    """
+    kind = walk_kind(plan, program, adapters=adapters)
+    kept = hardware.slack.get(kind, 0.0) * (1 if kind in BY_BYTES else transients(program))
+    return tensors(program) + hardware.process_bytes.get(kind, 0) + int(kept)

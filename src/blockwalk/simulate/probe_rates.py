@@ -1,0 +1,109 @@
+"""Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is touched first.
+
+What :mod:`blockwalk.simulate.probe` asks of a machine for its :class:`~blockwalk.simulate.hardware.Curve`s. Every figure is the
+best of several short runs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from blockwalk.plan import OptimizerSettings
+from blockwalk.simulate.hardware import Curve
+
+TOKENS = 512
+"""Rows of the products that are measured."""
+
+WIDTHS = (64, 128, 256, 512, 1024, 2048)
+PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
+UPDATED = 1 << 22
+DTYPES = (torch.float32, torch.bfloat16)
+RULES = ("adamw", "momentum", "sgd", "sign")
+
+
+def best(work: Callable[[], object], *, seconds: float = 0.05, least: int = 3) -> float:
+    """Seconds of the fastest of several runs, on a processor."""
+    fastest, began, runs = float("inf"), time.perf_counter(), 0
+    work()
+    while runs < least or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        work()
+        fastest, runs = min(fastest, time.perf_counter() - start), runs + 1
+    return fastest
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def products() -> dict[str, Curve]:
+    """Seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
+    curves = {}
+    for dtype in DTYPES:
+        points = []
+        for width in WIDTHS:
+            x, w = torch.ones(TOKENS, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+            taken = best(partial(torch.mm, x, w.t())) + best(partial(torch.mm, x, w)) + best(partial(torch.mm, x.t(), x))
+            points.append((2.0 * TOKENS * width * width, taken / 3))
+        curves[name_of(dtype)] = Curve(tuple(points))
+    return curves
+
+
+def passes() -> dict[str, Curve]:
+    """Seconds of element-wise operations with an output of their own, by bytes read and written: two products for each of the
+    dearer kind (an activation)."""
+    torch.ones(31 << 18)  # once freed, the allocator keeps blocks of that size, as it does in a run
+    curves = {}
+    for dtype in DTYPES:
+        points = []
+        for nbytes in PASS_BYTES:
+            x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
+            cheap = best(partial(torch.mul, x, x)) / 3  # two tensors are read: one from cache, as is often so in a block
+            dear = best(partial(torch.nn.functional.silu, x)) / 2
+            points.append((float(nbytes), (2 * cheap + dear) / 3))
+        curves[name_of(dtype)] = Curve(tuple(points))
+    return curves
+
+
+def attention() -> dict[str, float]:
+    """FLOP/s of fused attention, forward and backward together."""
+    rates = {}
+    for dtype in DTYPES:
+        q = torch.ones(2, 8, 256, 64, dtype=dtype).requires_grad_()
+
+        def run(q: torch.Tensor = q) -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            torch.autograd.grad(out, q, torch.ones_like(out))
+
+        rates[name_of(dtype)] = 3.5 * 4 * 2 * 8 * 256 * 256 * 64 / best(run, seconds=0.1)
+    return rates
+
+
+def updates() -> dict[str, float]:
+    """Elements a second of each update rule, and of the gradients' norm."""
+    from blockwalk.updates import global_norm, make_rule
+
+    param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
+    rates = {"norm": UPDATED / best(lambda: global_norm([grad]))}
+    for name in RULES:
+        rule = make_rule(OptimizerSettings(name=name))
+        state = {key: torch.zeros(UPDATED) for key in rule.states}
+        taken = best(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
+        rates[name] = UPDATED / taken
+    return rates
+
+
+def fresh_bandwidth() -> float:
+    """Bytes/s at which memory just given by the system is first written."""
+    size = 32 << 20
+
+    def touch() -> None:
+        with mmap.mmap(-1, size) as fresh:
+            torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
+
+    return size / best(touch, seconds=0.2)

@@ -1,0 +1,109 @@
+"""Small walks in a process of their own: what a process holds beside its tensors, and what an operation costs to start.
+
+``python -m blockwalk.simulate.probe_walk KIND`` prints a line of JSON; ``blockwalk doctor`` runs it for each kind of walk.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LARGE: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 6000}
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "graphs": ("plain", False, {}),
+    "adapters": ("plain", True, {}),
+    "recompute": ("plain", False, {"recompute": "all"}),
+    "streamed": ("mebp", True, {}),
+    "forwards": ("mezo", False, {}),
+}
+"""Method, whether adapters are trained, and settings of each kind of walk (``simulate.memory.KINDS``)."""
+
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one kind of walk shows."""
+
+    process_bytes: int
+    slack: float
+    start_seconds: float
+
+
+def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
+    """Every kind of walk, two at a time."""
+    found = {}
+    for at in range(0, len(kinds), 2):
+        command = [sys.executable, "-W", "ignore", "-m", "blockwalk.simulate.probe_walk"]
+        running = [
+            (kind, subprocess.Popen([*command, kind], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+            for kind in kinds[at : at + 2]
+        ]
+        for kind, process in running:
+            out, _ = process.communicate()
+            if process.returncode == 0:
+                found[kind] = Found(**json.loads(out.strip().splitlines()[-1]))
+    return found
+
+
+def walk(kind: str) -> Found:
+    """One kind of walk, in this process: a small model, then a larger one."""
+    from blockwalk.metrics import PeakMemory
+    from blockwalk.program import Shape
+    from blockwalk.simulate.memory import BY_BYTES, tensors, transients
+
+    with PeakMemory(0.002) as memory:
+        small, seconds, operations = _steps(kind, SMALL, Shape(1, 8), memory)
+        base = memory.take() - tensors(small)
+        large, _, _ = _steps(kind, LARGE, Shape(2, 256), memory)
+        beside = memory.take() - tensors(large) - base
+    return Found(base, beside if kind in BY_BYTES else beside / transients(large), seconds / operations)
+
+
+def _steps(kind: str, sizes: dict[str, Any], shape: Any, memory: Any) -> tuple[Any, float, int]:
+    """A program, its best step's seconds, and the operations that it starts."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from blockwalk.config import LoraSettings
+    from blockwalk.methods import method
+    from blockwalk.program import OpKind, StepKind
+    from blockwalk.simulate.hardware import Hardware
+    from blockwalk.simulate.seconds import UPDATE_STARTS, CostModel
+    from blockwalk.walker import Walker
+
+    name, adapters, settings = WALKS[kind]
+    config = AutoConfig.for_model("llama", num_attention_heads=8, tie_word_embeddings=True, dtype="float32", **sizes)
+    lora = LoraSettings(rank=8) if adapters else None
+    ids = torch.randint(3, sizes["vocab_size"], (shape.batch, shape.sequence))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        made.save_pretrained(Path(folder) / "model")
+        del made
+        plan, taken = method(name, **settings), []
+        with Walker(Path(folder) / "model", plan, lora=lora, workdir=Path(folder) / "work") as walker:
+            program = walker.program(StepKind.TRAIN, shape, foresee=True)
+            walker.step({"input_ids": ids, "labels": ids.clone()})
+            memory.take()
+            for _ in range(STEPS):
+                began = time.perf_counter()
+                walker.step({"input_ids": ids, "labels": ids.clone()})
+                taken.append(time.perf_counter() - began)
+            costs = walker.costs(shape)
+            model = CostModel(plan, walker.spec, Hardware("none", device_bytes=1, flops={"float32": 1.0}), costs, program)
+            operations = sum(model.work(op).all for op in program.ops)
+            updated = [walker.spec.units[op.unit] for op in program.ops if op.kind is OpKind.UPDATE]
+            operations += UPDATE_STARTS * sum(p.trainable for unit in updated for p in unit.params)
+    return program, min(taken), operations
+
+
+if __name__ == "__main__":
+    print(json.dumps({slot: getattr(found, slot) for found in [walk(sys.argv[1])] for slot in Found.__slots__}))

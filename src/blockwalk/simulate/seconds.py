@@ -1,0 +1,222 @@
+"""How long one op of a program takes on a machine. See ``docs/cost-model.md``.
+
+An op's seconds are a sum of non-negative terms that each fall with one rate of the hardware, so a faster part can never make
+a step slower. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blockwalk.compile import Costs
+from blockwalk.compile.placement import RULE_STATES, epilogue_reads
+from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
+from blockwalk.plan import Estimator, Plan
+from blockwalk.program import Lane, Op, OpKind, Program
+from blockwalk.simulate.hardware import Hardware
+from blockwalk.state import DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec
+from blockwalk.work import NOTHING, Work
+
+COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
+NARROW = (Codec.INT4, Codec.INT8, Codec.FP8)
+
+NO_COSTS = Costs()
+
+TRAFFIC = 4
+"""Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
+is known."""
+
+KEPT = 8 << 20
+"""Bytes that a processor's allocator keeps at the heap's top between two ops, about: what comes and goes beyond them is given
+back to the system and faulted in again, unless what is kept over the step lies above it."""
+
+UPDATE_STARTS = 12
+"""Operations that the update of one parameter starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtype:
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of an op on a machine.
+
+    A compute op takes its products, its element-wise passes and its starts, each at the machine's rate for their size, and the
+    decoding and perturbing of the weights that it reads.
+    """
+
+    plan: Plan
+    model: ModelSpec
+    hardware: Hardware
+    costs: Costs = NO_COSTS
+    program: Program | None = None
+
+    def seconds(self, op: Op) -> float:
+        """Of one op."""
+        lanes: dict[Lane, Callable[[Op], float]] = {
+            Lane.COMPUTE: self._compute,
+            Lane.FETCH: self._fetch,
+            Lane.STORE: self._store,
+            Lane.INTRA: self._intra,
+            Lane.INTER: self._inter,
+        }
+        return lanes[op.lane](op)
+
+    @property
+    def dtype(self) -> str:
+        return self.model.dtype if self.plan.compute_dtype == "auto" else self.plan.compute_dtype
+
+    def work_seconds(self, work: Work) -> float:
+        """Of operations in the compute dtype, one after the other."""
+        hw, dtype = self.hardware, self.dtype
+        products, passes = hw.products.get(dtype), hw.passes.get(dtype)
+        seconds = products.total(work.products) if products else (work.flops - work.attention) / hw.flops_of(dtype)
+        seconds += passes.total(work.passes) if passes else work.touched / hw.memory_bandwidth
+        return seconds + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype)) + work.all * hw.start_seconds
+
+    @property
+    def _gives_back(self) -> bool:
+        """Whether the heap's top is free again after an op."""
+        return self.plan.estimator is Estimator.ZEROTH_ORDER or (self.program is not None and bool(self.program.streamed))
+
+    # ---- the compute lane -------------------------------------------------------------------------------------------
+
+    def _compute(self, op: Op) -> float:
+        if op.kind in COMPUTES:
+            return self._walks(op)
+        hw, trained = self.hardware, self.model.units[op.unit].numel(trainable=True)
+        zeroth_order = self.plan.estimator is Estimator.ZEROTH_ORDER
+        if op.kind is OpKind.UPDATE and zeroth_order:
+            entries = max(op.entries, 1) * self.plan.zo.queries
+            return hw.op_seconds + entries * (trained / hw.noise_rate + self._updated(trained))
+        if op.kind is OpKind.UPDATE:
+            share = self.plan.mesh.z1 if self.plan.sharded else 1
+            params = [p for p in self.model.units[op.unit].params if p.trainable]
+            starts = UPDATE_STARTS * len(params) * hw.start_seconds
+            return hw.op_seconds + starts + self._updated(trained / share) + self._lifted(trained / share)
+        if op.kind is OpKind.PERTURB:
+            return self.model.numel(trainable=True) / hw.noise_rate
+        if op.kind is OpKind.REDUCE:
+            rate = hw.update_rate.get("norm")
+            every = self.model.numel(trainable=True)
+            return every / rate if rate else 4 * every / hw.memory_bandwidth
+        return 0.0
+
+    def work(self, op: Op) -> Work:
+        """The operations of an op on the compute lane, as far as its unit's costs are known."""
+        cost = self.costs.of(self.model.units[op.unit].kind)
+        match op.kind:
+            case OpKind.PROLOGUE | OpKind.FORWARD:
+                return cost.forward
+            case OpKind.BACKWARD if op.keep_graph:
+                return cost.backward
+            case OpKind.BACKWARD | OpKind.LOSS:
+                return cost.forward + cost.backward
+            case OpKind.PROLOGUE_BACKWARD:
+                return cost.backward
+        return NOTHING
+
+    def _walks(self, op: Op) -> float:
+        unit, hw, work = self.reads(op.unit), self.hardware, self.work(op)
+        prologue = op.kind in (OpKind.PROLOGUE, OpKind.PROLOGUE_BACKWARD)
+        if work == NOTHING and not prologue:
+            work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
+        seconds = hw.op_seconds + self.work_seconds(work)
+        if hw.fresh_bandwidth and op.transient > KEPT and self._gives_back:
+            seconds += op.transient / hw.fresh_bandwidth
+        if prologue:
+            return seconds
+        if self.dtype not in hw.products:
+            seconds += unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
+        times = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
+        if op.kind is OpKind.LOSS and self.plan.estimator is Estimator.BACKPROP:
+            times = self._token_chunks()
+        if self.plan.frozen.codec in NARROW:
+            seconds += times * unit.numel(trainable=False) / hw.decode_rate
+        if self.plan.estimator is Estimator.ZEROTH_ORDER and self.plan.zo.noise != "mezo":
+            seconds += unit.numel(trainable=True) / hw.noise_rate
+        return seconds
+
+    def reads(self, index: int) -> UnitSpec:
+        """A unit with the tied head that its turn reads."""
+        return self.model.units[index] if index <= len(self.model.blocks) else epilogue_reads(self.model)
+
+    def _token_chunks(self) -> int:
+        """How often a loss with gradient goes through the head."""
+        if self.program is None or self.plan.loss != "chunked":
+            return 1
+        shape, size = self.program.shape, DTYPE_BYTES[self.dtype]
+        tokens = shape.batch * (shape.sequence - 1)
+        budget = LOSS_BUDGET[self.hardware.device]
+        n, _ = chunk_sizes(
+            tokens, self.model.hidden_size, self.model.vocab_size, _Dtype(size), soft_cap=False, budget=budget
+        )
+        return -(-tokens // n)
+
+    def _updated(self, elements: float) -> float:
+        """Seconds of the update rule on so many elements."""
+        name = self.plan.optimizer.name
+        if rate := self.hardware.update_rate.get(name):
+            return elements / rate
+        return 4 * (3 + 2 * RULE_STATES[name]) * elements / self.hardware.memory_bandwidth
+
+    def _lifted(self, elements: float) -> float:
+        """Seconds of a 16-bit master's float32 copy, and back."""
+        codec = self.plan.trainable.codec
+        size = DTYPE_BYTES.get(str(codec), DTYPE_BYTES[self.model.dtype]) if codec is not Codec.RAW else DTYPE_BYTES[self.dtype]
+        return 2 * (size + 4) * elements / self.hardware.memory_bandwidth if size < 4 else 0.0
+
+    # ---- the links --------------------------------------------------------------------------------------------------
+
+    def tier(self, op: Op) -> Tier:
+        """Where the bytes of a FETCH or STORE are."""
+        if op.part is StateKind.ACTIVATION:
+            return self.plan.activation.tier
+        if self.plan.sharded:
+            return Tier.HOST
+        return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
+
+    def _fetch(self, op: Op) -> float:
+        hw, tier = self.hardware, self.tier(op)
+        if not op.nbytes or tier is Tier.DEVICE:
+            return 0.0
+        if hw.device == "cpu":  # what the page cache holds is there; what it cannot hold is read
+            return hw.host_to_device.seconds(op.nbytes) if self._cached(tier) else hw.disk_read.seconds(op.nbytes)
+        from_disk = hw.disk_read.seconds(op.nbytes) if tier is Tier.DISK else 0.0
+        return from_disk + hw.host_to_device.seconds(op.nbytes)
+
+    def _store(self, op: Op) -> float:
+        if op.kind is OpKind.UPDATE:
+            return self._compute(op)
+        hw, tier = self.hardware, self.tier(op)
+        if not op.nbytes or tier is Tier.DEVICE:
+            return 0.0
+        if hw.device == "cpu":
+            return hw.device_to_host.seconds(op.nbytes) if self._cached(tier) else hw.disk_write.seconds(op.nbytes)
+        to_disk = hw.disk_write.seconds(op.nbytes) if tier is Tier.DISK else 0.0
+        return to_disk + hw.device_to_host.seconds(op.nbytes)
+
+    def _cached(self, tier: Tier) -> bool:
+        """Whether a processor's own memory serves a tier: the host's always, the disk's where the page cache holds it."""
+        return tier is Tier.HOST or self._stored() <= self.hardware.host_bytes // 2
+
+    def _stored(self) -> int:
+        return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
+
+    def _intra(self, op: Op) -> float:
+        return self.hardware.intra.seconds(op.nbytes) + self._rounds(op) * self.hardware.intra.latency
+
+    def _inter(self, op: Op) -> float:
+        """The ranks of a node share its link to the others."""
+        sharing = min(self.plan.mesh.ranks_per_node, self.hardware.devices_per_node)
+        return self.hardware.inter.seconds(op.nbytes * sharing) + self._rounds(op) * self.hardware.inter.latency
+
+    def _rounds(self, op: Op) -> int:
+        """Rounds of a collective after the first: as many as a tree over its ranks has."""
+        if op.span is None or not op.nbytes:
+            return 0
+        return max(math.ceil(math.log2(max(op.span[1] // op.span[0], 1))) - 1, 0)

@@ -1,0 +1,79 @@
+"""What computing consists of, in pieces that a machine's rates are known for: products, passes over memory, starts.
+
+Counted by :mod:`blockwalk.costs` or written down by formula, priced by :mod:`blockwalk.simulate`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Sizes = tuple[tuple[int, int], ...]
+"""(size of one, how many), sizes in ascending order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The operations of one op of a program.
+
+    >>> both = Work(products=((100, 1),)) + Work(products=((100, 2),), starts=1)
+    >>> both.products, both.flops, both.starts
+    (((100, 3),), 300, 1)
+    """
+
+    products: Sizes = ()
+    """Matrix products, by FLOPs of one."""
+    passes: Sizes = ()
+    """Element-wise operations and reductions, by bytes that one reads and writes."""
+    attention: int = 0
+    """FLOPs of fused attention."""
+    starts: int = 0
+    """Operations that move nothing: views, allocations."""
+
+    @property
+    def flops(self) -> int:
+        return self.attention + sum(size * count for size, count in self.products)
+
+    @property
+    def touched(self) -> int:
+        """Bytes that element-wise operations read and write."""
+        return sum(size * count for size, count in self.passes)
+
+    @property
+    def all(self) -> int:
+        """Operations that are started."""
+        return self.starts + sum(count for _, count in (*self.products, *self.passes))
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            sizes((*self.products, *other.products)),
+            sizes((*self.passes, *other.passes)),
+            self.attention + other.attention,
+            self.starts + other.starts,
+        )
+
+    def __sub__(self, part: Work) -> Work:
+        """What is left of the work without a part of it."""
+        return self + part * -1
+
+    def __mul__(self, times: int) -> Work:
+        """The same work so many times."""
+        return Work(
+            tuple((size, count * times) for size, count in self.products),
+            tuple((size, count * times) for size, count in self.passes),
+            self.attention * times,
+            self.starts * times,
+        )
+
+
+NOTHING = Work()
+
+
+def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
+    """Pairs of size and count with equal sizes added up; what has no size is left out."""
+    total: Counter[int] = Counter()
+    for size, count in pairs:
+        if size > 0:
+            total[size] += count
+    return tuple(sorted((size, count) for size, count in total.items() if count > 0))
