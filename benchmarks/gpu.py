@@ -52,11 +52,21 @@ def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             step = opened(case, name, arguments, stack)
             step()
             torch.cuda.reset_peak_memory_stats()
+            before = allocations()
             seconds = [step() for _ in range(2)]
+            made = allocations() - before
             return {"peak_MB": torch.cuda.max_memory_allocated() / 1e6, "reserved_MB": torch.cuda.max_memory_reserved() / 1e6,
-                    "alone_tokens_per_s": arguments.batch * arguments.seq / min(seconds)}  # fmt: skip
+                    "alone_tokens_per_s": arguments.batch * arguments.seq / min(seconds),
+                    "allocations_after_first_step": made}  # fmt: skip
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
+
+
+def allocations() -> int:
+    """Device segments and pinned host blocks that were ever asked of CUDA."""
+    segments: int = torch.cuda.memory_stats()["segment.all.allocated"]
+    pinned: int = torch.cuda.host_memory_stats()["num_host_alloc"]
+    return segments + pinned
 
 
 def in_own_process(case: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +129,11 @@ def measure(name: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], l
         told = next((key for key in ("out_of_memory", "error") if key in row), "")
         print(f"{name:<9} {case:<25} {row.get('peak_MB', float('nan')):>9.0f} {speed:>10.1f}"
               f" {row.get('zo2_over_this', float('nan')):>10.3f} {told}", flush=True)  # fmt: skip
-    bounds = []
+    bounds = [
+        Bound(f"{name}, {case}: segments and pinned blocks after the first step", rows[case][key], 0)
+        for case in (zo_runs.MEZO, "zo2")
+        if (key := "allocations_after_first_step") in rows[case]
+    ]
     if "zo2_over_this" in rows[zo_runs.NAIVE]:
         ratio = rows[zo_runs.NAIVE]["zo2_over_this"]
         bounds.append(Bound(f"{name}: zo2 by naive resident MeZO", ratio, THROUGHPUT, at_most=False))

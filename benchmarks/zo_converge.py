@@ -1,27 +1,33 @@
 """Accuracy against forward passes and seconds: exact gradients beside zeroth order, on the project's own small model.
 
-All parameters of ``examples/tiny-llama`` are trained in float32 on its sentiment task, every method on the same batches,
-three seeds. A forward pass is counted on one batch: two for each pair of two-point SPSA, N + 1 for FZOO, 2q + 1 for HiZOO;
-exact gradients count four (the forward, its recomputation, and a backward of twice a forward). The gap is between the
+All parameters of ``examples/tiny-llama`` are trained in float32 on its sentiment task, every method on the same batches. Each
+method's learning rate is the one of its ``rates`` whose short run with seed 0 ends with the lowest held-out loss; then three
+seeds at that rate. A forward pass is counted on one batch: two for each pair of two-point SPSA, N + 1 for FZOO, 2q + 1 for
+HiZOO; exact gradients count four (the forward, its recomputation, and a backward of twice a forward). The gap is between the
 model as it came and the best that exact gradients reach.
 
-    python benchmarks/zo_converge.py [--forwards 4000] [--seeds 0 1 2] [--plot FILE.svg] [--json FILE] [--check]
+Every run is written to ``--results`` when it ends, and one that is there is not repeated: a benchmark of many minutes can be
+done in pieces (``--minutes``: start no run after so many). Runs are ``--jobs`` processes of one thread each.
+
+    python benchmarks/zo_converge.py [--forwards 1500] [--seeds 0 1 2] [--minutes 5] [--plot FILE.svg] [--check]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks.common import Bound, finish, parser
+from benchmarks.common import Bound, finish, machine, parser
 
 from blockwalk import Plan, Walker, method
 from blockwalk.config import DataSettings
@@ -40,66 +46,138 @@ SHARE = 0.5
 """Of the gap that exact gradients close, zeroth order must close at least this."""
 
 
+RESULTS = ROOT / "benchmarks/results/zo_converge.json"
+
+
 @dataclass(frozen=True)
 class Case:
-    """One method, the forward passes of its steps, and the learning rate that suits it."""
+    """One method, the forward passes of its steps, and the learning rates that are tried."""
 
     method: str
     forwards: int
-    learning_rate: float
+    rates: tuple[float, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     share: float = 1.0
     """Of ``--forwards`` that it runs: exact gradients need fewer."""
 
-    def plan(self, seed: int) -> Plan:
+    def plan(self, rate: float, seed: int) -> Plan:
         """The plan, with everything in float32 and on the device: neither method is to begin from rounded weights."""
-        optimizer = {"learning_rate": self.learning_rate, **self.settings.get("optimizer", {})}
+        optimizer = {"learning_rate": rate, **self.settings.get("optimizer", {})}
         zo = {"zo": self.settings["zo"]} if "zo" in self.settings else {}
         places = {"frozen": "device", "trainable": "device × fp32"}
         return method(self.method, optimizer=optimizer, compute_dtype="float32", seed=seed, **places, **zo)
 
 
 CASES: dict[str, Case] = {
-    EXACT: Case("mebp", 4, 1e-4, {"optimizer": {"name": "adamw"}}, share=0.25),
-    "two-point": Case("mezo", 2, 1e-5, {"zo": {"epsilon": 1e-3}}),
-    "q = 4": Case("mezo", 8, 4e-5, {"zo": {"epsilon": 1e-3, "queries": 4}}),
-    "FZOO": Case("mezo", 9, 1e-4, {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}}),
-    "HiZOO": Case("mezo", 3, 1e-5, {"zo": {"kind": "hizoo", "epsilon": 1e-3, "hessian_alpha": 1e-8}}),
+    EXACT: Case("mebp", 4, (1e-4,), {"optimizer": {"name": "adamw"}}, share=0.2),
+    "two-point": Case("mezo", 2, (3e-5, 6e-5, 1.2e-4, 2.4e-4), {"zo": {"epsilon": 1e-3}}),
+    "q = 4": Case("mezo", 8, (1e-4, 2e-4, 4e-4, 8e-4), {"zo": {"epsilon": 1e-3, "queries": 4}}),
+    "FZOO": Case(
+        "mezo",
+        9,
+        (3e-4, 1e-3, 3e-3, 1e-2),
+        {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}},
+    ),
+    "HiZOO": Case(
+        "mezo", 3, (3e-5, 6e-5, 1.2e-4, 2.4e-4), {"zo": {"kind": "hizoo", "epsilon": 1e-3, "hessian_alpha": 1e-8}}
+    ),
 }
 
 
 @dataclass(frozen=True)
+class Run:
+    """What one run is: found again in the results by this."""
+
+    case: str
+    rate: float
+    seed: int
+    forwards: int
+    points: int
+    batch: int
+    held_out: int
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in asdict(self).items())
+
+
+@dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of one run, against forward passes on one batch and against seconds of its steps."""
+    """Held-out accuracy and loss of one run, against forward passes on one batch and against seconds of its steps."""
 
     forwards: list[int]
     seconds: list[float]
     accuracy: list[float]
+    loss: list[float]
 
 
-def train(case: Case, seed: int, rows: Choices, held_out: HeldOut, arguments: argparse.Namespace) -> Curve:
-    """One run, measured ``--points`` times at equal distances and before its first step."""
-    batches = Batches(rows.answered(), arguments.batch, seed=seed, padding_multiple=8)
-    curve = Curve([0], [0.0], [])
-    budget = max(case.forwards, int(arguments.forwards * case.share))
-    steps = budget // case.forwards
-    marks = {max(1, round(steps * (i + 1) / arguments.points)) for i in range(arguments.points)}
-    with Walker(ROOT / "examples/tiny-llama", case.plan(seed), device=arguments.device) as walker:
-        curve.accuracy.append(_accuracy(held_out, walker))
+def task(held_out: int) -> tuple[Choices, HeldOut]:
+    """Training records, and the held-out ones that are looked at (0: all)."""
+    tokenizer = load_tokenizer(ROOT / "examples/tiny-llama")
+    template = template_of(DATA)
+    assert template is not None
+    rows = encode_choices(read_records(DATA.train), tokenizer, template, max_length=DATA.max_length)
+    records = list(read_records(DATA.eval))[: held_out or None]
+    return rows, HeldOut(encode_choices(records, tokenizer, template, max_length=DATA.max_length), 64, 8)
+
+
+def train(run: Run, device: str) -> Curve:
+    """One run, measured before its first step and then ``points`` times at equal distances; in a process of one thread."""
+    torch.set_num_threads(1)
+    case, (rows, held_out) = CASES[run.case], task(run.held_out)
+    batches = Batches(rows.answered(), run.batch, seed=run.seed, padding_multiple=8)
+    steps = max(1, int(run.forwards * case.share) // case.forwards)
+    marks = {max(1, round(steps * (i + 1) / run.points)) for i in range(run.points)}
+    curve = Curve([], [], [], [])
+    with Walker(ROOT / "examples/tiny-llama", case.plan(run.rate, run.seed), device=device) as walker:
+
+        def measure(step: int, seconds: float) -> None:
+            found = held_out.evaluate(walker)
+            assert found.accuracy is not None
+            curve.forwards.append(step * case.forwards)
+            curve.seconds.append(seconds)
+            curve.accuracy.append(found.accuracy)
+            curve.loss.append(found.loss)
+
+        measure(0, 0.0)
         seconds = 0.0
         for step in range(1, steps + 1):
             seconds += walker.step(next(batches)).seconds
             if step in marks:
-                curve.forwards.append(step * case.forwards)
-                curve.seconds.append(seconds)
-                curve.accuracy.append(_accuracy(held_out, walker))
+                measure(step, seconds)
     return curve
 
 
-def _accuracy(held_out: HeldOut, walker: Walker) -> float:
-    accuracy = held_out.evaluate(walker).accuracy
-    assert accuracy is not None
-    return accuracy
+def complete(runs: list[Run], found: dict[str, Curve], arguments: argparse.Namespace, until: float) -> list[Run]:
+    """Do what is missing among ``runs`` and write each to the results when it ends; answers what time did not allow."""
+    waiting = [run for run in runs if run.name not in found]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        started: dict[Any, Run] = {}
+        while started or (waiting and time.monotonic() < until):
+            while waiting and len(started) < arguments.jobs and time.monotonic() < until:
+                run = waiting.pop(0)
+                started[pool.submit(train, run, arguments.device)] = run
+            done = next(as_completed(started))
+            run = started.pop(done)
+            curve = found[run.name] = done.result()
+            write(found, arguments.results)
+            print(f"{run.case:<13} rate {run.rate:<8g} seed {run.seed}  {curve.forwards[-1]:>5} forwards"
+                  f" {curve.seconds[-1]:>6.1f} s  accuracy {100 * curve.accuracy[-1]:.1f}%  loss {curve.loss[-1]:.3f}",
+                  flush=True)  # fmt: skip
+    return waiting
+
+
+def read(path: Path) -> dict[str, Curve]:
+    if not path.exists():
+        return {}
+    return {name: Curve(**values) for name, values in json.loads(path.read_text())["runs"].items()}
+
+
+def write(found: dict[str, Curve], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({"machine": machine(), "runs": {n: asdict(c) for n, c in found.items()}}, indent=1) + "\n"
+    )
 
 
 def plot(curves: dict[str, list[Curve]], path: Path) -> None:
@@ -141,49 +219,69 @@ def plot(curves: dict[str, list[Curve]], path: Path) -> None:
     path.write_text("\n".join(parts) + "\n")
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--forwards", type=int, default=20_000, help="forward passes of each zeroth-order run")
-    options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options.add_argument("--points", type=int, default=20)
-    options.add_argument("--batch", type=int, default=16)
-    options.add_argument("--held-out", type=int, default=0, help="held-out records that are looked at; 0: all")
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--plot", type=Path, help="write the curves here as SVG")
-    arguments = options.parse_args()
-    if not (ROOT / "examples/tiny-llama").exists():
-        raise SystemExit("examples/tiny-llama is not there; make it with: python examples/build_tiny.py")
-    tokenizer = load_tokenizer(ROOT / "examples/tiny-llama")
-    template = template_of(DATA)
-    assert template is not None
-    rows = encode_choices(read_records(DATA.train), tokenizer, template, max_length=DATA.max_length)
-    records = list(read_records(DATA.eval))[: arguments.held_out or None]
-    held_out = HeldOut(encode_choices(records, tokenizer, template, max_length=DATA.max_length), 64, 8)
-
-    curves: dict[str, list[Curve]] = {}
-    print(
-        f"{'method':<13} {'forwards':>9} {'seconds':>8} {'accuracy at the end, by seed':<30} {'best mean':>9} {'of gap':>10}"
-    )
-    bounds: list[Bound] = []
+def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound]:
+    """Print what was found, and answer the bounds."""
+    ends = "accuracy at the end, by seed"
+    print(f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'best mean':>9} {'of gap':>7}")
     closed: dict[str, float] = {}
-    for name in arguments.case:
-        began = time.perf_counter()
-        curves[name] = [train(CASES[name], seed, rows, held_out, arguments) for seed in arguments.seeds]
-        runs = curves[name]
+    bounds: list[Bound] = []
+    for name, runs in curves.items():
         best = max(statistics.fmean(values) for values in zip(*(curve.accuracy for curve in runs), strict=True))
         closed[name] = best - runs[0].accuracy[0]
         share = closed[name] / closed[EXACT] if closed.get(EXACT) else float("nan")
         ends = "  ".join(f"{100 * curve.accuracy[-1]:.1f}%" for curve in runs)
-        print(f"{name:<13} {runs[0].forwards[-1]:>9} {statistics.fmean(c.seconds[-1] for c in runs):>8.1f} {ends:<30}"
-              f" {100 * best:>8.1f}% {share:>10.2f}   ({time.perf_counter() - began:.0f} s)", flush=True)  # fmt: skip
+        seconds = statistics.fmean(curve.seconds[-1] for curve in runs)
+        print(f"{name:<13} {rates[name]:>6g} {runs[0].forwards[-1]:>9} {seconds:>8.1f} {ends:<29} {100 * best:>8.1f}%"
+              f" {share:>7.2f}")  # fmt: skip
         if name != EXACT and EXACT in curves:
             bounds.append(Bound(f"{name}: share of the gap that exact gradients close", share, SHARE, at_most=False))
+    return bounds
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options.add_argument("--forwards", type=int, default=1500, help="forward passes of a run")
+    options.add_argument("--sweep-forwards", type=int, default=480, help="of the runs that choose the learning rate")
+    options.add_argument("--points", type=int, default=6, help="times that accuracy is measured in a run")
+    options.add_argument("--batch", type=int, default=16)
+    options.add_argument("--held-out", type=int, default=0, help="held-out records that are looked at; 0: all")
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--jobs", type=int, default=2)
+    options.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no run after so many; the rest another time"
+    )
+    options.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")
+    options.add_argument("--plot", type=Path, help="write the curves here as SVG")
+    arguments = options.parse_args()
+    if not (ROOT / "examples/tiny-llama").exists():
+        raise SystemExit("examples/tiny-llama is not there; make it with: python examples/build_tiny.py")
+    until = time.monotonic() + 60 * arguments.minutes
+    found = read(arguments.results)
+
+    def run(case: str, rate: float, seed: int, forwards: int, points: int) -> Run:
+        return Run(case, rate, seed, forwards, points, arguments.batch, arguments.held_out)
+
+    sweeps = {
+        name: [run(name, rate, 0, arguments.sweep_forwards, 1) for rate in CASES[name].rates] for name in arguments.case
+    }
+    left = complete([each for tried in sweeps.values() if len(tried) > 1 for each in tried], found, arguments, until)
+    if left:
+        raise SystemExit(f"{len(left)} runs of the sweep are left: run this again")
+    rates = {name: min(tried, key=lambda each: found[each.name].loss[-1] if len(tried) > 1 else 0.0).rate
+             for name, tried in sweeps.items()}  # fmt: skip
+    finals = {name: [run(name, rates[name], seed, arguments.forwards, arguments.points) for seed in arguments.seeds]
+              for name in arguments.case}  # fmt: skip
+    left = complete([each for runs in finals.values() for each in runs], found, arguments, until)
+    if left:
+        raise SystemExit(f"{len(left)} runs are left: run this again")
+    curves = {name: [found[each.name] for each in runs] for name, runs in finals.items()}
+    bounds = table(curves, rates)
     if arguments.plot:
         plot(curves, arguments.plot)
-    finish(arguments, {name: [vars(curve) for curve in runs] for name, runs in curves.items()}, bounds)
+    finish(arguments, {name: [asdict(curve) for curve in runs] for name, runs in curves.items()}, bounds)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(max(1, min(4, torch.get_num_threads())))
     main()

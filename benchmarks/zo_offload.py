@@ -1,11 +1,11 @@
 """Zeroth-order steps with the blocks on disk, beside everything in memory and beside a naive MeZO loop.
 
 Full-parameter float32 training of random weights at true dimensions. In one process the cases take one step each in turn,
-round after round, so that drift of the machine meets all alike; ratios are of the seconds of all rounds. Peak memory is
-that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among
-``--flush``, and named.
+round after round, so that drift of the machine meets all alike; figures are medians over rounds (over cycles of
+``flush_every`` rounds, where that is not 1). Peak memory is that of a process of its own for each case (RssAnon + RssShmem +
+VmSwap + VmPTE). ``flush_every`` is tuned first, among ``--flush``, and named.
 
-    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 4] [--flush 1 2 4]
+    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2 4]
 """
 
 from __future__ import annotations
@@ -91,24 +91,34 @@ def tuned(name: str, arguments: argparse.Namespace) -> int:
     return int(min(seconds, key=seconds.__getitem__))
 
 
-def measure(name: str, noise: str, flush_every: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step by case."""
+def measure(name: str, flush_every: int, arguments: argparse.Namespace) -> dict[tuple[str, str], float]:
+    """Median seconds of a step by (case, noise), all cases in turn. The naive loop has noise of its own."""
     from benchmarks import zo_runs
-    from benchmarks.common import interleaved, random_store
+    from benchmarks.common import interleaved, median, random_store
 
     from blockwalk.state import Codec
 
     store = random_store(name, Codec.RAW, "float32")
-    cases = [zo_runs.MEZO, *(zo_runs.ABLATIONS if arguments.ablations and noise == "gaussian" else ["zo2"])]
+    taken_out = [case for case in zo_runs.ABLATIONS if case != "zo2"] if arguments.ablations else []
+    cases = [
+        *((case, noise) for noise in NOISES for case in (zo_runs.MEZO, "zo2")),
+        *((c, NOISES[0]) for c in taken_out),
+    ]
     with ExitStack() as stack:
         model = zo_runs.naive_model(name, "float32", "cpu")
         runs = {zo_runs.NAIVE: zo_runs.naive_stepper(model, arguments.batch, arguments.seq)}
-        for case in cases:
+        for case, noise in cases:
             flush = 1 if case == "zo2, no deferred update" else flush_every
             walker = stack.enter_context(zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush)))
-            runs[case] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
+            runs[f"{case}|{noise}"] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
         interleaved(runs, 1)  # the first step makes buffers and applies nothing
-        return interleaved(runs, -(-arguments.rounds // flush_every) * flush_every)
+        seconds = interleaved(runs, -(-arguments.rounds // flush_every) * flush_every)
+    found = {}
+    for key, values in seconds.items():
+        case, _, noise = key.partition("|")
+        cycles = [sum(values[i : i + flush_every]) / flush_every for i in range(0, len(values), flush_every)]
+        found[case, noise] = median(cycles)
+    return found
 
 
 def main() -> None:
@@ -126,30 +136,30 @@ def main() -> None:
     tokens = arguments.batch * arguments.seq
     for name in arguments.model:
         random_store(name, Codec.RAW, "float32")
-        memory = {} if arguments.no_memory else peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
+        memory = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments) if arguments.memory else {}
         flush_every = tuned(name, arguments)
         print(
             f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {os.getloadavg()[0]:.1f}"
         )
         print(
-            f"{'noise':<11} {'case':<25} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8} {'peak MB':>8} {'above torch':>11}"
+            f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8} {'peak MB':>8} {'above torch':>11}"
         )
+        seconds = measure(name, flush_every, arguments)
+        naive = seconds[zo_runs.NAIVE, ""]
+        for (case, noise), each in seconds.items():
+            held = memory.get(case, {})
+            row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": arguments.rounds,
+                   "tokens_per_s": tokens / each, "of_mezo": seconds[zo_runs.MEZO, noise or NOISES[0]] / each,
+                   "of_naive": naive / each, **held}  # fmt: skip
+            figures.append(row)
+            shown = f"{held['peak_MB']:>8.0f} {held['peak_MB'] - held['import_torch_MB']:>11.0f}" if held else ""
+            print(f"{case:<25} {noise:<11} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {row['of_naive']:>8.3f} {shown}",
+                  flush=True)  # fmt: skip
         for noise in NOISES:
-            seconds = {case: sum(values) for case, values in measure(name, noise, flush_every, arguments).items()}
-            rounds = -(-arguments.rounds // flush_every) * flush_every
-            for case, total in seconds.items():
-                held = memory.get(case, {})
-                row = {"model": name, "noise": noise, "case": case, "flush_every": flush_every, "rounds": rounds,
-                       "tokens_per_s": rounds * tokens / total, "of_mezo": seconds[zo_runs.MEZO] / total,
-                       "of_naive": seconds[zo_runs.NAIVE] / total, **held}  # fmt: skip
-                figures.append(row)
-                shown = f"{held['peak_MB']:>8.0f} {held['peak_MB'] - held['import_torch_MB']:>11.0f}" if held else ""
-                print(f"{noise:<11} {case:<25} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {row['of_naive']:>8.3f}"
-                      f" {shown}", flush=True)  # fmt: skip
-            ratio = seconds[zo_runs.MEZO] / seconds["zo2"]
+            mezo = seconds[zo_runs.MEZO, noise]
+            ratio = mezo / seconds["zo2", noise]
             bounds.append(Bound(f"{name}, {noise}: zo2 on disk by mezo", ratio, OFFLOADED, at_most=False))
-            ratio = seconds[zo_runs.NAIVE] / seconds[zo_runs.MEZO]
-            bounds.append(Bound(f"{name}, {noise}: mezo by naive MeZO", ratio, BOUNDS[noise], at_most=False))
+            bounds.append(Bound(f"{name}, {noise}: mezo by naive MeZO", naive / mezo, BOUNDS[noise], at_most=False))
     finish(arguments, figures, bounds)
 
 
@@ -160,11 +170,11 @@ def options() -> argparse.Namespace:
     made.add_argument("--model", nargs="+", default=["OPT-125M", "OPT-350M"])
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--seq", type=int, default=512)
-    made.add_argument("--rounds", type=int, default=4)
+    made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--flush", type=int, nargs="+", default=[1, 2, 4], help="candidates for update.flush_every")
     made.add_argument("--no-ablations", dest="ablations", action="store_false")
     made.add_argument(
-        "--no-memory", action="store_true", help="leave out the peaks, which take two more steps of each case"
+        "--no-memory", dest="memory", action="store_false", help="leave out the peaks: two steps of each case"
     )
     made.add_argument("--worker", help=argparse.SUPPRESS)
     return made.parse_args()
