@@ -59,7 +59,7 @@ def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsy
         assert found["loss"] == pytest.approx(expected[1], rel=1e-5)
 
     saved = json.loads(run(capsys, "eval", *arguments, *raw, "--adapter", str(out / "adapter"), "--json"))
-    assert saved["loss"] == last["loss"]
+    assert saved["loss"] == pytest.approx(last["loss"], rel=1e-7), "the same tokens in batches of another size"
     assert saved["accuracy"] == last["accuracy"]
 
     run(capsys, "merge", str(tiny_run.model), str(out / "adapter"), merged)

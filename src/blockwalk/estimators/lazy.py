@@ -1,8 +1,8 @@
 """Linear layers whose frozen weight is never whole: it is decoded a chunk at a time, forward and backward.
 
 Each chunk is a range of *output* features of the product at hand, so that a slice of the result is complete in one
-matrix product: sums are never split over chunks, and the result is that of the undivided product. Forward, y = x·Wᵀ
-walks the rows of W [N, D]; backward, dX = dY·W walks its columns. Nothing is saved for backward but the provider.
+matrix product: sums are never split over chunks. Forward, y = x·Wᵀ walks the rows of W [N, D]; backward, dX = dY·W walks
+its columns. Nothing is saved for backward but the provider.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def lazy_linear(
         chunk_bytes: decoded bytes at a time, instead of the measured choice for the device.
 
     Returns:
-        [..., N]: the bits of ``F.linear`` on the decoded weight, and in backward those of its gradients with respect to
-        ``x`` and ``bias``. The one exception found among 1,200 random shapes: float32 gradients of one to three rows of
-        ``x``, which another kernel of MKL may compute when the output is split (4e-7 relative).
+        [..., N]: ``F.linear`` on the decoded weight, and in backward its gradients with respect to ``x`` and ``bias``.
+        Each sum is one product's, as in the undivided layer; its bits are the same wherever the processor's library adds
+        up a product in the same order for every number of outputs. AVX512 with oneDNN does for all but one to three
+        rows of ``x``; AMX does not.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
