@@ -19,6 +19,7 @@ import torch
 from blockwalk.pack import pack
 from blockwalk.skeleton import build_skeleton
 from blockwalk.state import Codec, ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
+from blockwalk.tiers import writable as writable_store
 from blockwalk.tiers.disk import CheckpointFolder
 from blockwalk.tiers.store import DATA_START, HEADER_PAGE, BlockStore, UnitHeader, unpack_header
 from blockwalk.tiers.store_writer import write_store
@@ -337,6 +338,12 @@ def contents(unit: int, step: int, nbytes: int) -> torch.Tensor:
     return torch.from_numpy(values_P.astype(np.uint8))
 
 
+def aligned(data_P: torch.Tensor) -> torch.Tensor:
+    """The same bytes where a page begins."""
+    whole_P = torch.empty(len(data_P) + HEADER_PAGE, dtype=torch.uint8)
+    return whole_P[-whole_P.data_ptr() % HEADER_PAGE :][: len(data_P)].copy_(data_P)
+
+
 def writable(path: Path, **settings: object) -> WritableStore:
     source, spec = toy()
     return WritableStore.create(path, source, spec, Codec.FP32, **settings)
@@ -434,10 +441,13 @@ def test_a_crash_at_any_instant_leaves_a_whole_generation(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("sync", [True, False])
-def test_killed_at_random_moments(sync: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sync", "direct"), [(True, False), (False, False), (True, True)], ids=["sync", "no sync", "direct"]
+)
+def test_killed_at_random_moments(sync: bool, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the closed form. A child that writes in a loop is killed 30 times; each time every unit is whole, of a step
-    that never goes back, and units differ by the one step in flight."""
+    that never goes back, and units differ by the one step in flight. ``direct``: written past the page cache."""
+    monkeypatch.setattr(writable_store, "DIRECT_BYTES", 0 if direct else 1 << 40)
     tensors = {f"unit.{i}": torch.zeros(1 << 16) for i in range(3)}
     units = [UnitSpec(f"u{i}", "block", (ParamSpec(f"unit.{i}", (1 << 16,), "float32"),)) for i in range(3)]
     spec = ModelSpec("toy", units[0], (units[1],), units[2], 1, 1)
@@ -455,7 +465,7 @@ def test_killed_at_random_moments(sync: bool, tmp_path: Path) -> None:
                 store = WritableStore(path, sync=sync)
                 for step in range(store.step(2) + 1, 1000):
                     for unit in range(3):
-                        store.write_unit(unit, contents(unit, step, nbytes), step)
+                        store.write_unit(unit, aligned(contents(unit, step, nbytes)), step)
             finally:
                 os._exit(1)
         time.sleep(rng.uniform(0.2, 2.5) * one_step)
