@@ -22,7 +22,7 @@ import yaml
 
 from blockwalk import plan as plan_module
 from blockwalk.methods import METHODS, method
-from blockwalk.plan import Plan, did_you_mean, override
+from blockwalk.plan import Estimator, Plan, did_you_mean, override
 from blockwalk.state import Codec, Placement
 
 
@@ -128,6 +128,13 @@ class RunConfig:
             raise ValueError(
                 f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
                 f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
+            )
+        mesh, steps = self.plan.mesh, self.plan.gradient_accumulation_steps
+        if self.plan.estimator is Estimator.ZEROTH_ORDER and self.batch_size % (steps * mesh.data):
+            raise ValueError(
+                f"batch_size is {self.batch_size} sequences a step, which mesh.data={mesh.data} parts of"
+                f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size, or share the forwards"
+                f" instead (mesh.perturb: up to {self.plan.forward_passes})"
             )
 
     def to_mapping(self) -> dict[str, Any]:

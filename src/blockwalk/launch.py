@@ -113,11 +113,12 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
     was stopped because of them, is not the cause."""
     causes = [each for each in failures if each[2] not in (LOST, -signal.SIGTERM)]
     rank, process, code = min(causes or failures)
-    how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    return (
-        f"rank {rank} (process {process}) {how}, so the run ended. Every rank's log is in output_dir/logs; go on with"
-        " --resume_from_checkpoint latest, with as many ranks as you like"
-    ), code if code > 0 else 128 - code
+    who = f"rank {rank} (process {process})"
+    if code > 0 and code != LOST:
+        return f"{who} ended with exit code {code}, so the run ended; what it says is above, and in output_dir/logs", code
+    how = "lost the others" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    again = "go on with --resume_from_checkpoint latest, with as many ranks as you like"
+    return f"{who} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}", code if code > 0 else 128 - code
 
 
 def _rendezvous(nodes: int, node: int) -> list[str]:

@@ -196,7 +196,7 @@ def _shared_passes(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:
     if "perturb" not in mesh:
         together = 1 if plan.zo.noise == "mezo" else math.gcd(node, plan.forward_passes)
         mesh["perturb"] = world // max(int(mesh["data"]), 1) if "data" in mesh else together
-    mesh.setdefault("data", world // max(int(mesh["perturb"]), 1))
+    mesh.setdefault("data", max(1, world // max(int(mesh["perturb"]), 1)))
     if plan.method == "distzo2" and plan.sliceable:
         mesh.setdefault("slice", node)
     return mesh
