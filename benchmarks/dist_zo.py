@@ -284,7 +284,7 @@ def inner(work: Work, rounds: int, figures: Figures) -> list[Bound]:
 PARTS = {
     "equal": (equal, Work()),
     "bytes": (bytes_between_nodes, Work()),
-    "speed": (speed, Work(hidden=1024, layers=2, batch=16, sequence=2048, steps=2)),
+    "speed": (speed, Work(hidden=256, layers=6, batch=6, sequence=2048, steps=3)),
     "slices": (slices, Work(hidden=1024, layers=8, steps=5)),
     "host": (host, Work(hidden=1024, layers=24, batch=4, sequence=8, steps=2)),
     "inner": (inner, Work(hidden=256, layers=4, batch=8, sequence=256, steps=5)),
@@ -305,9 +305,11 @@ def main() -> None:
     bounds: list[Bound] = []
     for name in arguments.parts.split(","):
         part, work = PARTS[name]
-        bounds += part(replace(work, **changed), arguments.rounds, figures)
-    for name, figure in figures.items():
-        print(f"{name:44} {figure}")
+        found: Figures = {}
+        bounds += part(replace(work, **changed), arguments.rounds, found)
+        for what, figure in found.items():
+            print(f"{what:48} {figure}", flush=True)
+        figures |= found
     finish(arguments, figures, bounds)
 
 

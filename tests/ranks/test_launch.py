@@ -25,11 +25,11 @@ STEPS = 80
 
 
 def start(
-    tiny_run: TinyRun, output_dir: Path, *, ranks: int, steps: int, torchrun: str = ""
+    tiny_run: TinyRun, output_dir: Path, *, ranks: int, steps: int, torchrun: str = "", settings: str = ""
 ) -> subprocess.Popen[str]:
     before = ["torch.distributed.run", "--standalone", *torchrun.split(), "-m"] if torchrun else []
     command = [sys.executable, "-m", *before, "blockwalk", "train", *tiny_run.arguments(output_dir), *COMMON.split()]
-    command += ["--max_steps", str(steps)]
+    command += ["--max_steps", str(steps), *settings.split()]
     if ranks > 1 and not torchrun:
         command += ["--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -96,9 +96,10 @@ def kill_rank_1(process: subprocess.Popen[str], output_dir: Path, after: int) ->
 def test_torchrun_starts_a_run_again_where_its_ledger_ends(
     tiny_run: TinyRun, whole: tuple[str, list[bytes]], tmp_path: Path
 ) -> None:
-    """A run that nobody killed. With --max-restarts both ranks begin again, in the same store of addresses."""
+    """A run that nobody killed. With --max-restarts both ranks begin again, in the same store of addresses, from the slices
+    that they have on the disk."""
     killed, restarting = tmp_path / "killed", "--nproc-per-node 2 --max-restarts 1 --monitor-interval 0.1"
-    process = start(tiny_run, killed, ranks=2, steps=STEPS, torchrun=restarting)
+    process = start(tiny_run, killed, ranks=2, steps=STEPS, torchrun=restarting, settings="--trainable disk")
     kill_rank_1(process, killed, after=5)
     assert "resumed at step" in finish(process)
     assert result(killed) == whole

@@ -69,14 +69,14 @@ class Buckets:
         keep: bool,
         group: SliceGroup | None = None,
     ) -> None:
-        self._group = group if group is not None and group.slices > 1 else None
+        self._group = group = group if group is not None and group.slices > 1 else None
         self._keep = keep
         spec, written_as = trainable_spec(model, codec, {name: codec for name, (codec, _) in states.items()})
         source = Initial(spec, *initial, {name: begin for name, (_, begin) in states.items()})
         self.streamed, self.device = streamed, device
         self.units = plan_units(source, spec, written_as, group_size=32)
         """As one process would hold them."""
-        self._sections = {n: Sections(self.units[n], group.slices) for n in streamed} if group and self._group else {}
+        self._sections = {n: Sections(self.units[n], group.slices) for n in streamed} if group is not None else {}
         self.home: dict[str, int] = {
             param.name: number for number, unit in enumerate(model.units) for param in unit.params if param.trainable
         }
