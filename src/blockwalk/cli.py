@@ -95,6 +95,7 @@ COMMANDS = (
                 "--nnodes",
                 {"type": int, "default": 1, "metavar": "N", "help": "print the command for each of N nodes instead"},
             ),
+            ("--trace", {"metavar": "FILE", "help": "a step's timeline, for Perfetto (also in output_dir/trace.json)"}),
         ),
         takes_settings=True,
     ),

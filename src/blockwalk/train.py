@@ -33,10 +33,12 @@ from blockwalk.evaluation import Evaluation, HeldOut, template_of
 from blockwalk.ledger import NAME as LEDGER
 from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
 from blockwalk.plan import Estimator, override
-from blockwalk.program import Pool, Shape, StepKind, human_bytes
+from blockwalk.program import Shape, human_bytes
 from blockwalk.ranks import first
+from blockwalk.report.advice import OutOfMemory, is_out_of_memory, next_plan
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 from blockwalk.report.progress import Progress
+from blockwalk.report.record import Record
 from blockwalk.state import Tier
 from blockwalk.walker import StepResult, Walker
 
@@ -61,6 +63,8 @@ class Outcome:
     """Tensors on the device and the host at the peak of a step, as foreseen for the longest sequences."""
     measured_bytes: int = 0
     """What the process (on a GPU: the device) grew by from before the model was opened to its peak."""
+    compared: tuple[str, ...] = ()
+    """Forecast against measured, where doctor has measured the machine."""
 
     def lines(self) -> Iterator[str]:
         """The summary that a run prints last."""
@@ -74,15 +78,21 @@ class Outcome:
         if self.forecast_bytes:
             foreseen, grown = human_bytes(self.forecast_bytes), human_bytes(self.measured_bytes)
             yield f"forecast           {foreseen} of tensors at a step's peak; measured: {grown} more than before the model"
+        yield from self.compared
         yield f"saved to           {self.saved_to}"
 
 
-def train(run: RunConfig) -> Outcome:
+def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
     """Train as configured, to the end or until SIGTERM or SIGINT, on which a checkpoint is saved.
+
+    Args:
+        run: the configuration.
+        trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
 
     Raises:
         ValueError: settings or data that cannot be trained with; nothing was written.
         DoesNotFit: the plan needs more than its budget.
+        OutOfMemory: memory was refused while the run went on.
     """
     if not run.model or not run.data.train:
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
@@ -105,24 +115,36 @@ def train(run: RunConfig) -> Outcome:
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             shape = Shape(_rows(run), _longest(rows, run))
-            forecast = Forecast(plan, walker.spec, walker.program(StepKind.TRAIN, shape, foresee=True))
-            forecast.check()
-            loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory)
+            record = Record.of(walker, shape, adapters=run.lora is not None)
+            forecast = Forecast(plan, walker.spec, record.program)
+            forecast.check(lambda: next_plan(run, plan.budget or 0, shape, device=walker.device.type))
+            loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory, record)
             if start is not None:
                 loop.resume(_saved(start))
             if walker.ranks.rank == 0:
                 files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
+                record.write(output_dir, trace)
             with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
-                for line in (*forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
+                for line in (*forecast.lines(), *record.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
                     progress.say(line)
                 for warning in rows.report.warnings():
                     progress.say(f"note: {warning}")
-                outcome = loop.run(progress, stop)
-            peaks = forecast.program.peaks()
+                try:
+                    outcome = loop.run(progress, stop)
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    foreseen, held = record.tensor_bytes, _grown(walker, memory.highest - opened_at)
+                    raise OutOfMemory(
+                        f"out of memory after {walker.steps_done} steps: {human_bytes(foreseen)} of tensors were foreseen at a"
+                        f" step's peak, {human_bytes(held)} were held when more was refused"
+                        + next_plan(run, min(foreseen, held), shape, device=walker.device.type)
+                    ) from error
             return dataclasses.replace(
                 outcome,
-                forecast_bytes=peaks.get(Pool.DEVICE, 0) + peaks.get(Pool.HOST, 0),
+                forecast_bytes=record.tensor_bytes,
                 measured_bytes=_grown(walker, outcome.peak_bytes - opened_at),
+                compared=tuple(record.compared(outcome.peak_bytes)),
             )
 
 
@@ -193,7 +215,9 @@ class _Loop:
         total: int,
         tokenizer: Tokenizer,
         memory: PeakMemory,
+        record: Record,
     ) -> None:
+        self.record = record
         self.config, self.walker, self.batches, self.choices, self.held_out = run, walker, batches, choices, held_out
         self.total, self.tokenizer, self.memory = total, tokenizer, memory
         self.output_dir = Path(run.output_dir)
@@ -285,7 +309,9 @@ class _Loop:
             batch = label_word_batch(self.choices, self.batches.next_rows(), self.batches.padding_multiple)
             tokens = batch.batch
         read = int(tokens["attention_mask"].sum())
+        self.record.before_step(self.walker, self.walker.steps_done + 1, self.total)
         result = self.walker.step(batch)
+        self.record.after_step(self.walker, result.seconds)
         peak = self.memory.take()
         if result.step == 1:
             self.first_loss = result.loss

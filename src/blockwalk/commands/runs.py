@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 from blockwalk import launch
 from blockwalk.config import RunConfig
 from blockwalk.program import Shape, StepKind
+from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 
 if TYPE_CHECKING:
     from blockwalk.state import ModelSpec
 
 
-def train(run: RunConfig, _: argparse.Namespace) -> int:
+def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk import train as training
 
     with launch.joined(launch.place(), Path(run.output_dir)):
-        outcome = training.train(run)
+        outcome = training.train(run, trace=arguments.trace)
         print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
         if outcome.stopped_by is not None:
             print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
@@ -53,7 +54,7 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
         print(line)
     if arguments.program:
         print(program)
-    forecast.check()
+    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
     return 0
 
 

@@ -5,7 +5,7 @@ Everything is read off the program that the run will execute. Nothing here impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from blockwalk.compile.placement import RULE_STATES
@@ -78,8 +78,11 @@ class Forecast:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def check(self) -> None:
+    def check(self, otherwise: Callable[[], str] = lambda: "") -> None:
         """
+        Args:
+            otherwise: what else would fit, in words.
+
         Raises:
             DoesNotFit: the predicted peak on the device is above ``plan.budget``.
         """
@@ -95,7 +98,7 @@ class Forecast:
             )
         raise DoesNotFit(
             f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(plan.budget)}: raise budget,"
-            f" lower batch_size or data.max_length, {other}"
+            f" lower batch_size or data.max_length, {other}{otherwise()}"
         )
 
 

@@ -1,0 +1,92 @@
+"""Oracle: the program that the run executes, the kernel's refusal of memory, and the exit codes that the help promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockwalk import cli
+from blockwalk.simulate import hardware
+from tests.conftest import TinyRun
+
+
+def events(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Complete events by process."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            found.setdefault(event["pid"], []).append(event)
+    return found
+
+
+def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What takes no time in one of the two has no event there; the ops that compute take time in both."""
+    monkeypatch.chdir(tmp_path)
+    hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
+    more = ["--method", "mebp", "--max_steps", "3", "--lora.rank", "4", "--trace", str(tmp_path / "trace.json")]
+    assert cli.main(["train", *tiny_run.arguments(tmp_path / "run"), *more]) == 0
+    both = events(tmp_path / "trace.json")
+    assert both.keys() == {"foreseen", "measured"}
+    kinds = ("PROLOGUE", "FORWARD", "LOSS", "BACKWARD", "UPDATE")
+    named = {pid: [(e["tid"], e["name"]) for e in found if e["cat"] in kinds] for pid, found in both.items()}
+    assert named["foreseen"] == named["measured"]
+    assert len(named["measured"]) >= 3 * 2
+    assert (tmp_path / "run" / "trace.json").read_bytes() == (tmp_path / "trace.json").read_bytes()
+    forecast = json.loads((tmp_path / "run" / "forecast.json").read_text())
+    assert forecast["seconds"] > 0
+    assert forecast["peaks"]["device"] <= forecast["tensor_bytes"]
+    said = capsys.readouterr().out
+    assert "foreseen: " in said
+    assert "forecast, time" in said
+
+
+def test_a_plan_over_its_budget_names_the_next_one_that_fits(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan that is named fits the same budget when it is tried."""
+    monkeypatch.chdir(tmp_path)
+    settings = [*tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", "--budget", "3MB", "--lora", "false"]
+    assert cli.main(["train", *settings, "--method", "plain"]) == 3
+    said = capsys.readouterr().err
+    assert "the next plan that fits: method: " in said
+    named = dict(part.split(": ") for part in said.partition("fits: ")[2].partition(" (")[0].split(", "))
+    flags = [part for key, value in named.items() for part in (f"--{key}", value.replace("True", "true"))]
+    assert cli.main(["train", *settings, *flags]) == 0
+
+
+def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """The kernel refuses: the data segment may not grow once the model is open."""
+    code = (
+        "import resource, sys\n"
+        "from blockwalk import cli, walker\n"
+        "from blockwalk.metrics import process_bytes\n"
+        "step = walker.Walker.step\n"
+        "def bounded(self, batch, **more):\n"
+        "    used = int(open('/proc/self/status').read().partition('VmData:')[2].split()[0]) * 1024\n"
+        "    resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20),) * 2)\n"
+        "    return step(self, batch, **more)\n"
+        "walker.Walker.step = bounded\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": "fresh bread " * 150}) + "\n" for _ in range(8)))
+    settings = {
+        "model": tiny_run.model, "output_dir": tmp_path / "run", "data.train": tmp_path / "long.jsonl", "method": "plain",
+        "lora": "false", "batch_size": 8, "data.max_length": 2048, "max_steps": 2,
+    }  # fmt: skip
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "out of memory after " in done.stderr
+    assert "of tensors were foreseen" in done.stderr
+    assert "fit" in done.stderr.partition("more was refused")[2]
