@@ -1,0 +1,89 @@
+"""Oracle: the bytes of the unit that was cut, and every element's place in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockwalk import method
+from blockwalk.compile.placement import section_bytes
+from blockwalk.state import Codec, ParamSpec, UnitSpec
+from blockwalk.tiers.sections import Sections
+from blockwalk.tiers.slots import STATE, Initial, cells_of, fill, trainable_spec
+from blockwalk.tiers.store import StoredUnit
+from blockwalk.tiers.store_writer import plan_units
+from tests.closed_form.test_program import toy
+
+
+def random_unit(spec: UnitSpec, codec: Codec, states: tuple[str, ...], seed: int) -> tuple[StoredUnit, torch.Tensor]:
+    """A unit encoded as one process holds it, with random weights, its states' bytes random too."""
+    generator = torch.Generator().manual_seed(seed)
+    model = replace(toy(1, lora=False, tied=True), blocks=(spec,))
+    kept, written_as = trainable_spec(model, codec, dict.fromkeys(states, Codec.FP32))
+    held = {p.name: torch.randn(p.shape, generator=generator) for p in kept.params() if STATE not in p.name}
+    source = Initial(kept, None, held, dict.fromkeys(states, 0.0))
+    unit = plan_units(source, kept, written_as, group_size=32)[1]
+    whole_P = torch.zeros(unit.nbytes, dtype=torch.uint8)
+    fill(unit, source, whole_P)
+    for param in unit.params:
+        if STATE in param.name:
+            state_N = whole_P[param.offset : param.offset + param.nbytes].view(torch.float32)
+            state_N.copy_(torch.randn(state_N.shape, generator=generator))
+    return unit, whole_P
+
+
+vectors, matrices = st.tuples(st.integers(1, 70)), st.tuples(st.integers(1, 9), st.integers(1, 40))
+shapes = st.lists(st.one_of(vectors, matrices), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from([Codec.RAW, Codec.BF16, Codec.FP8, Codec.INT8]), st.sampled_from([(), ("a",), ("a", "b")]),
+       st.integers(2, 5), st.integers(0, 99))  # fmt: skip
+def test_sections_are_the_unit_cut_and_come_together_as_it_was(
+    shapes: list[tuple[int, ...]], codec: Codec, states: tuple[str, ...], count: int, seed: int
+) -> None:
+    params = tuple(ParamSpec(f"p{i}", shape, "float32", True, len(shape) == 2) for i, shape in enumerate(shapes))
+    unit, whole_P = random_unit(UnitSpec("block", "block", params), codec, states, seed)
+    sections = Sections(unit, count)
+    cut = [sections.cut(whole_P, place) for place in range(count)]
+    assert torch.equal(sections.join(torch.cat(cut)), whole_P)
+    whole = cells_of(unit, whole_P)
+    seen = {(name, state): torch.zeros(cell.layout.rows * cell.layout.columns)
+            for name, cells in whole.items() for state, cell in cells.items()}  # fmt: skip
+    for place in range(count):
+        slot_P = torch.zeros(sections.room, dtype=torch.uint8)
+        sections.section(slot_P, place).copy_(cut[place])
+        stage_P = sections.lend(slot_P, place)
+        assert torch.equal(stage_P.chunk(count)[place], cut[place][: sections.gathered])
+        stage_P.copy_(torch.cat([each[: sections.gathered] for each in cut]))
+        sections.assemble(slot_P)
+        for name, cells in cells_of(sections.bucket, slot_P).items():
+            assert torch.equal(cells[""].bytes_P, whole[name][""].bytes_P)
+        for name, of_states in sections.updates(cut[place], place, largest=16):
+            assert of_states.keys() == whole[name].keys()
+            for state, piece in of_states.items():
+                numel = piece.layout.rows * piece.layout.columns
+                codes = whole[name][state].layout.codes(whole[name][state].bytes_P).reshape(-1)
+                assert torch.equal(
+                    piece.layout.codes(piece.bytes_P).reshape(-1).view(torch.uint8),
+                    codes[piece.origin : piece.origin + numel].view(torch.uint8),
+                )
+                seen[name, state][piece.origin : piece.origin + numel] += 1
+    assert all(bool((times == 1).all()) for times in seen.values())
+
+
+@pytest.mark.parametrize(("codec", "optimizer"), [("bf16", "sgd"), ("raw", "momentum"), ("fp8", "adamw")])
+def test_a_program_knows_what_a_section_has(codec: str, optimizer: str) -> None:
+    """Within the padding of each tensor: a section's bytes, and those that are gathered of it."""
+    plan = method("distzo2", mesh={"world": 4}, trainable=f"host × {codec}", **{"optimizer.name": optimizer})
+    params = (ParamSpec("w", (512, 96), "float32", True, True), ParamSpec("b", (96,), "float32", True, False))
+    spec = UnitSpec("block", "block", params)
+    states = {"momentum": ("m",), "adamw": ("m", "v")}.get(optimizer, ())
+    sections = Sections(random_unit(spec, Codec(codec), states, 0)[0], 4)
+    section, share = section_bytes(plan, spec)
+    assert sections.gathered == pytest.approx(share, abs=64 * 2 + 96 * 4)
+    assert sections.nbytes == pytest.approx(section, abs=64 * 2 * (1 + len(states)) + 96 * 4 * (1 + len(states)))
