@@ -188,6 +188,8 @@ def main() -> None:
                     continue
                 figures.append(json.loads(done.stdout.strip().splitlines()[-1]))
                 print(show(figures[-1]), flush=True)
+                if given.json:  # what was measured is kept if a later case is cut short
+                    Path(given.json).write_text(json.dumps({"figures": {"cases": figures}}))
     ran = [row for row in figures if row["fits"]]
     errors = {
         key: [abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1) for row in ran] for key in ("bytes", "seconds")
