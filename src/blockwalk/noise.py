@@ -20,7 +20,6 @@ import ctypes
 import functools
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -39,6 +38,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _THREAD_ELEMENTS = 1 << 16
 """Below this many elements for each thread, starting threads costs more than it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
@@ -204,35 +204,6 @@ def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, n
 
     native_code.parallel(work, count, _thread_count(count), _ALIGN)
     return out
-
-
-class MezoNoise:
-    """The original MeZO's perturbations: one pass of torch's generator over the trainable parameters.
-
-    Each iteration over this object is one pass: a generator seeded with ``seed``, then one ``torch.normal(0, 1, size)``
-    in each parameter's own dtype and on its device, in the order given, which must be that of the deduplicated
-    ``named_parameters()`` for the original's draws. They are those that follow ``torch.manual_seed(seed)``, but the
-    process's own generators stay as they are. A draw depends on those before it: nothing here can be had alone.
-    """
-
-    def __init__(self, seed: int, parameters: Iterable[torch.Tensor]) -> None:
-        self.seed = seed
-        self._parameters = tuple(parameters)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        generators: dict[torch.device, torch.Generator] = {}
-        for parameter in self._parameters:
-            device = parameter.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(self.seed)
-            yield torch.normal(
-                mean=0.0,
-                std=1.0,
-                size=tuple(parameter.shape),
-                generator=generators[device],
-                device=device,
-                dtype=parameter.dtype,
-            )
 
 
 class Window(NamedTuple):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from blockwalk import native as native_code
 from blockwalk import noise, noise_numpy
+from blockwalk.estimators.mezo import MezoNoise
 from blockwalk.noise import NoiseKey, add_scaled_, fill_, perturbed, random_uint16, stochastic_round, update_perturb_
 
 KEY = NoiseKey(seed=0, step=7, query=0, name="model.layers.0.self_attn.q_proj.weight")
@@ -368,7 +369,7 @@ def test_refusals() -> None:
 def test_mezo_noise_is_the_original_s() -> None:
     """Oracle: the original's lines: torch.manual_seed, then torch.normal for each parameter."""
     parameters = [torch.zeros(5, 7), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.float16)]
-    draws = noise.MezoNoise(0, parameters)
+    draws = MezoNoise(0, parameters)
     torch.manual_seed(99)
     passes = [list(draws), list(draws)]
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(99)))

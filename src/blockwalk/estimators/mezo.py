@@ -6,7 +6,7 @@ The oracle is :mod:`blockwalk.reference.mezo`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -14,10 +14,38 @@ from blockwalk.anatomy import canonical_name
 from blockwalk.blocks import CutModel
 from blockwalk.estimators.zo_update import ZerothOrderRule
 from blockwalk.ledger import Entry
-from blockwalk.noise import MezoNoise
 
 SIGNS = (1, -2, 1)
 """The three passes of perturbation: to θ + ε·z, to θ − ε·z, and back."""
+
+
+class MezoNoise:
+    """The original MeZO's perturbations: one pass of torch's generator over the trainable parameters.
+
+    Each iteration over this object is one pass: a generator seeded with ``seed``, then one ``torch.normal(0, 1, size)``
+    in each parameter's own dtype and on its device, in the order given, which must be that of the deduplicated
+    ``named_parameters()`` for the original's draws. They are those that follow ``torch.manual_seed(seed)``, but the
+    process's own generators stay as they are. A draw depends on those before it: nothing here can be had alone.
+    """
+
+    def __init__(self, seed: int, parameters: Iterable[torch.Tensor]) -> None:
+        self.seed = seed
+        self._parameters = tuple(parameters)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generators: dict[torch.device, torch.Generator] = {}
+        for parameter in self._parameters:
+            device = parameter.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(self.seed)
+            yield torch.normal(
+                mean=0.0,
+                std=1.0,
+                size=tuple(parameter.shape),
+                generator=generators[device],
+                device=device,
+                dtype=parameter.dtype,
+            )
 
 
 def order_of(cut: CutModel) -> list[str]:

@@ -15,14 +15,12 @@ Losses and what is made of them are float64 (with ``noise: mezo`` the losses' ow
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from blockwalk.blocks import Prologue
 from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators import mezo
@@ -31,81 +29,14 @@ from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
 from blockwalk.estimators.objectives import Objective, ranked
 from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
+from blockwalk.estimators.zo_step import AT_REST, IGNORE, Batch, Step, passes_of, scalars_of
 from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_, reserve
 from blockwalk.ledger import Entry
-from blockwalk.plan import MeshSettings, Plan
+from blockwalk.plan import MeshSettings
 from blockwalk.program import Op, OpKind
 from blockwalk.ranks import Ranks
 from blockwalk.state import ParamSpec, Tier, Weight
 from blockwalk.tiers.slots import STATE
-
-Batch = Mapping[str, torch.Tensor]
-IGNORE = -100
-
-AT_REST = (0, 0.0)
-"""The pass that sees the weights as they are."""
-
-
-def passes_of(plan: Plan) -> tuple[tuple[int, float], ...]:
-    """(query, sign) of each forward of a step, in the program's order."""
-    queries = range(plan.zo.queries)
-    match plan.zo.kind:
-        case "spsa":
-            return tuple((query, sign) for query in queries for sign in (1.0, -1.0))
-        case "fzoo":
-            return (AT_REST, *((query, 1.0) for query in queries))
-        case _:
-            return (AT_REST, *((query, sign) for query in queries for sign in (1.0, -1.0)))
-
-
-@dataclass(slots=True)
-class _State:
-    """What one step carries from op to op, by (micro-batch, forward pass)."""
-
-    batches: Sequence[Batch]
-    labels: Sequence[torch.Tensor]
-    """Of each micro-batch, on the CPU."""
-    counted: tuple[int, ...]
-    """Labels that count, of each micro-batch."""
-    step: int
-    seed: int
-    learning_rate: float
-    passes: tuple[tuple[int, float], ...]
-    training: bool
-    by_row: bool
-    next_token: bool
-    words: LabelWordBatch | None
-    """The step's classification examples, where the objective ranks label words."""
-    prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
-    hidden: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """What each forward answered, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
-    mean; where losses are by row, one for each sequence."""
-    entry: Entry | None = None
-    loss_sum: float = 0.0
-    """Of an evaluation, over its tokens."""
-    row_losses_B: torch.Tensor | None = None
-    """Of an evaluation by row."""
-    logits_BV: torch.Tensor | None = None
-    """After the last position, where ``next_token`` asks for them."""
-    grad_norm: float | None = None
-    """A zeroth-order step has none."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.counted)
-
-    @property
-    def loss(self) -> float:
-        """The step's reported loss: its first forward's."""
-        assert self.entry is not None
-        return self.entry.losses[0]
-
-    @property
-    def projected_grad(self) -> float:
-        """g; of several queries their mean."""
-        assert self.entry is not None
-        return statistics.fmean(self.entry.projected_grads)
 
 
 class ZerothOrder:
@@ -132,7 +63,7 @@ class ZerothOrder:
         self.slice_scratch = LossScratch()
         """Of updates to slices, which run beside the forwards."""
         self.loss_scratch = LossScratch()
-        self.state: _State | None = None
+        self.state: Step | None = None
         head = engine.cut.head
         self.chunked = self.plan.loss == "chunked" and not head.custom and head.lora is None
         self._in_place = self._resident_parameters() if self.plan.zo.noise == "mezo" else {}
@@ -198,7 +129,7 @@ class ZerothOrder:
                 f"zo.objective: {self.plan.zo.objective} ranks label words: a step needs a LabelWordBatch (data with"
                 " data.template and data.label_words), or set zo.objective: loss"
             )
-        self.state = _State(
+        self.state = Step(
             batches,
             labels,
             counted,
@@ -234,7 +165,7 @@ class ZerothOrder:
         return lambda: work(op, state)
 
     @torch.no_grad()
-    def _prologue(self, op: Op, state: _State) -> None:
+    def _prologue(self, op: Op, state: Step) -> None:
         self._bind(0, self._perturbation(op, state))
         key = (op.micro_batch, op.forward_pass)
         prologue = self.engine.cut.prologue(state.batches[op.micro_batch])
@@ -242,7 +173,7 @@ class ZerothOrder:
         self._unbind(0)
 
     @torch.no_grad()
-    def _forward(self, op: Op, state: _State) -> None:
+    def _forward(self, op: Op, state: Step) -> None:
         self._bind(op.unit, self._perturbation(op, state))
         key = (op.micro_batch, op.forward_pass)
         call = state.prologues[key].calls[op.unit - 1]
@@ -250,7 +181,7 @@ class ZerothOrder:
         self._unbind(op.unit)
 
     @torch.no_grad()
-    def _loss(self, op: Op, state: _State) -> None:
+    def _loss(self, op: Op, state: Step) -> None:
         m, cut = op.micro_batch, self.engine.cut
         key, batch = (m, op.forward_pass), state.batches[m]
         perturbation = self._perturbation(op, state)
@@ -301,7 +232,7 @@ class ZerothOrder:
 
     # ---- weights as a forward sees them -----------------------------------------------------------------------------
 
-    def _perturbation(self, op: Op, state: _State) -> Perturbation:
+    def _perturbation(self, op: Op, state: Step) -> Perturbation:
         query, sign = state.passes[op.forward_pass]
         if self._in_place:
             sign = 0.0  # they were perturbed where they lie
@@ -309,7 +240,8 @@ class ZerothOrder:
         return Perturbation(state.seed, state.step, query, sign * self.plan.zo.epsilon, kind)
 
     def _bind(self, unit: int, perturbation: Perturbation) -> None:
-        """Put a unit's trainables in their places, perturbed: matrices as they are read, the rest as copies."""
+        """Put a unit's trainables in their places, perturbed: matrices as they are read, the rest as copies; those of a
+        compiled block all whole, in buffers that blocks share."""
         trainables = self.engine.trainables(unit)
         whole = self.plan.compile and 0 < unit < self.engine.cut.epilogue_index
         values = {
@@ -360,10 +292,10 @@ class ZerothOrder:
 
     # ---- from losses to weights -------------------------------------------------------------------------------------
 
-    def _perturb(self, op: Op, state: _State) -> None:
+    def _perturb(self, op: Op, state: Step) -> None:
         mezo.perturb_(self._in_place, state.seed, mezo.SIGNS[op.forward_pass], self.plan.zo.epsilon)
 
-    def _exchange(self, op: Op, state: _State) -> None:
+    def _exchange(self, op: Op, state: Step) -> None:
         """Turn the losses into the step's entry.
 
         Raises:
@@ -389,7 +321,7 @@ class ZerothOrder:
         self.record(state.entry)
         self.ranks.confirm(state.step, state.entry, wait=self.plan.trainable.tier is Tier.DISK)
 
-    def _losses(self, state: _State) -> tuple[float, ...]:
+    def _losses(self, state: Step) -> tuple[float, ...]:
         """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
         cuts = range(len(state.batches))
         own = [state.losses[m, p].double().reshape(-1) for m, p in sorted(state.losses, key=lambda key: key[::-1])]
@@ -408,21 +340,11 @@ class ZerothOrder:
             for of_pass in values
         )
 
-    def _scalars(self, losses: tuple[float, ...], state: _State) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Projected gradients and curvatures of each query."""
-        epsilon, queries = self.plan.zo.epsilon, range(self.plan.zo.queries)
         if self._in_place and len(state.batches) == 1 and not (self.chunked or state.by_row):
-            return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * epsilon)).item(),), ()
-        if self.plan.zo.kind == "fzoo":
-            base, *sided = losses
-            sigma = statistics.pstdev(sided)
-            return tuple((each - base) / sigma if sigma else 0.0 for each in sided), ()
-        pairs = losses if self.plan.zo.kind == "spsa" else losses[1:]
-        grads = tuple((pairs[2 * i] - pairs[2 * i + 1]) / (2 * epsilon) for i in queries)
-        if self.plan.zo.kind == "spsa":
-            return grads, ()
-        bends = (math.fabs(pairs[2 * i] + pairs[2 * i + 1] - 2 * losses[0]) for i in queries)
-        return grads, tuple(bend / (2 * epsilon**2) for bend in bends)
+            return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),), ()
+        return scalars_of(self.plan.zo, losses)
 
     @property
     def steps(self) -> int:
