@@ -207,7 +207,7 @@ class Watch:
     """Ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store over a
     connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
 
-    Every second a rank counts its own beat up and reads the others'. A rank whose beat stands still for
+    Every three seconds a rank counts its own beat up and reads the others'. A rank whose beat stands still for
     :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's host where it does not answer. Inside a
     step (see :meth:`step`) the time since the last finished op is watched: more than :data:`STUCK_AFTER` seconds and ten usual
     steps, and the step is stuck. A slow step whose ops finish is left alone, and so is a first step of any length.
@@ -223,7 +223,7 @@ class Watch:
         self,
         ranks_per_node: int = 1,
         *,
-        interval: float = 1.0,
+        interval: float = 3.0,
         dead_after: float = DEAD_AFTER,
         stuck_after: float = STUCK_AFTER,
         end: Callable[[str], None] = _end_process,
