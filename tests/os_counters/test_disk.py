@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import resource
@@ -201,3 +202,36 @@ def test_large_units_move_past_the_page_cache(tmp_path: Path) -> None:
     reader = BlockStore(tmp_path / "store")
     assert reader.steps[1] == 3
     assert torch.equal(reader.weights(["w"])["w"], torch.arange(numel, dtype=torch.float32) * 3)
+
+
+def test_a_file_system_that_cannot_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a closed form of the contents. The descriptor opens, and every transfer by it is refused."""
+    numel = DIRECT_BYTES // 4
+    params = (ParamSpec("w", (numel,), "float32"),)
+    spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
+                     UnitSpec("epilogue", "epilogue", ()), 1, 1)  # fmt: skip
+    source = Initial(spec, None, {"w": torch.zeros(numel)}, {})
+    with WritableStore.create(tmp_path / "store", source, spec, Codec.RAW) as store:
+        refused = os.open(os.devnull, os.O_RDONLY)
+        store._direct[1] = os.dup(refused)
+
+        def transfer(call: str) -> None:
+            through = getattr(os, call)
+
+            def instead(fd: int, *rest: object) -> int:
+                if fd == store._direct[1]:
+                    raise OSError(errno.EINVAL, "Invalid argument")
+                moved: int = through(fd, *rest)
+                return moved
+
+            monkeypatch.setattr(os, call, instead)
+
+        transfer("preadv"), transfer("pwritev")
+        whole_P = torch.empty(store.units[1].nbytes + PAGE, dtype=torch.uint8)
+        aligned_P = whole_P[-whole_P.data_ptr() % PAGE :][: store.units[1].nbytes]
+        aligned_P.view(torch.float32).copy_(torch.arange(numel))
+        store.write_unit(1, aligned_P, 1)
+        assert store._direct[1] == -1
+        assert store.read_unit(1, aligned_P.zero_()) == 1
+        assert torch.equal(aligned_P.view(torch.float32), torch.arange(numel, dtype=torch.float32))
+        os.close(refused)

@@ -11,6 +11,7 @@ for pages that are read once a step.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -139,7 +140,13 @@ class WritableStore:
         pages = len(buffer) // HEADER_PAGE * HEADER_PAGE
         if fd < 0 or bytes_P.data_ptr() % HEADER_PAGE:
             pages = 0
-        _transfer(call, fd, buffer[:pages], offset)
+        try:
+            _transfer(call, fd, buffer[:pages], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct[unit], pages = -1, 0  # opened, but not for this: another alignment, or a layer that cannot
+            os.close(fd)
         _transfer(call, self._fds[unit], buffer[pages:], offset + pages)
 
     def _buffer(self, unit: int, bytes_P: torch.Tensor) -> memoryview:
