@@ -41,7 +41,7 @@ def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
         found = planner.rank(task)
     except (ValueError, KeyError, FileNotFoundError):  # no configuration that a formula describes
         return ""
-    fits = (c for c in (*found.first_order, *found.zeroth_order) if c.plan.mesh.world == 1 and c.plan != run.plan)
+    fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
     if (best := next(fits, None)) is None:
         alone = ", or train adapters (lora.rank: 8)" if run.lora is None else ""
         return f"; no plan of this model fits {human_bytes(room)}: lower batch_size or data.max_length{alone}"
