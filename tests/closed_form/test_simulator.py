@@ -17,6 +17,7 @@ from blockwalk.plan import Plan
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.simulate import analytic, hardware, memory, simulator, trace
 from blockwalk.simulate.hardware import Curve, Hardware, Link
+from blockwalk.simulate.seconds import CostModel
 from blockwalk.state import StateKind
 
 CONFIG = {
@@ -145,7 +146,7 @@ def test_a_gather_takes_alpha_and_beta() -> None:
     """Closed form: 8 ranks share the node's link; a tree over 2 nodes has one round."""
     machine = hardware.load("a40-48gb-x8-eth1")
     plan = PLANS["zero3"]
-    model = simulator.CostModel(plan, analytic.model_spec(CONFIG), machine)
+    model = CostModel(plan, analytic.model_spec(CONFIG), machine)
     op = Op(0, OpKind.GATHER, 1, Lane.INTER, part=StateKind.TRAINABLE, nbytes=10**6, span=(8, 16))
     assert model.seconds(op) == pytest.approx(1e-4 + 8 * 10**6 / 1.18e8)
 

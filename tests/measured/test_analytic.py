@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GATED,
     "qwen2": GATED,
     "qwen3": {"head_dim": 32, **GATED},
+    "gemma2": {"head_dim": 32, **GATED},
     "gemma3_text": {"head_dim": 32, **GATED},
     "opt": {"ffn_dim": 512, "word_embed_proj_dim": 128, "dropout": 0.0},
     "mixtral": {"num_local_experts": 4, **GATED},
@@ -62,6 +63,9 @@ def test_formulas_agree_with_the_model_and_its_measured_costs(family: str, name:
         if kind != "prologue":
             assert mine.forward_transient == pytest.approx(cost.forward_transient, rel=0.12)
         assert mine.backward_transient == pytest.approx(cost.backward_transient, rel=0.12)
+        assert mine.forward.flops == pytest.approx(cost.forward.flops, rel=0.01)
+        assert mine.forward.touched == pytest.approx(cost.forward.touched, rel=0.2, abs=2**21)
+        assert mine.backward.touched == pytest.approx(cost.backward.touched, rel=0.35)
 
 
 def test_no_formula_needs_torch() -> None:

@@ -1,7 +1,8 @@
 """A model and its costs from a ``config.json`` alone, by formula: no torch, no transformers, milliseconds at any size.
 
-For the families whose block is flash attention and a gated or plain MLP: llama, mistral, qwen2, qwen3, seed_oss,
-gemma3_text, opt, mixtral and qwen3_moe. What :mod:`blockwalk.costs` measures on such a model is the oracle.
+For the families whose block is attention (fused, or gemma2's capped scores) and a gated or plain MLP: llama, mistral, qwen2,
+qwen3, seed_oss, gemma2, gemma3_text, opt, mixtral and qwen3_moe.
+What :mod:`blockwalk.costs` measures on such a model is the oracle.
 
 T tokens of a micro-batch, B batch, S sequence, D hidden, F feed-forward, Q = heads × head size, K = key heads × head size,
 E experts of which k are chosen, V vocabulary, R LoRA rank.
@@ -24,7 +25,7 @@ from blockwalk.simulate.analytic_work import block_work
 from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, ParamSpec, Tier, UnitSpec
 from blockwalk.work import Work, sizes
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "gemma3_text", "opt", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "gemma2", "gemma3_text", "opt", "mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Dimensions:
     def plain_mlp(self) -> bool:
         """Two matrices with biases and layer norms with biases, instead of three and RMS norms."""
         return self.family == "opt"
+
+    @property
+    def eager(self) -> bool:
+        """Attention whose scores stand in memory: they are capped."""
+        return self.family == "gemma2"
 
     @property
     def norms(self) -> int:
@@ -218,6 +224,8 @@ def costs(config: Mapping[str, Any], plan: Plan, shape: Shape, *, lora_rank: int
     size, backprop = DTYPE_BYTES[dtype], plan.estimator is Estimator.BACKPROP
     hidden_bytes = shape.tokens * d.hidden * size
     positions = 0 if d.plain_mlp else 2 * shape.sequence * d.head_size * size
+    if d.eager:  # masks of the two kinds of layer, added to scores
+        positions += 2 * shape.batch * shape.sequence**2 * size
     prologue = UnitCost(
         forward_transient=hidden_bytes * (3 if d.plain_mlp else 1) + positions,
         backward_transient=model.prologue.numel(trainable=True) * size if backprop else 0,
@@ -226,13 +234,15 @@ def costs(config: Mapping[str, Any], plan: Plan, shape: Shape, *, lora_rank: int
         backward=Work(passes=sizes([(3 * model.prologue.numel(trainable=True) * size * backprop, 1)])),
     )
     units = (("prologue", prologue), ("epilogue", _epilogue(d, model, plan, shape, size, device)))
-    block = _block_cost(d, model.blocks[0], shape, size, lora_rank=lora_rank, backprop=backprop)
+    fused = plan.frozen.tier is not Tier.DEVICE and plan.frozen.codec not in (Codec.RAW, Codec.FP32, Codec.BF16, Codec.FP16)
+    block = _block_cost(d, model.blocks[0], shape, size, lora_rank=lora_rank, backprop=backprop, fused=fused)
     return Costs((*units, ("block", block)), _scratch(d, model, plan, shape, dtype, device))
 
 
 def _block_cost(
-    d: Dimensions, unit: UnitSpec, shape: Shape, size: int, *, lora_rank: int | None, backprop: bool
+    d: Dimensions, unit: UnitSpec, shape: Shape, size: int, *, lora_rank: int | None, backprop: bool, fused: bool
 ) -> UnitCost:
+    """``fused``: adapters are added in place to the products of decoded weights."""
     tokens, wide = shape.tokens, max(size, 4)
     full, width = lora_rank is None, d.feed_forward * max(d.chosen, 1)
     linear = 2 * tokens * sum(rows * columns for _, (rows, columns) in _linears(d))
@@ -242,13 +252,16 @@ def _block_cost(
     rank = lora_rank or 0
     adapters = 2 * tokens * rank * sum(rows + columns for _, (rows, columns) in _linears(d))
     forward_flops = linear + attention + adapters
-    backward_flops = (2 if full else 1) * linear + 5 * attention // 2 + 2 * adapters
+    backward_flops = (2 if full else 1) * linear + (2 * attention if d.eager else 5 * attention // 2) + 2 * adapters
     in_mlp = 2 * width + d.hidden if d.plain_mlp else 3 * width + 2 * d.hidden
     if d.experts:
         in_mlp = 4 * width + (2 + d.chosen) * d.hidden
-    forward = tokens * size * max(in_mlp, 2 * d.queries + 2 * d.keys + 3 * d.hidden)
+    scores = shape.batch * d.heads * shape.sequence**2 * size if d.eager else 0
+    narrow = size < 4  # scores pass through float32
+    in_attention = 2 * d.hidden + 3 * d.queries if d.eager else 2 * d.queries + 2 * d.keys + 3 * d.hidden
+    forward = max(tokens * size * in_mlp, tokens * size * in_attention + scores * (5 if narrow else 2))
     shapes = [each for _, each in _linears(d)]
-    works = block_work(d, shapes, shape, size, rank=rank, full=full)
+    works = block_work(d, shapes, shape, size, rank=rank, full=full, fused=fused)
     if not backprop:
         return UnitCost(forward, 0, 0, forward_flops, 0, works[0])
     master_copies = 0 if full else unit.numel(trainable=True) * (size if size < 4 else 0)
@@ -258,11 +271,16 @@ def _block_cost(
     else:
         kept = 4 * width + _norm_elements(d, wide // size, full) + 2 * d.queries + 2 * d.keys + d.hidden
     saved = tokens * size * kept
-    saved += tokens * rank * size * len(_linears(d)) + master_copies + 4 * shape.batch * d.heads * shape.sequence
+    saved += tokens * rank * size * len(_linears(d)) + master_copies
+    if d.eager:
+        saved += 2 * tokens * size * (d.queries - d.keys) + scores * (4 if narrow else 2)
+    else:
+        saved += 4 * shape.batch * d.heads * shape.sequence
     down = d.hidden * width * size if full else 0
     at_start = saved + tokens * size * (2 * width + d.hidden) + down
     at_end = gradients + master_copies + tokens * (7 * d.hidden * size + (7 * d.hidden * wide if size < 4 else 0)) // 2
-    return UnitCost(forward, max(at_start, at_end), saved, forward_flops, backward_flops, *works)
+    at_scores = 7 * tokens * d.hidden * size + scores * (7 if narrow else 4)
+    return UnitCost(forward, max(at_start, at_end, at_scores), saved, forward_flops, backward_flops, *works)
 
 
 def _norm_elements(d: Dimensions, wide: int, full: bool) -> int:
@@ -307,7 +325,8 @@ def _epilogue(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, size: i
     )
     if plan.estimator is not Estimator.BACKPROP:
         in_norm = 5 if size < 4 and not d.plain_mlp else 3
-        return UnitCost(max(hidden_bytes + shifted, in_norm * hidden_bytes), 0, 0, product, 0, work)
+        masks = 2 * shape.batch * shape.sequence**2 * size if d.eager else 0  # the pass up to the head makes them again
+        return UnitCost(max(hidden_bytes + shifted, in_norm * hidden_bytes + masks), 0, 0, product, 0, work)
     full = model.epilogue.params[0].trainable
     kept = 0 if size == 4 else wide // size
     norm = hidden_bytes * (1 if d.plain_mlp else 1 + kept + full * (kept or 1 if d.family.startswith("gemma") else 1))

@@ -26,7 +26,7 @@ VIEWS = 150, 350
 
 
 def block_work(
-    d: Dimensions, linears: Sequence[tuple[int, int]], shape: Shape, size: int, *, rank: int, full: bool
+    d: Dimensions, linears: Sequence[tuple[int, int]], shape: Shape, size: int, *, rank: int, full: bool, fused: bool
 ) -> tuple[Work, Work]:
     """A block's forward and backward (without recomputation).
 
@@ -37,6 +37,7 @@ def block_work(
         size: bytes of an element of the compute dtype.
         rank: of the adapters on every linear; 0 for none.
         full: whether the block's own parameters are trained.
+        fused: whether adapters are added in place; PEFT's own forward makes tensors of the output's size for them.
     """
     tokens = shape.tokens
     products = [(2 * tokens * rows * columns, 1) for rows, columns in linears]
@@ -44,11 +45,18 @@ def block_work(
         each = 2 * tokens * d.chosen * d.feed_forward * d.hidden
         products += [(2 * each, 1), (each, 1), (2 * tokens * d.experts * d.hidden, 1)]
     adapters = [(2 * tokens * rank * side, 1) for pair in linears for side in pair if rank]
-    attention = 4 * shape.batch * d.heads * shape.sequence**2 * d.head_size
-    adapted = sum(rows for rows, _ in linears) if rank else 0
-    forward = _passes(tokens * size * (_elements(d, size) + 5 * adapted), tokens * size * d.hidden)
-    back = BACKWARD * tokens * size * _elements(d, size) + 4 * tokens * size * adapted
-    twice = [(flops, 2 if full else 1) for flops, _ in products] + [(flops, 2) for flops, _ in adapters]
+    scores, attention = shape.batch * d.heads * shape.sequence**2, 0
+    touched = _elements(d, size) * tokens
+    if d.eager:
+        products.append((2 * shape.sequence**2 * d.head_size, 2 * shape.batch * d.heads))
+        touched += scores * (20 if size < 4 else 12)
+    else:
+        attention = 4 * scores * d.head_size
+    adapted = sum(rows for rows, _ in linears) if rank and not fused else 0
+    forward = _passes(size * (touched + 5 * adapted * tokens), tokens * size * d.hidden)
+    back = BACKWARD * size * touched + 4 * tokens * size * adapted
+    twice = [(flops, count * (2 if full or count > 1 else 1)) for flops, count in products]
+    twice += [(flops, 2) for flops, _ in adapters]
     return (
         Work(sizes([*products, *adapters]), forward, attention, VIEWS[0]),
         Work(sizes(twice), _passes(int(back), tokens * size * d.hidden), 5 * attention // 2, VIEWS[1]),
