@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from math import log10
 from typing import Any
+
+from benchmarks.sharded_runs import bits
 
 COLOURS = {"fcdp": "#0072b2", "hzp": "#009e73", "fsdp2": "#d55e00", "fsdp2-a2a": "#cc79a7"}
 WIDTH, HEIGHT, LEFT, TOP, ACROSS, DOWN = 640, 340, 60, 20, 440, 260
@@ -42,12 +43,3 @@ def draw(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     label = "rate between nodes; share of the unshaped throughput that a LoRA step keeps"
     parts.append(f'<text x="{LEFT + ACROSS / 2}" y="{HEIGHT - 14}" text-anchor="middle">{label}</text></svg>')
     return "\n".join(parts) + "\n"
-
-
-def bits(rate: str) -> float:
-    """Bits a second of tc's ``100mbit`` or ``1gbit``; no limit is infinite."""
-    if rate == "unshaped":
-        return float("inf")
-    match = re.fullmatch(r"(\d+)([kmg])bit", rate)
-    assert match is not None, rate
-    return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -208,9 +209,21 @@ def formula(case: Case, nodes: int, local: int, parameters: int, trained: int) -
 
 
 def limit(rate: str | None) -> None:
-    """Limit what the calling rank's node sends, such as ``"200mbit"``; None lifts it. One rank of each node calls this."""
+    """Limit what the calling rank's node sends, such as ``"200mbit"``; None lifts it. One rank of each node calls this. What
+    may leave at once is little beside a step's bytes: 256 KB from 200 Mbit/s on, below 32 KB."""
     here = ("tc", "qdisc")
     subprocess.run([*here, "del", "dev", "eth0", "root"], capture_output=True, check=False)
     if rate is not None:
-        shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+        burst = "256kb" if bits(rate) >= 200e6 else "32kb"
+        shape = ("tbf", "rate", rate, "burst", burst, "latency", "50ms")
         subprocess.run([*here, "add", "dev", "eth0", "root", *shape], check=True)
+
+
+def bits(rate: str) -> float:
+    """Bits a second of tc's ``100mbit`` or ``1gbit``; no limit is infinite."""
+    if rate == "unshaped":
+        return float("inf")
+    match = re.fullmatch(r"(\d+)([kmg])bit", rate)
+    if match is None:
+        raise ValueError(f"{rate!r} is no rate; write it like 200mbit")
+    return int(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]

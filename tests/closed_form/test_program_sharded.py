@@ -252,3 +252,15 @@ def test_ranks_that_a_method_has_no_use_for_are_refused() -> None:
         method("plain", mesh={"world": 4, "ranks_per_node": 2})
     with pytest.raises(ValueError, match=r"cache.tier: host .* set frozen: device × int4 × node"):
         method("hzp", mesh={"world": 4, "ranks_per_node": 2}, frozen="disk × int4 × node")
+
+
+def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
+    """Closed form: no compute op waits for an update, in a program whose updates begin before its backward walk ends."""
+    program = steady(on_mesh("fcdp", 2, 2, **{"update.timing": "block"}), toy(6, lora=False, tied=False))
+    updates = [op for op in program.ops if op.kind is OpKind.UPDATE]
+    backward = [op for op in program.ops if op.kind is OpKind.BACKWARD]
+    assert len(updates) == 8
+    assert updates[0].index < backward[1].index
+    updated = sum(1 << op.index for op in updates)
+    before = happens_before(program)
+    assert not any(before[op.index] & updated for op in backward)

@@ -34,6 +34,7 @@ from blockwalk.compile.sharded_layout import (
     sharded_resident,
 )
 from blockwalk.mesh import Axis, between, gather_bytes, make_axes
+from blockwalk.plan import Timing
 from blockwalk.program import Lane, OpKind, Pool, Program, StepKind
 from blockwalk.state import DTYPE_BYTES, StateKind
 
@@ -89,6 +90,11 @@ class ShardedBuilder(Builder):
         return {"part": StateKind.TRAINABLE}
 
     @property
+    def _updates_behind(self) -> bool:
+        """Whether a block is updated while the next one's backward runs; else all are after the last one's."""
+        return self.plan.update.timing is Timing.BLOCK
+
+    @property
     def graphs_outlive_slots(self) -> bool:
         """A kept graph refers to the places of its parameters, and finds them filled again; encoded ones it does not."""
         return not encodes_frozen(self.plan)
@@ -111,8 +117,9 @@ class ShardedBuilder(Builder):
                     buffer = self._open[made] = self._buffer(made)
                     deps = [*deps, *([self._emptied[buffer]] if buffer in self._emptied else [])]
             details["buffer"] = self._open.get(unit, -1)
-        if kind is OpKind.UPDATE and has_node_slice(self.plan):
-            self.dirty.add(unit)
+        if kind is OpKind.UPDATE:
+            lane = Lane.STORE if self._updates_behind else lane
+            self.dirty.update({unit} if has_node_slice(self.plan) else ())
         index = Builder.op(self, kind, unit, lane, deps, **details)
         op = self.ops[index]
         for sign, change in ((1, op.takes), (-1, op.frees)):
@@ -220,7 +227,8 @@ class ShardedBuilder(Builder):
         parts = [part for part in PARTS if let_go and (unit, part) in self._kept]
         self._kept.difference_update((unit, part) for part in parts)
         frees = ((Pool.DEVICE, sum(self._node_bytes(unit, part) for part in parts)),) if parts else ()
-        return self.op(OpKind.EVICT, unit, Lane.STORE, after, slot=slot, frees=frees, kept=bool(parts))
+        lane = Lane.FETCH if self._updates_behind else Lane.STORE  # no slot waits for an update's reduction
+        return self.op(OpKind.EVICT, unit, lane, after, slot=slot, frees=frees, kept=bool(parts))
 
     def _end_slot(self, unit: int) -> int | None:
         """The slot of prologue and epilogue; a block takes any that is free."""

@@ -1,0 +1,127 @@
+"""Oracle: the run that nobody killed, bit for bit; one process; transformers, which reads what was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk import config, train
+from blockwalk.launch import Place
+from blockwalk.methods import method
+from blockwalk.walker import Walker
+from tests.conftest import TinyRun
+from tests.models import random_batch, tiny_model
+from tests.ranks.processes import run_ranks
+
+
+def run_config(arguments: list[str], rank: int, world: int) -> config.RunConfig:
+    pairs = list(zip([a.removeprefix("--") for a in arguments[::2]], arguments[1::2], strict=True))
+    return config.load(None, [*pairs, *Place(rank, world, rank, world).settings()])
+
+
+def _trained(rank: int, world: int, arguments: list[str], killed_at: int) -> None:
+    """Train; where ``killed_at`` is above 0, the last rank dies before that step."""
+    if rank == world - 1 and killed_at:
+        step = Walker.step
+
+        def dies(self: Walker, *args: Any, **options: Any) -> Any:
+            if self.steps_done == killed_at:
+                self.wait_saved()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, *args, **options)
+
+        Walker.step = dies  # type: ignore[method-assign]
+    train.train(run_config(arguments, rank, world))
+
+
+def result(folder: Path, name: str = "model") -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What was saved, and every step's loss."""
+    from safetensors.torch import load_file
+
+    file = folder / name / ("model.safetensors" if name == "model" else "adapter_model.safetensors")
+    return load_file(file), [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_killed_run_goes_on_with_the_same_bits(tiny_run: TinyRun, tmp_path: Path, lora: bool) -> None:
+    """One of two ranks is killed in the sixth step; both start again from the checkpoint of the fourth."""
+    common = ["--method", "fcdp", "--max_steps", "8", "--save_every", "2", "--gradient_accumulation_steps", "2"]
+    common += ["--optimizer.learning_rate", "3e-3", *(["--lora.rank", "4", "--lora.dropout", "0.1"] if lora else [])]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(2, _trained, 2, [*tiny_run.arguments(whole), *common], 0)
+    arguments = [*tiny_run.arguments(killed), *common]
+    codes = run_ranks(2, _dies, 2, arguments, 5, may_die=True)
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] != "trained"
+    assert sorted(path.name for path in killed.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000004"]
+    run_ranks(2, _trained, 2, [*arguments, "--resume_from_checkpoint", "latest"], 0)
+    name = "adapter" if lora else "model"
+    (expected, losses), (found, again) = result(whole, name), result(killed, name)
+    assert again == losses
+    assert len(losses) == 8
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def _dies(rank: int, world: int, arguments: list[str], killed_at: int) -> str:
+    try:
+        _trained(rank, world, arguments, killed_at)
+    except Exception:
+        os._exit(3)  # the other rank is gone: its own end is not what is tested here
+    return "trained"
+
+
+def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """``blockwalk train --method fcdp --nproc-per-node 2`` to the end; one process resumes its checkpoint under ``plain``."""
+    from transformers import AutoModelForCausalLM
+
+    steps = ["--optimizer.learning_rate", "3e-3", "--optimizer.schedule", "constant"]
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    train.train(run_config([*tiny_run.arguments(alone), *steps, "--method", "plain", "--max_steps", "6"], 0, 1))
+    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(ranks), *steps, "--method", "fcdp"]
+    command += ["--max_steps", "4", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("saved to") == 1, done.stdout
+    AutoModelForCausalLM.from_pretrained(ranks / "model")
+    resumed = [*tiny_run.arguments(ranks), *steps, "--method", "plain", "--max_steps", "6"]
+    train.train(run_config([*resumed, "--resume_from_checkpoint", "latest"], 0, 1))
+    (expected, losses), (found, again) = result(alone), result(ranks)
+    assert again == pytest.approx(losses, rel=2e-6)
+    for name, value in expected.items():
+        assert float((found[name] - value).norm()) <= 1e-4 * float(value.norm()), name
+
+
+def _gradient(
+    world: int, dropout: float, batch: dict[str, torch.Tensor], name: str = "zero3"
+) -> dict[str, torch.Tensor]:
+    model = tiny_model("gpt2", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0)
+    with Walker(model, method(name, **({"mesh": {"world": world}} if name != "plain" else {})), device="cpu") as walker:
+        return walker.gradients(batch)
+
+
+def _with_dropout(rank: int, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [_gradient(2, dropout, batch) for dropout in (0.3, 0.3, 0.0)]
+
+
+def test_ranks_drop_different_elements() -> None:
+    """Closed form: with the same sequence on both ranks the mean gradient is that of one process, unless their masks differ;
+    one rank has the masks of ``plain``."""
+    row = random_batch(1, 10, seed=1)
+    dropped, again, kept = run_ranks(2, _with_dropout, {key: value.repeat(2, 1) for key, value in row.items()})[0]
+    plain, alone, control = (_gradient(1, *case) for case in ((0.3, row, "plain"), (0.3, row), (0.0, row)))
+    for name, value in plain.items():
+        assert torch.equal(alone[name], value), name
+        assert torch.equal(again[name], dropped[name]), name
+        assert torch.allclose(kept[name], control[name], rtol=1e-4, atol=1e-7), name
+    weight = "transformer.h.1.mlp.c_fc.weight"
+    assert float((dropped[weight] - alone[weight]).norm()) > 0.1 * float(alone[weight].norm())
