@@ -41,6 +41,9 @@ def run(tmp_path: Path) -> Path:
             print(json.dumps(line), file=file)
         file.write('{"step": 41, "lo')  # a line that a kill cut short
     (folder / "config.yaml").write_text("model: <tiny>\n")
+    forecast = {"peaks": {"device": 10**7, "mapped": 2 * 10**7}, "process_bytes": 31 * 10**7, "seconds": 0.4,
+                "bytes_moved": {"fetch": 4 * 10**7}, "versions": {"torch": "9.9.9"}}  # fmt: skip
+    (folder / "forecast.json").write_text(json.dumps(forecast))
     event = {"ph": "X", "name": "FORWARD block 1", "cat": "FORWARD", "pid": "run", "tid": 0, "ts": 0, "dur": 5}
     (folder / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
     return folder
@@ -49,7 +52,9 @@ def run(tmp_path: Path) -> Path:
 def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
     page = Page(html.report(run))
     curves = [attrs["points"] or "" for tag, attrs in page.tags if tag == "polyline"]
-    assert [len(points.split()) for points in curves] == [40] * 5
+    assert sorted(len(points.split()) for points in curves) == [2] * 2 + [40] * 6, "two foreseen, six measured"
+    level = next(points for points in curves if len(points.split()) == 2).split()
+    assert level[0].split(",")[1] == level[1].split(",")[1]
     heights = [float(point.split(",")[1]) for point in curves[0].split()]
     assert heights == sorted(heights), "a falling loss is drawn falling"
     assert sum(tag == "rect" for tag, _ in page.tags) == 1
@@ -59,6 +64,8 @@ def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
     assert "a <run>" in text
     assert "model: <tiny>" in text
     assert "4.0000 → 0.1000" in text
+    for shown in ("300.0 MB, 310.0 MB foreseen", "0.4 foreseen", "20.0 MB", "40.0 MB", "9.9.9"):
+        assert shown in text
 
 
 def test_the_command_writes_it_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,4 +83,4 @@ def test_chromium_draws_it(run: Path, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(html.report(run), encoding="utf-8")
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,844", "--dump-dom"]
     done = subprocess.run([*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.count("<polyline") == 5
+    assert done.stdout.count("<polyline") == 8

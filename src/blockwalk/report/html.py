@@ -1,7 +1,7 @@
 """A run as one self-contained page: curves as inline SVG, a step's timeline, the configuration. No scripts, no network.
 
-Reads what a run leaves in its folder: ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl`` and, where there is one,
-``trace.json``. Nothing here imports torch.
+Reads what a run leaves in its folder: ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl`` and, where they are there,
+``forecast.json`` and ``trace.json``. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from typing import Any
 
 from blockwalk.program import human_bytes
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 220, 64, 24
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
 """Of a chart, in its own units: it scales with the page."""
+
+LANES = 180
+"""Of a timeline: where the lanes begin, after their names."""
 
 MOST_POINTS = 2000
 """A curve has at most so many points: longer runs are thinned, their first and last step kept."""
 
-_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a")
+_COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a", "#0a7ea4", "#bf3989", "#7d8590")
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:720px;padding:1rem;color:#1f2328;background:#fff}
 h1{font-size:1.4rem}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}svg{width:100%;height:auto;display:block}
 table{border-collapse:collapse;font-size:.9rem}td{padding:.1rem .8rem .1rem 0;vertical-align:top}
 pre{overflow-x:auto;background:#f6f8fa;padding:.8rem;font-size:.8rem}text{font:11px system-ui,sans-serif;fill:#57606a}
+@media(max-width:500px){text{font-size:16px}}
 """
 
 
@@ -52,18 +56,27 @@ def report(folder: str | Path) -> str:
         raise ValueError(f"{run} holds no metrics.jsonl with a step in it; give a run's output_dir")
     evaluations = _lines(run / "evaluations.jsonl")
     config = (run / "config.yaml").read_text(encoding="utf-8") if (run / "config.yaml").is_file() else ""
+    forecast = _object(run / "forecast.json")
     parts = [
         f"<h1>{html.escape(run.name)}</h1>",
-        _table(_summary(steps, evaluations)),
+        _table(_summary(steps, evaluations, forecast)),
         chart("Loss", [_curve("training", steps, "loss"), _curve("held out", evaluations, "loss")]),
         chart("Learning rate", [_curve("learning rate", steps, "learning_rate")]),
         chart("Tokens a second", [_curve("tokens a second", steps, "tokens_per_second")]),
-        chart("Memory of the process, MB", [_curve("peak of each step", steps, "peak_bytes", 1e-6)]),
+        chart("Seconds a step", [_curve("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
+        chart(
+            "Memory of the process, MB",
+            [_curve("peak of each step", steps, "peak_bytes", 1e-6), *_level(steps, forecast.get("process_bytes"), 1e-6)],
+        ),
+        _section("Memory by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
         chart("Bytes moved a step, MB", list(_moved(steps))),
+        _section("Bytes moved in a step at the longest sequences, as foreseen", forecast.get("bytes_moved", {})),
     ]
-    if (run / "trace.json").is_file():
-        parts.append(timeline("A step's timeline", json.loads((run / "trace.json").read_text(encoding="utf-8"))))
+    if trace := _object(run / "trace.json"):
+        parts.append(timeline("A step's timeline", trace))
     parts.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
+    if versions := forecast.get("versions"):
+        parts.append(f"<h2>Versions</h2>{_table(iter(versions.items()))}")
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
     title = f"<title>{html.escape(run.name)}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}{title}</head><body>{''.join(parts)}</body></html>\n"
@@ -82,14 +95,14 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
 
     def place(x: float, y: float) -> str:
         across = LEFT + (x - first) / (last - first) * (WIDTH - LEFT - 8)
-        return f"{across:.1f},{8 + (high - y) / (high - low) * (HEIGHT - BOTTOM - 8):.1f}"
+        return f"{across:.1f},{TOP + (high - y) / (high - low) * (HEIGHT - BOTTOM - TOP):.1f}"
 
     drawn = []
     for tick in range(5):
         y = low + (high - low) * tick / 4
         at = place(first, y).split(",")[1]
         drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{at}" y2="{at}" stroke="#d0d7de"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{at}" text-anchor="end" dominant-baseline="middle">{y:.4g}</text>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{at}" text-anchor="end" dominant-baseline="middle">{y:.3g}</text>')
     drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">step {first:.0f}</text>')
     drawn.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{last:.0f}</text>')
     for number, curve in enumerate(curves):
@@ -98,7 +111,7 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
         drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         if len(curves) > 1:
             name = html.escape(curve.name)
-            drawn.append(f'<text x="{WIDTH - 12}" y="{20 + 14 * number}" text-anchor="end" style="fill:{colour}">{name}</text>')
+            drawn.append(f'<text x="{LEFT + 150 * number}" y="14" style="fill:{colour}">{name}</text>')
     label = html.escape(title)
     return f'<h2>{label}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
@@ -110,21 +123,47 @@ def timeline(title: str, trace: dict[str, Any]) -> str:
     rows = sorted({(str(event["pid"]), event["tid"]) for event in events})
     if not events:
         return ""
+    kinds = list(dict.fromkeys(str(event.get("cat", "")) for event in events))
     end = max(event["ts"] + event["dur"] for event in events)
     height, drawn = 22 * len(rows) + BOTTOM, []
     for number, (process, lane) in enumerate(rows):
-        label = html.escape(str(names.get((process, lane), lane)))
+        label = html.escape(f"{process}: {names.get((process, lane), lane)}")
         drawn.append(f'<text x="4" y="{22 * number + 15}">{label}</text>')
         for event in (e for e in events if (str(e["pid"]), e["tid"]) == (process, lane)):
-            x, width = 90 + event["ts"] / end * (WIDTH - 98), max(event["dur"] / end * (WIDTH - 98), 0.5)
-            colour = _COLOURS[sum(map(ord, event.get("cat", ""))) % len(_COLOURS)]
+            x = LANES + event["ts"] / end * (WIDTH - LANES - 8)
+            width = max(event["dur"] / end * (WIDTH - LANES - 8), 0.5)
+            colour = _COLOURS[kinds.index(str(event.get("cat", ""))) % len(_COLOURS)]
             drawn.append(
                 f'<rect x="{x:.1f}" y="{22 * number + 3}" width="{width:.1f}" height="16" fill="{colour}">'
                 f"<title>{html.escape(event['name'])}: {event['dur'] / 1000:.2f} ms</title></rect>"
             )
     drawn.append(f'<text x="{WIDTH - 8}" y="{height - 6}" text-anchor="end">{end / 1000:.1f} ms</text>')
+    legend = " ".join(
+        f'<span style="color:{_COLOURS[at % len(_COLOURS)]}">{html.escape(kind.lower().replace("_", " "))}</span>'
+        for at, kind in enumerate(kinds)
+    )
     label = html.escape(title)
-    return f'<h2>{label}</h2><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    picture = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    return f"<h2>{label}</h2>{picture}<p>{legend}</p>"
+
+
+def _level(steps: Sequence[dict[str, Any]], value: float | None, scale: float) -> list[Curve]:
+    """What is foreseen, as a level line; nothing where it is not."""
+    if not value:
+        return []
+    return [Curve("foreseen", tuple((float(steps[at]["step"]), value * scale) for at in (0, -1)))]
+
+
+def _section(title: str, sizes: dict[str, int]) -> str:
+    """Bytes by name, under a heading; empty where there are none."""
+    rows = ((name, human_bytes(nbytes)) for name, nbytes in sizes.items())
+    return f"<h2>{html.escape(title)}</h2>{_table(rows)}" if sizes else ""
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def _curve(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Curve:
@@ -142,13 +181,19 @@ def _moved(steps: Sequence[dict[str, Any]]) -> Iterator[Curve]:
         yield _curve(lane, with_lane, "moved", 1e-6)
 
 
-def _summary(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _summary(
+    steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], forecast: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps[-1]['step']}"
     yield "training loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}"
     if evaluations:
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
     yield "tokens a second", f"{sum(s['tokens'] for s in steps) / max(sum(s['seconds'] for s in steps), 1e-9):.4g}"
-    yield "peak memory", human_bytes(max(step["peak_bytes"] for step in steps))
+    foreseen = f", {human_bytes(forecast['process_bytes'])} foreseen" if forecast.get("process_bytes") else ""
+    yield "peak memory", human_bytes(max(step["peak_bytes"] for step in steps)) + foreseen
+    if forecast.get("seconds"):
+        middle = sorted(step["seconds"] for step in steps)[len(steps) // 2]
+        yield "seconds a step", f"{middle:.3g} in the middle, {forecast['seconds']:.3g} foreseen at the longest"
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockwalk import checkpoint, files
+from blockwalk.metrics import process_bytes
 from blockwalk.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.simulate import hardware, memory, trace
 from blockwalk.simulate.simulator import Simulation, simulate
@@ -50,8 +51,9 @@ class Record:
             return cls(program)
         found = simulate(program, walker.plan, walker.spec, here, walker.costs(shape))
         process = 0
-        if here.process_bytes:
-            process = memory.process_peak(program, walker.plan, here, adapters=adapters)
+        if here.process_bytes:  # beside what doctor found on its walks a run holds a tokenizer, data, and their libraries
+            growth = memory.step_growth(program, walker.plan, here, adapters=adapters)
+            process = max(memory.process_peak(program, walker.plan, here, adapters=adapters), process_bytes() + growth)
         return cls(program, found, process)
 
     @property

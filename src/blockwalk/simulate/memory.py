@@ -47,5 +47,11 @@ def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: 
     Graphs and gradients leave free heap as a share of what comes and goes; the other walks leave about the same everywhere.
     """
     kind = walk_kind(plan, program, adapters=adapters)
-    kept = hardware.slack.get(kind, 0.0) * (1 if kind in BY_BYTES else transients(program))
-    return tensors(program) + hardware.process_bytes.get(kind, 0) + int(kept)
+    held = tensors(program) - transients(program)
+    return hardware.process_bytes.get(kind, 0) + held + step_growth(program, plan, hardware, adapters=adapters)
+
+
+def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
+    """Bytes that a process with an open model grows by in a step: what comes and goes, and the free heap that it leaves."""
+    kind, moving = walk_kind(plan, program, adapters=adapters), transients(program)
+    return moving + int(hardware.slack.get(kind, 0.0) * (1 if kind in BY_BYTES else moving))
