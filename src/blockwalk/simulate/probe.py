@@ -19,6 +19,7 @@ import torch
 
 from blockwalk.simulate import probe_rates, probe_walk
 from blockwalk.simulate.hardware import Hardware, Link
+from blockwalk.simulate.memory import BY_BYTES
 
 BLOCK_OPS = 60
 """PyTorch operations that a block's forward starts, about: what an op's launches cost is so many of one."""
@@ -59,8 +60,8 @@ class Findings:
             yield f"  an operation      {1e6 * hw.start_seconds:.1f} µs to start; {fresh}"
         for kind, nbytes in hw.process_bytes.items():
             slack = hw.slack[kind]
-            kept = f"{100 * slack:.0f}% of what comes and goes" if slack < 100 else _size(slack)
-            yield f"  a process         {_size(nbytes)} beside its tensors ({kind}), and {kept} of free heap"
+            kept = f"{100 * slack:.0f}% of what comes and goes" if kind not in BY_BYTES else f"{slack / 1e6:.0f} MB"
+            yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {kept} of free heap"
         yield f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f} million elements/s"
         if hw.device == "cuda":
             up, down = hw.host_to_device.bandwidth / 1e9, hw.device_to_host.bandwidth / 1e9

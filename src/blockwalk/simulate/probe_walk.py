@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,9 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 
 STEPS = 3
 
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+"""What torchrun tells a rank, and a walk of its own must not hear."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -40,10 +44,11 @@ class Found:
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
     """Every kind of walk, two at a time."""
     found = {}
+    alone = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     for at in range(0, len(kinds), 2):
         command = [sys.executable, "-W", "ignore", "-m", "blockwalk.simulate.probe_walk"]
         running = [
-            (kind, subprocess.Popen([*command, kind], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+            (kind, subprocess.Popen([*command, kind], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=alone))
             for kind in kinds[at : at + 2]
         ]
         for kind, process in running:
