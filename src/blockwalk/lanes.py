@@ -6,6 +6,7 @@ stream, so that no thread ever waits for the device inside a step. On a CPU an o
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,7 +73,8 @@ class Lanes:
 
     def _thread(self, lane: Lane) -> ThreadPoolExecutor:
         if lane not in self._threads:
-            self._threads[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"blockwalk {lane}")
+            name = f"blockwalk {lane}"
+            self._threads[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name, initializer=_work_alone)
         return self._threads[lane]
 
     def _run(self, lane: Lane, work: Callable[[], None], after: tuple[Mark, ...], mark: Mark) -> None:
@@ -102,3 +104,12 @@ class Lanes:
         if lane not in self._streams:
             self._streams[lane] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._streams[lane])
+
+
+def _work_alone() -> None:
+    """Let torch's operators use this thread only. Each thread that runs one has a team of OpenMP threads of its own, and with
+    two teams on as many cores libgomp no longer spins between operators: every thread sleeps and is woken for each one."""
+    try:
+        ctypes.CDLL(torch._C.__file__).omp_set_num_threads(1)
+    except (OSError, AttributeError):  # a build without OpenMP
+        return

@@ -39,7 +39,7 @@ from blockwalk.report.advice import OutOfMemory, is_out_of_memory, next_plan
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 from blockwalk.report.progress import Progress
 from blockwalk.report.record import Record
-from blockwalk.state import Tier
+from blockwalk.state import Codec, Tier
 from blockwalk.walker import StepResult, Walker
 
 
@@ -96,6 +96,11 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
     """
     if not run.model or not run.data.train:
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+    if run.lora is None and run.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8):
+        raise ValueError(
+            f"frozen: {run.plan.frozen} keeps weights in {run.plan.frozen.codec}, and without adapters every weight is"
+            " trained: it would start from rounded values; set lora.rank, or frozen: disk × raw"
+        )
     with PeakMemory() as memory, _stop_signals() as stop:
         tokenizer = load_tokenizer(run.model)
         rows, choices = read_training_rows(run, tokenizer)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk import cli
+from tests.conftest import TinyRun
 
 D, M, V, L, HEADS, KV, HEAD = 64, 128, 96, 3, 4, 2, 16
 BLOCK = D * HEADS * HEAD * 2 + 2 * D * KV * HEAD + 3 * D * M + 2 * D
@@ -120,6 +121,16 @@ def test_a_plan_that_does_not_fit(model: str, capsys: pytest.CaptureFixture[str]
     assert cli.main([*arguments, "--budget", "100kB"]) == 3
     assert "and budget is 100.0 kB: raise budget" in capsys.readouterr().err
     assert cli.main([*arguments, "--budget", "100GB"]) == 0
+
+
+def test_every_weight_is_not_trained_from_rounded_values(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the exit code for configurations, and the folder that was not made."""
+    arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--method", "mebp", "--lora", "false"]
+    assert cli.main(arguments) == 2
+    assert "disk × int4 × nobody keeps weights in int4, and without adapters" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_zeroth_order_says_what_it_means(model: str, capsys: pytest.CaptureFixture[str]) -> None:
