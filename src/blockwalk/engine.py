@@ -443,7 +443,11 @@ def _open(
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
         if plan.frozen.tier is Tier.DEVICE:
             # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
-            return model if plan.estimator is Estimator.ZEROTH_ORDER or plan.sharded else model.to(dtype), None, dtype
+            if plan.estimator is Estimator.BACKPROP and not plan.sharded:
+                for param in model.parameters():  # not the buffers: tables of rotary frequencies stay in float32
+                    if param.is_floating_point():
+                        param.data = param.data.to(dtype)
+            return model, None, dtype
         folder = workdir / "model"
         from blockwalk.adapters import base_weights
         from blockwalk.safetensors_file import save_model

@@ -138,3 +138,16 @@ def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="every label of this step is ignored"),
     ):
         walker.step(batch)
+
+
+def test_a_compute_dtype_leaves_the_rotary_frequencies_alone(tmp_path: Path) -> None:
+    """Oracle: the loss of transformers' own model whose parameters alone are bfloat16, as it loads them."""
+    model, batch = tiny_model("llama"), random_batch()
+    own = copy.deepcopy(model)
+    for parameter in own.parameters():
+        parameter.data = parameter.data.bfloat16()
+    expected = own(**batch).loss.item()
+    plan = method("plain", compute_dtype="bfloat16")
+    with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
+        assert walker.evaluate(batch).loss == pytest.approx(expected, rel=1e-3)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32

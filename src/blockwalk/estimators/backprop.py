@@ -198,12 +198,12 @@ class Backprop:
                 return
             with torch.set_grad_enabled(state.training):
                 if self.chunked:
-                    normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch)
+                    normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch, self._seed(state, op))
                 elif state.by_row:
                     state.row_losses_B = row_losses(engine.cut.logits(prologue, hidden_BSD, batch), batch["labels"])
                     return
                 else:
-                    loss = engine.cut.own_loss(prologue, hidden_BSD, batch)
+                    loss = engine.cut.own_loss(prologue, hidden_BSD, batch, self._seed(state, op))
             if self.chunked:
                 loss_sum, outputs, seed = self._chunked_loss(normed_BSD, batch, state)
             else:
