@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common_models import MODELS
+from benchmarks.common_models import MODELS
 
 from blockwalk.state import Codec
 
