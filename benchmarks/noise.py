@@ -9,12 +9,16 @@ as fast as ``torch.normal_``, Rademacher draws 1.3 times that (what the zeroth-o
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from common import Bound, finish, interleaved, median, parser
+from benchmarks.common import Bound, finish, interleaved, median, parser
 
 from blockwalk.noise import NoiseKey, add_scaled_, fill_, perturbed, random_uint16, stochastic_round
 
