@@ -298,31 +298,45 @@ def fcdp_table() -> Iterator[dict[str, Any]]:
         yield line(f"FCDP over ZeRO-3, LoRA, {net}", ratio, None, "times")
 
 
+MICRO_BATCHES = 32
+"""Of a step on 256 accelerators, for each pipeline: assumed, for the paper does not say."""
+
+
 def asynchzp_table() -> Iterator[dict[str, Any]]:
     print("AsyncHZP table 2 and its scaling: analytic, since no program has context or pipeline parallelism yet")
-    machine, context = hardware.load("asynchzp-64gb"), 32768
+    machine, context, z1, z3 = hardware.load("asynchzp-64gb"), 32768, 64, 8
     published = {(row["model"], row["strategy"]): row for row in rows("asynchzp_table2")}
-    efficiency: float | None = None
-    scales = [("Seed-OSS-9B", 256, 1), *(("Seed-OSS-36B", cards, 4) for cards in (256, 512, 1024))]
-    for model, cards, pipeline in scales:
+    peak, link = machine.peak_of("bfloat16"), machine.inter.bandwidth / machine.devices_per_node
+    efficiency, kept = 0.0, 0.0
+    scales = [("Seed-OSS-9B", 256, 1, MICRO_BATCHES), ("Seed-OSS-36B", 256, 4, MICRO_BATCHES)]
+    for cards in (512, 1024):  # the same work for each card, and the same batch over all of them
+        scales += [("Seed-OSS-36B", cards, 4, MICRO_BATCHES), ("Seed-OSS-36B", cards, 4, MICRO_BATCHES * 256 // cards)]
+    for model, cards, pipeline, micro in scales:
         layers, dim, forward = SEED_OSS[model]
         queries, keys = 80 * 128 if dim == 5120 else dim, 8 * 128
         params = layers * (dim * (2 * queries + 2 * keys) + 3 * dim * forward) + 2 * 155136 * dim
         flops = 6 * params * context + 6 * layers * 2 * queries * context**2 // 2
-        ranks, micro = 8 * pipeline, 32  # micro-batches a step: assumed, for the paper does not say
-        useful = flops * micro / ranks
-        z1, z3 = 64, 8
-        recompute = useful * 8 / 6 / machine.peak_of("bfloat16")
-        bubble = (pipeline - 1) / micro
-        crossing = params / pipeline * 6 * (1 / z3 - 1 / z1) * machine.devices_per_node / machine.inter.bandwidth
-        if efficiency is None:
-            target = float(published[model, "Z1=64 Z2=Z3=8 CP=8"]["mfu"])
-            efficiency = recompute / (useful / machine.peak_of("bfloat16") / target - crossing)
+        stage, replicas = params / pipeline, cards // pipeline // z1
+        useful = flops * micro / (8 * pipeline)
+        recompute, bubble = useful * 8 / 6 / peak, (pipeline - 1) / micro
+        sent = stage * 6 * (1 / z3 - 1 / z1) + 2 * (replicas - 1) / replicas * 4 * stage / z1
+        if not efficiency:
+            row = published[model, "Z1=64 Z2=Z3=8 CP=8"]
+            efficiency = recompute / (useful / peak / float(row["mfu"]) - sent / link)
             print(f"  fitted on Seed-OSS-9B: products at {100 * efficiency:.0f}% of the peak (recomputation counted)")
-        seconds = recompute / efficiency * (1 + bubble) + crossing * (cards / 256) ** 0.1
-        row = published.get((model, f"Z1=64 Z2=Z3=8 {'PP=4 ' if pipeline > 1 else ''}CP=8")) if cards == 256 else None
-        mfu = useful / (seconds * machine.peak_of("bfloat16"))
-        yield line(f"{model} on {cards}, MFU (analytic)", mfu, float(row["mfu"]) if row else None, "")
+        seconds = recompute / efficiency * (1 + bubble) + sent / link
+        row = published.get((model, f"Z1=64 Z2=Z3=8 {'PP=4 ' if pipeline > 1 else ''}CP=8"), {}) if cards == 256 else {}
+        states = stage * (12 / z1 + 4 / 8 + 2 / z3) / 1e9
+        tokens = context // 8 * layers // pipeline * dim * min(pipeline, micro)
+        if not kept:
+            kept = (float(row["memory_GB"]) - states) * 1e9 / tokens
+            print(f"  and {kept:.0f} bytes kept of each token, layer and hidden element: not all is recomputed")
+        what = f"{model} on {cards}, {micro} micro-batches"
+        print(f"    {what}: {states:.1f} GB of states, {sent / 1e9:.2f} GB sent a step, bubbles {100 * bubble:.0f}%")
+        yield line(f"{what}, MFU", useful / (seconds * peak), float(row["mfu"]) if row else None, "")
+        if row:
+            yield line(f"{what}, memory", states * 1e3 + kept * tokens / 1e6, float(row["memory_GB"]) * 1e3, "MB")
+    print("  the 36B's memory would hold if its fullest stage kept 1.7 micro-batches at a time instead of four")
 
 
 PHONE = Hardware(name="phone", device="cpu", device_bytes=8 * 10**9, flops={"bfloat16": 1e12}, memory_bandwidth=50e9)

@@ -9,6 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 UNEXPLAINED = {
+    "asynchzp": {"Seed-OSS-36B on 256, 32 micro-batches, memory"},
     "communication": {"OPT-6.7B upload in slices, four times one's"},
     "mebp": {
         "Qwen2.5-3B mezo memory",
