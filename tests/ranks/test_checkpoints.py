@@ -87,3 +87,21 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = Walker(tiny_model("llama", num_hidden_layers=2), method("plain"), device="cpu")
     with other, pytest.raises(ValueError, match="is not of this model and optimizer"):
         other.load_state(tmp_path / "one")
+
+
+def _blind(rank: int, folder: Path) -> str:
+    """Save where rank 1 does not see what rank 0 made."""
+    if rank == 1:
+        Path.is_dir = lambda self, **_: False  # type: ignore[method-assign, assignment]
+    with walker_of("fcdp") as walker, pytest.raises(ValueError) as refused:
+        walker.save_state(folder / "here", beside={"note.txt": "beside"})
+    return str(refused.value)
+
+
+def test_a_folder_that_not_every_rank_sees_is_refused(tmp_path: Path) -> None:
+    """Closed form: every rank names the one that is blind; nothing is left that looks like a checkpoint."""
+    CutModel(tiny_model("llama", tied=True, seed=3))
+    for message in run_ranks(2, _blind, tmp_path):
+        assert message.startswith("rank 1 does not see"), message
+        assert "file system that all nodes share" in message
+    assert not (tmp_path / "here").exists()
