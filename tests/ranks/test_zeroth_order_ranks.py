@@ -211,3 +211,17 @@ def test_a_new_node_joins_by_replaying_the_ledger(tmp_path: Path) -> None:
         expected = trained(walker)
     for weights in run_ranks(2, _joins, tmp_path, {"world": 2, "perturb": 2}, timeout=60):
         assert_same(weights, expected)
+
+
+def _signalled(rank: int) -> list[int]:
+    with Walker(tiny_model("llama"), method("distzo2", mesh={"world": 2}), device="cpu") as walker:
+        walker.step(random_batch(8))
+        before = walker.ranks.heard
+        walker.ranks.signal = lambda: 15 if rank == 1 else 0
+        walker.step(random_batch(8))
+        return [before, walker.ranks.heard]
+
+
+def test_a_signal_to_one_rank_is_heard_by_all_with_the_steps_losses() -> None:
+    """Oracle: the number that one rank was given."""
+    assert run_ranks(2, _signalled, timeout=60) == [[0, 15], [0, 15]]
