@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 from blockwalk.blocks import CutModel
 from blockwalk.compile.sharded_layout import part_layout
+from blockwalk.config import LoraSettings
 from blockwalk.methods import method
+from blockwalk.pack import pack
 from blockwalk.state import Codec, StateKind, encoded_nbytes
 from blockwalk.tiers import codecs
 from blockwalk.tiers.layout import Layout
@@ -81,3 +84,25 @@ def test_a_flat_buffer_of_codes_takes_their_bytes() -> None:
         ]
         least = sum(-(-size // 64) * 64 for size in sizes)
         assert least <= layout.nbytes < least + 4 * 64
+
+
+def _from_store(rank: int, folder: Path) -> list[float]:
+    mesh = {"world": 2, "ranks_per_node": 1}
+    losses = []
+    for source, frozen in ((folder / "model", "device × int8 × node"), (folder / "store", "device × int8 × node")):
+        plan = method("fcdp", mesh=mesh, frozen=frozen)
+        with Walker(
+            source, plan, lora=LoraSettings(rank=2), device="cpu", workdir=folder / f"work-{source.name}"
+        ) as walker:
+            losses += [walker.step(random_batch(4, 10, seed=step)).loss for step in range(2)]
+    return losses
+
+
+def test_slices_are_read_from_a_store_as_they_lie_there(tmp_path: Path) -> None:
+    """Oracle: the checkpoint folder that the store was packed from, bit for bit."""
+    model = make("llama", False)
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    pack(tmp_path / "model", tmp_path / "store", Codec.INT8)
+    first, second, *from_store = run_ranks(2, _from_store, tmp_path)[0]
+    assert from_store == [first, second]
+    assert first != second
