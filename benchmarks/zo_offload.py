@@ -5,7 +5,7 @@ round after round, so that drift of the machine meets all alike; figures are med
 ``flush_every`` rounds, where that is not 1). Peak memory is that of a process of its own for each case (RssAnon + RssShmem +
 VmSwap + VmPTE). ``flush_every`` is tuned first, among ``--flush``, and named.
 
-    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2 4]
+    python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2]
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, float
 def peaks(name: str, cases: list[str], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Peak memory of each case, each in a process of its own."""
     found = {}
+    print(f"{'case':<25} {'peak MB':>9} {'above what importing torch takes':>33}")
     for case in cases:
         command = [sys.executable, __file__, "--worker", case, "--model", name, "--batch", str(arguments.batch)]
         done = subprocess.run([*command, "--seq", str(arguments.seq)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{name}, {case}: {done.stderr[-2000:]}")
-        found[case] = json.loads(done.stdout.splitlines()[-1])
+        row = found[case] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{case:<25} {row['peak_MB']:>9.0f} {row['peak_MB'] - row['import_torch_MB']:>33.0f}", flush=True)
     return found
 
 
@@ -136,25 +138,24 @@ def main() -> None:
     tokens = arguments.batch * arguments.seq
     for name in arguments.model:
         random_store(name, Codec.RAW, "float32")
-        memory = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments) if arguments.memory else {}
         flush_every = tuned(name, arguments)
-        print(
-            f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {os.getloadavg()[0]:.1f}"
-        )
-        print(
-            f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8} {'peak MB':>8} {'above torch':>11}"
-        )
+        load = os.getloadavg()[0]
+        print(f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {load:.1f}")
+        print(f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8}")
         seconds = measure(name, flush_every, arguments)
         naive = seconds[zo_runs.NAIVE, ""]
         for (case, noise), each in seconds.items():
-            held = memory.get(case, {})
             row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": arguments.rounds,
                    "tokens_per_s": tokens / each, "of_mezo": seconds[zo_runs.MEZO, noise or NOISES[0]] / each,
-                   "of_naive": naive / each, **held}  # fmt: skip
+                   "of_naive": naive / each}  # fmt: skip
             figures.append(row)
-            shown = f"{held['peak_MB']:>8.0f} {held['peak_MB'] - held['import_torch_MB']:>11.0f}" if held else ""
-            print(f"{case:<25} {noise:<11} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {row['of_naive']:>8.3f} {shown}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{case:<25} {noise:<11} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {row['of_naive']:>8.3f}",
+                flush=True,
+            )
+        if arguments.memory:
+            held = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
+            figures += [{"model": name, "case": case, **bytes_} for case, bytes_ in held.items()]
         for noise in NOISES:
             mezo = seconds[zo_runs.MEZO, noise]
             ratio = mezo / seconds["zo2", noise]
@@ -171,7 +172,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--seq", type=int, default=512)
     made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--flush", type=int, nargs="+", default=[1, 2, 4], help="candidates for update.flush_every")
+    made.add_argument("--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every")
     made.add_argument("--no-ablations", dest="ablations", action="store_false")
     made.add_argument(
         "--no-memory", dest="memory", action="store_false", help="leave out the peaks: two steps of each case"
