@@ -32,6 +32,8 @@ class Anatomy:
     """False where logits = cap·tanh(scale·(W·h + b)/cap) and the loss is the shifted cross-entropy of these."""
     soft_cap: float | None = None
     scale: float = 1.0
+    unread: tuple[str, ...] = ()
+    """Linear layers, by their paths inside a block, whose outputs no gradient reads (:mod:`blockwalk.unread`)."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 

@@ -195,6 +195,10 @@ class CutModel:
             for slot in self._units.slots[unit][name]:
                 slot.module._parameters[slot.leaf] = self._units.placeholders[name]
 
+    def layer_name(self, unit: int) -> str:
+        """The canonical name of a block's module."""
+        return self._units.layers[unit - 1].canonical
+
     # --- passes -------------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -279,6 +279,12 @@ class Engine:
             unit, {p.name: self.masters[p.name].detach().to(self.device, self.compute_dtype) for p in params}
         )
 
+    def unread(self, unit: int) -> list[Weight]:
+        """The weights of a block whose products a recomputation may leave out."""
+        layer = self.cut.layer_name(unit)
+        found = (self._bound.get(f"{layer}.{path}.weight") for path in self.cut.anatomy.unread)
+        return [weight for weight in found if weight is not None and not isinstance(weight, torch.Tensor)]
+
     def rest(self, unit: int) -> None:
         """Let go of what :meth:`live` bound, where it was a copy."""
         copies = [p.name for p in self._trainables[unit] if self.masters[p.name].dtype != self.compute_dtype]

@@ -24,8 +24,10 @@ from torch import nn
 
 from blockwalk import anatomy as anatomy_room
 from blockwalk import arguments, blocks, calls, heads, skeleton, units
+from blockwalk import unread as unread_room
 from blockwalk.anatomy import Anatomy, Trace, dissect, layer_candidates, watch
 from blockwalk.blocks import CutModel
+from blockwalk.unread import unread_outputs
 
 TOLERANCE = 1e-4
 """Largest relative difference (of norms) between the walk and the control, in float32."""
@@ -66,7 +68,7 @@ def _key(model: Any, verify: bool) -> str:
         for key, value in model.config.to_dict().items()
         if key not in ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
     }
-    rooms = (anatomy_room, arguments, blocks, calls, heads, skeleton, units)
+    rooms = (anatomy_room, arguments, blocks, calls, heads, skeleton, units, unread_room)
     code = [Path(str(room.__file__)).read_bytes() for room in rooms] + [Path(__file__).read_bytes()]
     facts = [
         type(model).__name__,
@@ -90,7 +92,7 @@ def _read(key: str) -> Anatomy | str | None:
         return None
     if "refused" in kept:
         return str(kept["refused"])
-    sequences = {name: tuple(kept[name]) for name in ("layer_parents", "prologue", "epilogue")}
+    sequences = {name: tuple(kept[name]) for name in ("layer_parents", "prologue", "epilogue", "unread")}
     return Anatomy(**{**kept, **sequences})
 
 
@@ -134,7 +136,7 @@ def study(cls: Any, config: Any, *, verify: bool = True) -> Anatomy:
             handle.remove()
         anatomy = dissect(model, candidates, trace)
         cut = CutModel(model, anatomy=anatomy)
-        anatomy = _find_head_form(cut, batch)
+        anatomy = replace(_find_head_form(cut, batch), unread=unread_outputs(cut, batch, SEED))
         if not verify:
             return anatomy
         notes = {"eval": compare(model, anatomy, batch)}

@@ -18,6 +18,7 @@ import torch
 from blockwalk.blocks import Prologue
 from blockwalk.data.batching import loss_tokens, row_losses
 from blockwalk.engine import Engine
+from blockwalk.estimators.lazy import unread
 from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import chunked_cross_entropy
 from blockwalk.noise import derive_seed
@@ -253,7 +254,11 @@ class Backprop:
         def work() -> None:
             key = (op.unit, op.micro_batch)
             m = op.micro_batch
-            graph = state.graphs.pop(key) if op.keep_graph else self._run(op, state, state.loaded.pop(key))
+            if op.keep_graph:
+                graph = state.graphs.pop(key)
+            else:
+                with unread(self.engine.unread(op.unit)):
+                    graph = self._run(op, state, state.loaded.pop(key))
             outer = state.prologues[m].calls[op.unit - 1].differentiable
             inputs = [graph.input_BSD, *graph.trainables.values(), *outer]
             grads = torch.autograd.grad(graph.output_BSD, inputs, state.gradient[m], allow_unused=True)

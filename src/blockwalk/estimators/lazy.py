@@ -7,6 +7,8 @@ its columns. Nothing is saved for backward but the provider.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +20,22 @@ from blockwalk.state import Weight
 
 _ALIGN = 64
 """Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
+
+
+_unread: tuple[Weight, ...] = ()
+"""Weights whose products' values nobody reads for now; by identity."""
+
+
+@contextmanager
+def unread(weights: Iterable[Weight]) -> Iterator[None]:
+    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.unread` tells which they may be); their
+    gradients are those of the products."""
+    global _unread
+    before, _unread = _unread, tuple(weights)
+    try:
+        yield
+    finally:
+        _unread = before
 
 
 def lazy_linear(
@@ -93,10 +111,13 @@ class _LoraLinear(torch.autograd.Function):
         scaling: float,
         transposed: bool,
     ) -> torch.Tensor:
-        y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
         x_PD = x.reshape(-1, x.shape[-1])
         t_PR = x_PD @ a_RD.t()
-        y.view(-1, y.shape[-1]).addmm_(t_PR, b_NR.t(), alpha=scaling)
+        if any(weight is each for each in _unread):
+            y = x.new_zeros(*x.shape[:-1], b_NR.shape[0])
+        else:
+            y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
+            y.view(-1, y.shape[-1]).addmm_(t_PR, b_NR.t(), alpha=scaling)
         ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
         return y
@@ -129,6 +150,8 @@ class _LazyLinear(torch.autograd.Function):
         chunk_bytes: int | None,
     ) -> torch.Tensor:
         ctx.weight, ctx.transposed, ctx.chunk_bytes = weight, transposed, chunk_bytes
+        if any(weight is each for each in _unread):
+            return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
         return _product(x, weight, bias, by_rows=not transposed, chunk_bytes=chunk_bytes)
 
     @staticmethod
