@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common_models import MODELS
-from published import CONTEXT_MB, megabytes, phone_terms, terms, with_eager_attention
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common_models import MODELS
+from benchmarks.published import CONTEXT_MB, megabytes, phone_terms, terms, with_eager_attention
 
 from blockwalk.compile import Costs, compile
 from blockwalk.methods import method

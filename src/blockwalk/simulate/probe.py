@@ -183,24 +183,29 @@ def _launch(device: torch.device) -> float:
 
 
 def _noise(device: torch.device) -> float:
+    """Elements/s of perturbing float32 weights a chunk at a time, from memory, as a forward does."""
     from blockwalk.noise import NoiseKey, perturbed
 
-    x = torch.zeros(1 << (20 if device.type == "cpu" else 25), dtype=torch.bfloat16, device=device)
-    out = torch.empty_like(x)
+    chunk = 1 << (20 if device.type == "cpu" else 25)
+    xs = torch.zeros(16 if device.type == "cpu" else 1, chunk, dtype=torch.float32, device=device)
+    out = torch.empty_like(xs[0])
     key = NoiseKey(0, 1, 0, "doctor")
-    return x.numel() / _best(lambda: perturbed(x, out, key, 0, 1e-3), device)
+    return xs.numel() / _best(lambda: [perturbed(x, out, key, 0, 1e-3) for x in xs], device)
 
 
 def _decoding(device: torch.device) -> float:
+    """Elements/s of decoding 4-bit weights a chunk at a time, from memory."""
     from blockwalk.state import Codec
     from blockwalk.tiers.codecs import decode_rows, encode
     from blockwalk.tiers.layout import Layout
 
-    shape = (1024, 1024) if device.type == "cpu" else (8192, 8192)
+    shape = (16384, 1024) if device.type == "cpu" else (8192, 8192)
+    rows = 1024 if device.type == "cpu" else 8192
     layout = Layout(shape, Codec.INT4)
     buffer = encode(torch.ones(shape), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)).to(device)
-    out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    return out.numel() / _best(lambda: decode_rows(buffer, layout, 0, shape[0], out), device)
+    out = torch.empty((rows, shape[1]), dtype=torch.bfloat16, device=device)
+    firsts = range(0, shape[0], rows)
+    return shape[0] * shape[1] / _best(lambda: [decode_rows(buffer, layout, at, at + rows, out) for at in firsts], device)
 
 
 def _links(device: torch.device) -> tuple[Link, Link, float]:

@@ -21,7 +21,9 @@ TOKENS = 512
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
 PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
-UPDATED = 1 << 22
+UPDATED = 1 << 24
+POOL_BYTES = 96 << 20
+"""Of tensors that are gone through in turn, so that no cache holds them."""
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = ("adamw", "momentum", "sgd", "sign")
 
@@ -41,14 +43,27 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _cold(work: Callable[[int], object], tensors: int) -> float:
+    """Seconds of one of so many runs, each on tensors of its own: what a step reads comes from memory, not from cache."""
+    return best(lambda: [work(at) for at in range(tensors)]) / tensors
+
+
+def _pool(nbytes: int) -> int:
+    return max(2, min(16, POOL_BYTES // nbytes))
+
+
 def products() -> dict[str, Curve]:
     """Seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
     curves = {}
     for dtype in DTYPES:
         points = []
         for width in WIDTHS:
-            x, w = torch.ones(TOKENS, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-            taken = best(partial(torch.mm, x, w.t())) + best(partial(torch.mm, x, w)) + best(partial(torch.mm, x.t(), x))
+            count = _pool(width * (TOKENS + width) * dtype.itemsize)
+            xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
+            ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
+            taken = _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i].t()), count)  # type: ignore[misc]
+            taken += _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i]), count)  # type: ignore[misc]
+            taken += _cold(lambda i, xs=xs: torch.mm(xs[i].t(), xs[i - 1]), count)  # type: ignore[misc]
             points.append((2.0 * TOKENS * width * width, taken / 3))
         curves[name_of(dtype)] = Curve(tuple(points))
     return curves
@@ -62,9 +77,10 @@ def passes() -> dict[str, Curve]:
     for dtype in DTYPES:
         points = []
         for nbytes in PASS_BYTES:
-            x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
-            cheap = best(partial(torch.mul, x, x)) / 3  # two tensors are read: one from cache, as is often so in a block
-            dear = best(partial(torch.nn.functional.silu, x)) / 2
+            count = _pool(nbytes)
+            xs = [torch.ones(nbytes // dtype.itemsize, dtype=dtype) for _ in range(count)]
+            cheap = _cold(lambda i, xs=xs: torch.mul(xs[i], xs[i - 1]), count) / 3  # type: ignore[misc]
+            dear = _cold(lambda i, xs=xs: torch.nn.functional.silu(xs[i]), count) / 2  # type: ignore[misc]
             points.append((float(nbytes), (2 * cheap + dear) / 3))
         curves[name_of(dtype)] = Curve(tuple(points))
     return curves

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LARGE: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 6000}
+LARGE: dict[str, Any] = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "vocab_size": 16000}
+MIDDLE: dict[str, Any] = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "vocab_size": 6000}
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "graphs": ("plain", False, {}),
@@ -59,7 +60,7 @@ def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
 
 
 def walk(kind: str) -> Found:
-    """One kind of walk, in this process: a small model, then a larger one."""
+    """One kind of walk, in this process, at growing sizes: what does not grow is the process, what does is free heap."""
     from blockwalk.metrics import PeakMemory
     from blockwalk.program import Shape
     from blockwalk.simulate.memory import BY_BYTES, tensors, transients
@@ -67,9 +68,16 @@ def walk(kind: str) -> Found:
     with PeakMemory(0.002) as memory:
         small, seconds, operations = _steps(kind, SMALL, Shape(1, 8), memory)
         base = memory.take() - tensors(small)
-        large, _, _ = _steps(kind, LARGE, Shape(2, 256), memory)
-        beside = memory.take() - tensors(large) - base
-    return Found(base, beside if kind in BY_BYTES else beside / transients(large), seconds / operations)
+        found = []
+        for sizes in (MIDDLE,) if kind in BY_BYTES else (MIDDLE, LARGE):
+            program, _, _ = _steps(kind, sizes, Shape(2, 256), memory)
+            found.append((transients(program), memory.take() - tensors(program)))
+    starts = seconds / operations
+    (few, low), (many, high) = found[0], found[-1]
+    if kind in BY_BYTES:
+        return Found(base, low - base, starts)
+    share = max((high - low) / (many - few), 0.0)
+    return Found(int(high - share * many), share, starts)
 
 
 def _steps(kind: str, sizes: dict[str, Any], shape: Any, memory: Any) -> tuple[Any, float, int]:
