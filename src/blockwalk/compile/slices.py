@@ -1,8 +1,8 @@
 """Lower turns to ops where the ranks of a node hold one copy of the streamed trainables, each a slice of every bucket.
 
 A rank fetches its own slice into the slot, with the states beside it, brings both up to date, stores them, and then the
-slices are gathered: no rank fetches, updates or stores more than M/n. All of it runs ahead of the unit's turn, the update and the gather on the
-intra-node lane, so that the compute lane waits for nothing but the gather.
+slices are gathered: no rank fetches, updates or stores more than M/n. All of it runs ahead of the unit's turn, the update
+and the gather on the intra-node lane, so that the compute lane waits for nothing but the gather.
 """
 
 from __future__ import annotations
