@@ -57,19 +57,34 @@ class Groups:
         """This rank's slice of a buffer over its group of ``size`` ranks."""
         return slice(*slice_of(self.axes, self.rank, numel, size))
 
-    def gather_(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> None:
+    def gather_(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
         """Complete ``full`` in place. The piece that this rank brings, its slice of ``full`` over these axes, is already
         where it belongs; the outermost axis goes first.
 
         Args:
             full: [P], contiguous: this rank's slice over the group inside the innermost of ``axes``.
+            direct: on a CPU, send to each rank by itself: as many bytes, and no second buffer of P as gloo's gather has.
         """
         pieces = [full]
         for axis in axes:
             pieces.append(pieces[-1].chunk(axis.length)[axis.coordinate(self.rank)])
         for axis, out in reversed(list(zip(axes, pieces, strict=False))):
             own = out.chunk(axis.length)[axis.coordinate(self.rank)]
-            all_gather(out, own, group=self._groups[axis, lane])
+            if direct and not out.is_cuda:
+                self._swap(out, axis, lane)
+            else:
+                all_gather(out, own, group=self._groups[axis, lane])
+
+    def _swap(self, out: torch.Tensor, axis: Axis, lane: Lane) -> None:
+        """Send this rank's piece of ``out`` to the others of an axis, and take theirs into place."""
+        group, pieces = self._groups[axis, lane], out.chunk(axis.length)
+        others = [(each, piece) for each, piece in zip(axis.members(self.rank), pieces, strict=True) if each != self.rank]
+        own = pieces[axis.coordinate(self.rank)]
+        works = [dist.irecv(piece, each, group=group) for each, piece in others]
+        works += [dist.isend(own, each, group=group) for each, _ in others]
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def reduce(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> torch.Tensor:
         """The sum over the ranks of these axes of this rank's slice of ``full``, innermost axis first: a part of ``full``

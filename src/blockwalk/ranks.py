@@ -73,8 +73,8 @@ class Ranks:
 
     def gather_(self, stage_P: torch.Tensor) -> None:
         """Complete a buffer in place, of which this rank's share is there; the ranks of its copy call this together."""
-        if self._groups is not None:
-            self._groups.gather_(stage_P, self._groups.between(1, self.slices), Lane.INTRA)
+        if self._groups is not None and self.slices > 1:
+            self._groups.gather_(stage_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
 
     # ---- scalars ------------------------------------------------------------------------------------------------------
 
