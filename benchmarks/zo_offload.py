@@ -15,12 +15,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+BEGAN = time.monotonic()
 NOISES = ("gaussian", "rademacher")
 BOUNDS = {"gaussian": 1.0, "rademacher": 1.3}
 """Tokens a second of resident ``mezo`` by those of the naive loop, at least."""
@@ -114,7 +116,17 @@ def measure(name: str, flush_every: int, arguments: argparse.Namespace) -> dict[
             walker = stack.enter_context(zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush)))
             runs[f"{case}|{noise}"] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
         interleaved(runs, 1)  # the first step makes buffers and applies nothing
-        seconds = interleaved(runs, -(-arguments.rounds // flush_every) * flush_every)
+        seconds: dict[str, list[float]] = {key: [] for key in runs}
+        for _ in range(-(-arguments.rounds // flush_every)):
+            for key, values in interleaved(runs, flush_every).items():
+                seconds[key] += values
+            print(
+                "  " + ", ".join(f"{key} {values[-1]:.2f}" for key, values in seconds.items()),
+                file=sys.stderr,
+                flush=True,
+            )
+            if time.monotonic() > BEGAN + 60 * arguments.minutes:
+                break
     found = {}
     for key, values in seconds.items():
         case, _, noise = key.partition("|")
@@ -145,7 +157,7 @@ def main() -> None:
         seconds = measure(name, flush_every, arguments)
         naive = seconds[zo_runs.NAIVE, ""]
         for (case, noise), each in seconds.items():
-            row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": arguments.rounds,
+            row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every,
                    "tokens_per_s": tokens / each, "of_mezo": seconds[zo_runs.MEZO, noise or NOISES[0]] / each,
                    "of_naive": naive / each}  # fmt: skip
             figures.append(row)
@@ -172,6 +184,9 @@ def options() -> argparse.Namespace:
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--seq", type=int, default=512)
     made.add_argument("--rounds", type=int, default=5)
+    made.add_argument(
+        "--minutes", type=float, default=6.0, help="no further round after so many, from the start of the run"
+    )
     made.add_argument("--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every")
     made.add_argument("--no-ablations", dest="ablations", action="store_false")
     made.add_argument(
