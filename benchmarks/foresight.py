@@ -1,9 +1,9 @@
 """Predicted against measured on this machine: peak memory, seconds a step, bytes read and written; calibrated by doctor alone.
 
 Each case runs in a process of its own: a random model of true dimensions, a first step, then three, of which the fastest counts
-(doctor's rates are the best of several runs too; all are in the JSON: on a machine whose host takes free memory back they differ
-severalfold). Memory is that of the whole process, from its start: what the kernel cannot drop. Bytes are those that the kernel
-counted in ``/proc/self/io`` in a step that begins with a cold page cache; the program's are what it fetches from disk and writes.
+(doctor's rates are the best of several runs too; where the host takes free memory back steps differ severalfold: the JSON has
+all). Memory is that of the whole process, from its start: what the kernel cannot drop. Bytes are those that the kernel counted
+in ``/proc/self/io`` in a step that begins with a cold page cache; the program's are what it reads from disk and writes.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
             "update_rate": probe_rates.updates(),
             "fresh_bandwidth": probe_rates.fresh_bandwidth(),
             "start_seconds": min((found.start_seconds for found in walks.values()), default=0.0),
-            "process_bytes": {name: found.process_bytes for name, found in walks.items()},
-            "slack": {name: found.slack for name, found in walks.items()},
+            "process_bytes": probe_walk.process_bytes(walks),
+            "slack": probe_walk.slack(walks),
         }
     hardware = Hardware(
         name=name,

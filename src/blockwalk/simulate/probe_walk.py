@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LARGE: dict[str, Any] = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8, "vocab_size": 16000}
-MIDDLE: dict[str, Any] = {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6, "vocab_size": 6000}
+from blockwalk.simulate.memory import BY_BYTES
+
+LARGE: dict[str, Any] = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 6000}
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "graphs": ("plain", False, {}),
@@ -27,7 +29,7 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 """Method, whether adapters are trained, and settings of each kind of walk (``simulate.memory.KINDS``)."""
 
-STEPS = 3
+STEPS = 2
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """What torchrun tells a rank, and a walk of its own must not hear."""
@@ -38,8 +40,28 @@ class Found:
     """What one kind of walk shows."""
 
     process_bytes: int
-    slack: float
+    """Beside the tensors of a walk that has next to none."""
+    beside: int
+    """How much more a larger model's walk holds beside its tensors: buffers of libraries, free heap."""
+    transients: int
+    """Bytes of tensors that come and go in it."""
     start_seconds: float
+
+
+def process_bytes(walks: Mapping[str, Found]) -> dict[str, int]:
+    """What a process holds beside its tensors and free heap, by kind of walk: with the buffers that libraries make for any
+    model of some size, which are all that forwards alone leave."""
+    buffers = walks["forwards"].beside if "forwards" in walks else 0
+    return {kind: found.process_bytes + (0 if kind in BY_BYTES else buffers) for kind, found in walks.items()}
+
+
+def slack(walks: Mapping[str, Found]) -> dict[str, float]:
+    """Free heap by kind of walk: bytes, or a share of what comes and goes."""
+    buffers = walks["forwards"].beside if "forwards" in walks else 0
+    return {
+        kind: float(found.beside) if kind in BY_BYTES else max(found.beside - buffers, 0) / found.transients
+        for kind, found in walks.items()
+    }
 
 
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
@@ -60,24 +82,17 @@ def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
 
 
 def walk(kind: str) -> Found:
-    """One kind of walk, in this process, at growing sizes: what does not grow is the process, what does is free heap."""
+    """One kind of walk, in this process: a small model, then a larger one."""
     from blockwalk.metrics import PeakMemory
     from blockwalk.program import Shape
-    from blockwalk.simulate.memory import BY_BYTES, tensors, transients
+    from blockwalk.simulate.memory import tensors, transients
 
     with PeakMemory(0.002) as memory:
         small, seconds, operations = _steps(kind, SMALL, Shape(1, 8), memory)
         base = memory.take() - tensors(small)
-        found = []
-        for sizes in (MIDDLE,) if kind in BY_BYTES else (MIDDLE, LARGE):
-            program, _, _ = _steps(kind, sizes, Shape(2, 256), memory)
-            found.append((transients(program), memory.take() - tensors(program)))
-    starts = seconds / operations
-    (few, low), (many, high) = found[0], found[-1]
-    if kind in BY_BYTES:
-        return Found(base, low - base, starts)
-    share = max((high - low) / (many - few), 0.0)
-    return Found(int(high - share * many), share, starts)
+        large, _, _ = _steps(kind, LARGE, Shape(2, 256), memory)
+        beside = memory.take() - tensors(large) - base
+    return Found(base, beside, transients(large), seconds / operations)
 
 
 def _steps(kind: str, sizes: dict[str, Any], shape: Any, memory: Any) -> tuple[Any, float, int]:

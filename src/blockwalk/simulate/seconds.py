@@ -14,7 +14,7 @@ from blockwalk.compile import Costs
 from blockwalk.compile.placement import RULE_STATES, epilogue_reads
 from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
 from blockwalk.plan import Estimator, Plan
-from blockwalk.program import Lane, Op, OpKind, Program
+from blockwalk.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.state import DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec
 from blockwalk.work import NOTHING, Work
@@ -128,6 +128,8 @@ class CostModel:
         seconds = hw.op_seconds + self.work_seconds(work)
         if hw.fresh_bandwidth and op.transient > KEPT and self._gives_back:
             seconds += op.transient / hw.fresh_bandwidth
+        if hw.fresh_bandwidth and op.kind is not OpKind.FORWARD:  # gradients are let go of in every step, and made anew
+            seconds += sum(nbytes for pool, nbytes in op.takes if pool is Pool.DEVICE) / hw.fresh_bandwidth
         if prologue:
             return seconds
         if self.dtype not in hw.products:
