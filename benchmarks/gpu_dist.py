@@ -52,7 +52,7 @@ def ranks_of(case: str) -> int:
 def worker(arguments: argparse.Namespace) -> None:
     """One case on this rank; rank 0 prints its figures."""
     here, (name, mesh) = launch.place(), CASES[arguments.worker]
-    with launch.joined(here, Path(arguments.logs)):
+    with launch.joined(here, Path(arguments.output)):
         settings: dict[str, Any] = {"frozen": "host", "trainable": "host"} if name != "mezo" else {}
         if here.world > 1:
             settings["mesh"] = {"world": here.world, **mesh, **({"slice": arguments.slice} if arguments.slice else {})}
@@ -89,7 +89,7 @@ def run(case: str, name: str, arguments: argparse.Namespace, logs: Path) -> dict
     before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *before, __file__, "--worker", case, "--model", name, "--dtype", arguments.dtype]
     command += ["--batch", str(arguments.batch), "--seq", str(arguments.seq), "--steps", str(arguments.steps)]
-    command += ["--slice", str(arguments.slice), "--device", arguments.device, "--logs", str(logs)]
+    command += ["--slice", str(arguments.slice), "--device", arguments.device, "--output", str(logs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr.strip()[-2000:]}
@@ -152,7 +152,7 @@ def options() -> argparse.Namespace:
     ):  # fmt: skip
         made.add_argument(f"--{name}", type=int, default=default, help=what)
     made.add_argument("--worker", help=argparse.SUPPRESS)
-    made.add_argument("--logs", help=argparse.SUPPRESS)
+    made.add_argument("--output", help=argparse.SUPPRESS)
     return made.parse_args()
 
 
