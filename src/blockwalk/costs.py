@@ -19,7 +19,7 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemor
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weight
-from blockwalk.work import Work, sizes
+from blockwalk.work import THIN, Work, sizes
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
@@ -116,6 +116,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     attention: int = 0
     starts: int = 0
     products: Counter[int] = field(default_factory=Counter)
+    thin: Counter[int] = field(default_factory=Counter)
     passes: Counter[int] = field(default_factory=Counter)
     _known: dict[int, int] = field(default_factory=dict)
 
@@ -151,7 +152,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """What was done under it so far."""
-        return Work(sizes(self.products.items()), sizes(self.passes.items()), self.attention, self.starts)
+        products, passes, thin = (sizes(each.items()) for each in (self.products, self.passes, self.thin))
+        return Work(products, passes, self.attention, self.starts, thin)
 
     @property
     def flops(self) -> int:
@@ -160,14 +162,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, func: Any, given: set[int], args: Any, kwargs: Any, out: Any) -> None:
         packet = func._overloadpacket
         if packet is _aten.addmm_:
-            self.products[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
+            self._product(args[1:3])[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
         elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
             self.products[2 * args[0].numel() * args[1].shape[-1]] += 1
         elif packet in flop_registry:
             flops, batch = flop_registry[packet](*args, **kwargs, out_val=out), 1
             if packet in (_aten.bmm, _aten.baddbmm):
                 batch = args[-1].shape[0]
-            self.products[flops // batch] += batch
+            matrices = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            self._product(matrices)[flops // batch] += batch
         elif packet in _CPU_ATTENTION:
             factor = _CPU_ATTENTION[packet]
             first = 0 if factor == 1 else 1  # the backward's first argument is the gradient of the output
@@ -181,6 +184,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 read = {} if packet is _aten.copy_ else {id(t): t for t in made}
                 self.passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
+
+
+    def _product(self, matrices: Sequence[torch.Tensor]) -> Counter[int]:
+        """Where the product of two matrices is counted."""
+        sides = [side for each in matrices for side in each.shape[-2:]]
+        return self.thin if min(sides) < THIN else self.products
 
 
 def _touched(tensor: torch.Tensor) -> int:
@@ -523,6 +532,7 @@ def _read_cost(cost: dict[str, Any]) -> UnitCost:
             sizes(map(tuple, cost[name]["passes"])),
             cost[name]["attention"],
             cost[name]["starts"],
+            sizes(map(tuple, cost[name]["thin"])),
         )
         for name in ("forward", "backward")
     }

@@ -13,6 +13,10 @@ Sizes = tuple[tuple[int, int], ...]
 """(size of one, how many), sizes in ascending order."""
 
 
+THIN = 32
+"""Rows, columns or summands under which a product counts as thin."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """The operations of one op of a program.
@@ -30,10 +34,12 @@ class Work:
     """FLOPs of fused attention."""
     starts: int = 0
     """Operations that move nothing: views, allocations."""
+    thin: Sizes = ()
+    """Products one of whose sides is below :data:`THIN`, an adapter's: far from a machine's rate for the others."""
 
     @property
     def flops(self) -> int:
-        return self.attention + sum(size * count for size, count in self.products)
+        return self.attention + sum(size * count for size, count in (*self.products, *self.thin))
 
     @property
     def touched(self) -> int:
@@ -43,7 +49,7 @@ class Work:
     @property
     def all(self) -> int:
         """Operations that are started."""
-        return self.starts + sum(count for _, count in (*self.products, *self.passes))
+        return self.starts + sum(count for _, count in (*self.products, *self.thin, *self.passes))
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -51,6 +57,7 @@ class Work:
             sizes((*self.passes, *other.passes)),
             self.attention + other.attention,
             self.starts + other.starts,
+            sizes((*self.thin, *other.thin)),
         )
 
     def __sub__(self, part: Work) -> Work:
@@ -64,6 +71,7 @@ class Work:
             tuple((size, count * times) for size, count in self.passes),
             self.attention * times,
             self.starts * times,
+            tuple((size, count * times) for size, count in self.thin),
         )
 
 

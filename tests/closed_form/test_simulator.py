@@ -65,7 +65,7 @@ def test_simulated_peaks_never_exceed_the_programs_order_by_more_than_what_is_in
 
 
 PARTS = ("host_to_device", "device_to_host", "disk_read", "disk_write", "intra", "inter", "memory_bandwidth", "flops")
-MEASURED = ("products", "passes", "attention", "update_rate", "fresh_bandwidth", "start_seconds")
+MEASURED = ("products", "thin", "passes", "attention", "update_rate", "fresh_bandwidth", "start_seconds")
 """What doctor measures at several sizes."""
 
 
@@ -74,7 +74,8 @@ def measured() -> Hardware:
     products = Curve(((1e6, 1e-5), (1e8, 2e-4), (1e10, 1e-2)))
     passes = Curve(((1e4, 2e-6), (1e6, 1e-5), (1e8, 2e-2)))
     return dataclasses.replace(
-        hardware.load("a40-48gb-x8-eth10"), products={"bfloat16": products}, passes={"bfloat16": passes},
+        hardware.load("a40-48gb-x8-eth10"), products={"bfloat16": products}, thin={"bfloat16": products},
+        passes={"bfloat16": passes},
         attention={"bfloat16": 1e13}, update_rate={"adamw": 1e9, "sgd": 2e9}, fresh_bandwidth=2e9, start_seconds=2e-6,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from blockwalk.program import Shape
-from blockwalk.work import Work, sizes
+from blockwalk.work import THIN, Work, sizes
 
 if TYPE_CHECKING:
     from blockwalk.simulate.analytic import Dimensions
@@ -56,10 +56,13 @@ def block_work(
     forward = _passes(size * (touched + 5 * adapted * tokens), tokens * size * d.hidden)
     back = BACKWARD * size * touched + 4 * tokens * size * adapted
     twice = [(flops, count * (2 if full or count > 1 else 1)) for flops, count in products]
-    twice += [(flops, 2) for flops, _ in adapters]
+    thin = rank < THIN
+    both = adapters if thin else []
+    products += [] if thin else adapters
+    twice += [] if thin else [(flops, 2) for flops, _ in adapters]
     return (
-        Work(sizes([*products, *adapters]), forward, attention, VIEWS[0]),
-        Work(sizes(twice), _passes(int(back), tokens * size * d.hidden), 5 * attention // 2, VIEWS[1]),
+        Work(sizes(products), forward, attention, VIEWS[0], sizes(both)),
+        Work(sizes(twice), _passes(int(back), tokens * size * d.hidden), 5 * attention // 2, VIEWS[1], sizes(both * 2)),
     )
 
 

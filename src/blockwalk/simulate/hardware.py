@@ -90,6 +90,8 @@ class Hardware:
     """Of starting an op's work: kernel launches, Python."""
     products: Mapping[str, Curve] = field(default_factory=dict)
     """Seconds of a matrix product by its FLOPs, by dtype; where it is not given, ``flops`` says it for every size."""
+    thin: Mapping[str, Curve] = field(default_factory=dict)
+    """The same of products with a side of 8, an adapter's; else ``products``."""
     passes: Mapping[str, Curve] = field(default_factory=dict)
     """Seconds of an element-wise operation by the bytes that it reads and writes, by dtype; else ``memory_bandwidth``."""
     attention: Mapping[str, float] = field(default_factory=dict)
@@ -150,11 +152,12 @@ class Hardware:
             self,
             flops={dtype: value * factor for dtype, value in self.flops.items()},
             products={dtype: curve.faster(factor) for dtype, curve in self.products.items()},
+            thin={dtype: curve.faster(factor) for dtype, curve in self.thin.items()},
         )
 
 
 _FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "start_seconds", "fresh_bandwidth")
-_CURVES = ("products", "passes")
+_CURVES = ("products", "thin", "passes")
 
 
 def names() -> list[str]:

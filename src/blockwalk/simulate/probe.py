@@ -98,6 +98,7 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
         walks = probe_walk.measure() if walk and os.environ.get("RANK", "0") == "0" else {}
         known = {
             "products": probe_rates.products(),
+            "thin": probe_rates.thin(),
             "passes": probe_rates.passes(),
             "attention": probe_rates.attention(),
             "update_rate": probe_rates.updates(),

@@ -20,6 +20,7 @@ TOKENS = 512
 """Rows of the products that are measured."""
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
+THIN_WIDTHS, RANK = (256, 1024, 4096), 8
 PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
 UPDATED = 1 << 24
 POOL_BYTES = 96 << 20
@@ -65,6 +66,20 @@ def products() -> dict[str, Curve]:
             taken += _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i]), count)  # type: ignore[misc]
             taken += _cold(lambda i, xs=xs: torch.mm(xs[i].t(), xs[i - 1]), count)  # type: ignore[misc]
             points.append((2.0 * TOKENS * width * width, taken / 3))
+        curves[name_of(dtype)] = Curve(tuple(points))
+    return curves
+
+
+def thin() -> dict[str, Curve]:
+    """Seconds of an adapter's products x·Aᵀ, t·Bᵀ and tᵀ·y, their mean, by FLOPs of one."""
+    curves = {}
+    for dtype in DTYPES:
+        points = []
+        for width in THIN_WIDTHS:
+            x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
+            a = torch.ones(RANK, width, dtype=dtype)
+            taken = best(partial(torch.mm, x, a.t())) + best(partial(torch.mm, t, a)) + best(partial(torch.mm, t.t(), x))
+            points.append((2.0 * TOKENS * width * RANK, taken / 3))
         curves[name_of(dtype)] = Curve(tuple(points))
     return curves
 

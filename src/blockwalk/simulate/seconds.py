@@ -74,7 +74,10 @@ class CostModel:
         """Of operations in the compute dtype, one after the other."""
         hw, dtype = self.hardware, self.dtype
         products, passes = hw.products.get(dtype), hw.passes.get(dtype)
-        seconds = products.total(work.products) if products else (work.flops - work.attention) / hw.flops_of(dtype)
+        if products:
+            seconds = products.total(work.products) + hw.thin.get(dtype, products).total(work.thin)
+        else:
+            seconds = (work.flops - work.attention) / hw.flops_of(dtype)
         seconds += passes.total(work.passes) if passes else work.touched / hw.memory_bandwidth
         return seconds + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype)) + work.all * hw.start_seconds
 
