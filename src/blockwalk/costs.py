@@ -356,7 +356,8 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
         )
         grad_BSD = torch.empty_like(hidden_BSD)
         with torch.set_grad_enabled(bench.backprop):
-            cut.bind(index, bench.frozen_values(unit))
+            values = bench.frozen_values(unit)
+            cut.bind(index, values)
         masters = bench.masters(unit)
         with Meter() as forward, torch.no_grad():
             leaves = bench.live(index, masters)
@@ -369,14 +370,19 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
         with Meter() as meter:
             leaves = bench.live(index, masters)
             input_BSD = hidden_BSD.detach().requires_grad_()
-            out_BSD = cut.forward(call, input_BSD)
-            saved, graph = meter.live, meter.work
+            layer = cut.layer_name(index)
+            found = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
+            with lazy.unread([weight for weight in found if isinstance(weight, _FakeWeight)]):
+                out_BSD = cut.forward(call, input_BSD)
+            saved = meter.live
             inputs = [input_BSD, *leaves.values(), *call.differentiable]
             grads = torch.autograd.grad(out_BSD, inputs, grad_BSD, allow_unused=True)
         cut.unbind(index)
         del grads
-        backward = meter.work - graph
-        return UnitCost(forward.peak, meter.peak, saved, graph.flops, backward.flops, graph, backward)
+        backward = meter.work - forward.work  # a recomputation leaves out what no gradient reads
+        return UnitCost(
+            forward.peak, meter.peak, saved, forward.flops, meter.flops - forward.flops, forward.work, backward
+        )
 
 
 def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:

@@ -16,6 +16,7 @@ UNEXPLAINED = {
         "Qwen2.5-3B mezo seconds",
         "Gemma3-1B mebp seconds",
         "Qwen2.5-1.5B mebp, 128 tokens seconds",
+        "Qwen2.5-1.5B mezo seconds",
         "Qwen2.5-1.5B mezo, 512 tokens seconds",
         "Qwen2.5-1.5B mezo, 1024 tokens seconds",
     },

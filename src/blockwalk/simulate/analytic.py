@@ -253,6 +253,8 @@ def _block_cost(
     adapters = 2 * tokens * rank * sum(rows + columns for _, (rows, columns) in _linears(d))
     forward_flops = linear + attention + adapters
     backward_flops = (2 if full else 1) * linear + (2 * attention if d.eager else 5 * attention // 2) + 2 * adapters
+    if fused and d.norms == 2 and not d.experts:  # its recomputation leaves the last product out: no gradient reads it
+        backward_flops -= 2 * tokens * d.hidden * (width + rank)
     in_mlp = 2 * width + d.hidden if d.plain_mlp else 3 * width + 2 * d.hidden
     if d.experts:
         in_mlp = 4 * width + (2 + d.chosen) * d.hidden

@@ -56,13 +56,18 @@ def block_work(
     forward = _passes(size * (touched + 5 * adapted * tokens), tokens * size * d.hidden)
     back = BACKWARD * size * touched + 4 * tokens * size * adapted
     twice = [(flops, count * (2 if full or count > 1 else 1)) for flops, count in products]
+    left_out = Work()
+    if fused and d.norms == 2 and not d.experts:  # of the recomputation: no gradient reads the block's last product
+        last = 2 * tokens * d.hidden
+        left_out = Work(((last * d.feed_forward, 1),), thin=((last * rank, 1),) if rank else ())
     thin = rank < THIN
     both = adapters if thin else []
     products += [] if thin else adapters
     twice += [] if thin else [(flops, 2) for flops, _ in adapters]
+    backward = _passes(int(back), tokens * size * d.hidden)
     return (
         Work(sizes(products), forward, attention, VIEWS[0], sizes(both)),
-        Work(sizes(twice), _passes(int(back), tokens * size * d.hidden), 5 * attention // 2, VIEWS[1], sizes(both * 2)),
+        Work(sizes(twice), backward, 5 * attention // 2, VIEWS[1], sizes(both * 2)) - left_out,
     )
 
 
