@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
-SLACK = 32 << 20
+SLACK = 40 << 20
 """Bytes that anonymous memory may grow by before free heap is given back: more than a block's working set, or each block
 would fault its own in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time with 24 MB, 8,000 and 0.3 s
 with 48)."""
