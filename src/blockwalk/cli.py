@@ -180,6 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     if not _debugging():
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
+    # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
+    # a core, every operator does; half a millisecond bridges the pauses between operators as well.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     parser, by_name = _parser()
     arguments = all_arguments = list(sys.argv[1:] if argv is None else argv)
     here = launch.Place()

@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Callable
 
-SLACK = 40 << 20
-"""Bytes that anonymous memory may grow by before free heap is given back: more than a block's working set, or each block
-would fault its own in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time with 24 MB, 8,000 and 0.3 s
-with 48)."""
+SLACK = 24 << 20
+"""Bytes that anonymous memory may grow by before free heap is given back, at least."""
+MARGIN = 3 << 20
+"""... and beyond a block's working set: given back sooner, each block would fault its own in again (a 0.5B step: 150,000
+page faults and 0.7 s of the kernel's time, 8,000 and 0.1 s when it is kept)."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER = 1 << 30
 
 
@@ -43,20 +44,29 @@ def _keep_freed() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        libc.mallopt(_M_ARENA_MAX, 1)  # what one lane frees, another uses
 
 
 class Slack:
     """Keeps free heap for the next block, and bounds how much of it stays backed by memory; cheap enough to be asked after
     every block. The allocator's settings are the process's: they stay when this object is gone."""
 
-    def __init__(self, limit: int = SLACK) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._floor = 0
+        self._working_set = 0
+        """The most that one block has left behind on a heap without slack."""
+        self._is_fresh = False
         _keep_freed()
 
     def bound(self) -> None:
-        """Give free heap back if anonymous memory has grown by more than the limit since it last was."""
-        if (trim := _trimmer()) is not None and _anonymous_bytes() > self._floor + self._limit:
+        """Give free heap back if anonymous memory has grown, since it last was, by more than a block needs."""
+        if (trim := _trimmer()) is None:
+            return
+        grown = _anonymous_bytes() - self._floor
+        if self._is_fresh:
+            self._working_set = max(self._working_set, grown)
+        self._is_fresh = grown > max(SLACK, self._working_set + MARGIN)
+        if self._is_fresh:
             trim(0)
             self._floor = _anonymous_bytes()
 
