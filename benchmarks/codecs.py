@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from blockwalk.estimators.lazy import lazy_linear
 from blockwalk.noise import NoiseKey
 from blockwalk.state import Codec
-from blockwalk.tiers.codecs import EncodedWeight, Scratch, decode_rows, encode
+from blockwalk.tiers.codecs import decode_rows, encode
 from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.weights import EncodedWeight, Scratch
 
 DECODE_BOUND = 40.0
 LINEAR_BOUND = 1.15

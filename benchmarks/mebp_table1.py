@@ -80,7 +80,7 @@ def block_seconds(walker: Any, batch: Any) -> dict[str, float]:
 
 def decode_share(walker: Any, batch: Any) -> float:
     """The share of a step's seconds spent in decoding 4-bit weights, by timing the decoder's calls."""
-    from blockwalk.tiers.codecs import EncodedWeight
+    from blockwalk.tiers.weights import EncodedWeight
 
     spent = 0.0
     originals = {name: getattr(EncodedWeight, name) for name in ("rows", "columns", "gather")}

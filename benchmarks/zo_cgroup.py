@@ -92,7 +92,7 @@ def main() -> None:
 
     from benchmarks.common import CACHE, Bound, finish, random_store
 
-    from blockwalk.plan import parse_bytes
+    from blockwalk.settings import parse_bytes
     from blockwalk.state import Codec
 
     if (reason := obstacle()) is not None:

@@ -21,7 +21,7 @@ from torch import nn
 from blockwalk.anatomy import canonical_name
 from blockwalk.estimators.lazy import lora_linear
 from blockwalk.lazy_parameter import LazyParameter
-from blockwalk.plan import did_you_mean
+from blockwalk.settings import did_you_mean
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockwalk import __version__, config, launch
-from blockwalk.plan import did_you_mean
 from blockwalk.report.forecast import DoesNotFit
+from blockwalk.settings import did_you_mean
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
 

@@ -20,9 +20,10 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from blockwalk import plan as plan_module
+from blockwalk import settings as plan_settings
 from blockwalk.methods import METHODS, method
-from blockwalk.plan import Estimator, Plan, did_you_mean, override
+from blockwalk.plan import Estimator, Plan
+from blockwalk.settings import did_you_mean, override
 from blockwalk.state import Codec, Placement
 
 
@@ -164,7 +165,7 @@ _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", 
 def setting_names() -> list[str]:
     """Every dotted name that a YAML file or a flag may set."""
     sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
-    return [*_OWN, "lora", *sections, *_PLACEMENTS, *plan_module.setting_names()]
+    return [*_OWN, "lora", *sections, *_PLACEMENTS, *plan_settings.setting_names()]
 
 
 def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
@@ -211,7 +212,9 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
         plan = _chosen(own, data, lora if lora_given and wants_lora else None, settings)
         return RunConfig(plan=plan, data=data, lora=lora if lora_given and wants_lora else None, **own)
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}")
+        raise ValueError(
+            f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}"
+        )
     plan = method(name, **settings)
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)

@@ -17,41 +17,31 @@ import json
 import logging
 import os
 import tempfile
-import weakref
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from blockwalk import metering
 from blockwalk.arguments import rebuild
 from blockwalk.blocks import BlockCall, CutModel, Prologue
 from blockwalk.compile import Costs, UnitCost
 from blockwalk.compile.placement import epilogue_reads
 from blockwalk.estimators import chunks, lazy, loss
 from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemory, loss_memory, loss_work, own_loss_work
+from blockwalk.metering import Meter
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weight
-from blockwalk.work import THIN, Work, sizes
+from blockwalk.work import Work, sizes
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
 
 log = logging.getLogger(__name__)
-_aten = torch.ops.aten
-_CPU_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
-}
-"""Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's two products."""
-_UNTOUCHED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.detach, _aten._reshape_alias)
-"""Operations that touch no data, views apart."""
 
 
 def unit_costs(
@@ -94,115 +84,6 @@ def unit_costs(
             return Costs()
         _keep(key, known)
     return known
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The mode that watches
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages made under it that are alive, their peak, and FLOPs.
-
-    >>> with Meter() as meter:
-    ...     x = torch.zeros(256); y = x + x; del x
-    >>> meter.live, meter.peak
-    (1024, 2048)
-    """
-
-    live: int = 0
-    peak: int = 0
-    attention: int = 0
-    starts: int = 0
-    products: Counter[int] = field(default_factory=Counter)
-    thin: Counter[int] = field(default_factory=Counter)
-    passes: Counter[int] = field(default_factory=Counter)
-    _known: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
-        if func._overloadpacket is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
-            # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of the real output.
-            narrow = [a.to(torch.bfloat16) if _floating(a) else a for a in args]
-            out = func(*narrow, **kwargs).to(args[0].dtype)
-        else:
-            out = func(*args, **kwargs)
-        self._count(func, given, args, kwargs, out)
-        for tensor in _tensors(out):
-            storage = tensor.untyped_storage()
-            if tensor.device.type != "meta" and id(storage) not in given and id(storage) not in self._known:
-                self._enter(storage)
-        return out
-
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        nbytes, key = storage.nbytes(), id(storage)
-        self._known[key] = nbytes
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._leave, key).atexit = False
-
-    def _leave(self, key: int) -> None:
-        self.live -= self._known.pop(key)
-
-    @property
-    def work(self) -> Work:
-        """What was done under it so far."""
-        products, passes, thin = (sizes(each.items()) for each in (self.products, self.passes, self.thin))
-        return Work(products, passes, self.attention, self.starts, thin)
-
-    @property
-    def flops(self) -> int:
-        return self.work.flops
-
-    def _count(self, func: Any, given: set[int], args: Any, kwargs: Any, out: Any) -> None:
-        packet = func._overloadpacket
-        if packet is _aten.addmm_:
-            self._product(args[1:3])[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
-        elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
-            self.products[2 * args[0].numel() * args[1].shape[-1]] += 1
-        elif packet in flop_registry:
-            flops, batch = flop_registry[packet](*args, **kwargs, out_val=out), 1
-            if packet in (_aten.bmm, _aten.baddbmm):
-                batch = args[-1].shape[0]
-            matrices = [each for each in args if isinstance(each, torch.Tensor)][-2:]
-            self._product(matrices)[flops // batch] += batch
-        elif packet in _CPU_ATTENTION:
-            factor = _CPU_ATTENTION[packet]
-            first = 0 if factor == 1 else 1  # the backward's first argument is the gradient of the output
-            (batch, heads, queries, width), keys = args[first].shape, args[first + 1].shape[2]
-            self.attention += int(factor * 4 * batch * heads * queries * keys * width)
-        else:
-            made = _tensors(out)
-            view = not func._schema.is_mutable and all(id(t.untyped_storage()) in given for t in made)
-            if view or packet in _UNTOUCHED:
-                self.starts += 1
-            else:
-                read = {} if packet is _aten.copy_ else {id(t): t for t in made}
-                self.passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
-
-
-    def _product(self, matrices: Sequence[torch.Tensor]) -> Counter[int]:
-        """Where the product of two matrices is counted."""
-        sides = [side for each in matrices for side in each.shape[-2:]]
-        return self.thin if min(sides) < THIN else self.products
-
-
-def _touched(tensor: torch.Tensor) -> int:
-    """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -506,7 +387,7 @@ def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: 
     settings["dtype"] = str(config.dtype)
     adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
     of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind, plan.compile]
-    rooms = (chunks.__file__, lazy.__file__, loss.__file__, __file__)
+    rooms = (chunks.__file__, lazy.__file__, loss.__file__, metering.__file__, __file__)
     code = b"".join(Path(str(room)).read_bytes() for room in rooms)
     facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
     text = json.dumps([*facts, torch.__version__, transformers.__version__], sort_keys=True, default=str)

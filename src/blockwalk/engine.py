@@ -21,11 +21,12 @@ from torch import nn
 from blockwalk.blocks import CutModel
 from blockwalk.compile.placement import bucket_states, epilogue_reads, streamed_trainables
 from blockwalk.heap import Slack, give_back
+from blockwalk.opening import open_model
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Op
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
-from blockwalk.tiers.codecs import DenseWeight, EncodedWeight
 from blockwalk.tiers.scratch import ScratchMaps
+from blockwalk.tiers.weights import DenseWeight, EncodedWeight
 from blockwalk.updates import global_norm, make_rule
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Engine:
         self.join(model)
         self.scratch = ScratchMaps(workdir)
         self.source: WeightSource | None = None
-        module, self.source, self.compute_dtype = _open(model, plan, workdir)
+        module, self.source, self.compute_dtype = open_model(model, plan, workdir)
         if lora is not None:
             from blockwalk.adapters import adapt
 
@@ -106,7 +107,7 @@ class Engine:
         if plan.compile:
             self._compile()
         self.make_buffers()
-        self._slack = Slack()
+        self._slack = Slack() if device.type == "cpu" else None
         give_back()
 
     # ---- binding at construction ------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class Engine:
     def evict(self, op: Op) -> Callable[[], None]:
         """EVICT: give the pages of a unit's frozen parameters back; with them, between two blocks, the heap's slack."""
         source, names = self.source, self._stored[op.unit]
-        if self.device.type == "cpu":
+        if self._slack is not None:
             self._slack.bound()
         buckets = self._buckets
 
@@ -436,49 +437,3 @@ def engine_class(plan: Plan) -> type[Engine]:
     from blockwalk.sharded import ShardedEngine
 
     return ShardedEngine
-
-
-def _open(
-    model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path
-) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
-    """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype."""
-    from blockwalk.tiers.opening import open_source
-
-    adapted: nn.Module | None = None
-    if isinstance(model, nn.Module):
-        dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
-        if plan.frozen.tier is Tier.DEVICE:
-            # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
-            if plan.estimator is Estimator.BACKPROP and not plan.sharded:
-                for param in model.parameters():  # not the buffers: tables of rotary frequencies stay in float32
-                    if param.is_floating_point():
-                        param.data = param.data.to(dtype)
-            return model, None, dtype
-        folder = workdir / "model"
-        from blockwalk.adapters import base_weights
-        from blockwalk.safetensors_file import save_model
-
-        adapted = model if hasattr(model, "peft_config") else None
-        weights = dict(model.named_parameters()) if adapted is None else base_weights(adapted)
-        # transformers' own writes on rank 0 alone
-        save_model(folder, model if adapted is None else model.get_base_model(), weights)  # type: ignore[operator]
-        model = folder
-    from blockwalk.skeleton import build_skeleton, load_config
-
-    config = load_config(model)
-    stored = config.dtype or torch.float32
-    dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
-    skeleton = build_skeleton(config, dtype)
-    source = open_source(Path(model), plan.frozen.codec, skeleton.model, workdir)
-    if adapted is None:
-        return skeleton.model, source, dtype
-    from blockwalk.adapters import adapt_alike
-
-    return adapt_alike(skeleton.model, adapted), source, dtype
-
-
-def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:
-    if plan.compute_dtype == "auto":
-        return stored
-    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
-    return dtype

@@ -31,9 +31,8 @@ from blockwalk.plan import (
     Timing,
     UpdateSettings,
     ZerothOrderSettings,
-    did_you_mean,
-    override,
 )
+from blockwalk.settings import did_you_mean, override
 from blockwalk.state import Codec, Group, Placement, Tier
 
 

@@ -270,7 +270,7 @@ def _merged(
     source: WeightSource, outputs: Sequence[_Output], done: int, total: int, progress: Progress | None
 ) -> Iterator[torch.Tensor]:
     """The outputs' values, some rows at a time, in order; ``done`` bytes of ``total`` were written before."""
-    from blockwalk.tiers.codecs import DenseWeight
+    from blockwalk.tiers.weights import DenseWeight
 
     for name, change in outputs:
         weight, shape = source.weights([name])[name], source.shape(name)

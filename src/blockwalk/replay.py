@@ -26,10 +26,10 @@ from blockwalk.estimators.loss import LossScratch
 from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_, rule_of, settings_of
 from blockwalk.ledger import Entry, read_ledger, write_exported
 from blockwalk.noise import GENERATOR_VERSION
+from blockwalk.opening import open_source
 from blockwalk.skeleton import build_skeleton
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, Weight
 from blockwalk.tiers.buckets import checksum
-from blockwalk.tiers.opening import open_source
 from blockwalk.tiers.slots import Cells, Initial, cells_of, fill, trainable_spec
 from blockwalk.tiers.store import crc32
 from blockwalk.tiers.store_writer import copy_model_files, plan_units

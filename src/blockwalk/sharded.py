@@ -28,8 +28,8 @@ from blockwalk.groups import make_groups, require_agreement, versions
 from blockwalk.program import Op, Pool
 from blockwalk.sharded_slices import frozen_shard, trainable_shard
 from blockwalk.state import ParamSpec, StateKind, Tier, Weight
-from blockwalk.tiers.codecs import DenseWeight
 from blockwalk.tiers.shards import Shard
+from blockwalk.tiers.weights import DenseWeight
 from blockwalk.updates import norm_of_sums, square_sums
 
 

@@ -17,8 +17,8 @@ from blockwalk.compile.sharded_layout import (
 )
 from blockwalk.state import Codec, ParamSpec, StateKind, Tier
 from blockwalk.tiers import codecs
-from blockwalk.tiers.codecs import EncodedWeight
 from blockwalk.tiers.shards import Shard, read_slice
+from blockwalk.tiers.weights import EncodedWeight
 
 if TYPE_CHECKING:
     from blockwalk.sharded import ShardedEngine

@@ -32,13 +32,14 @@ from blockwalk.data.formats import read_records
 from blockwalk.evaluation import Evaluation, HeldOut, template_of
 from blockwalk.ledger import NAME as LEDGER
 from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
-from blockwalk.plan import Estimator, override
+from blockwalk.plan import Estimator
 from blockwalk.program import Shape, human_bytes
 from blockwalk.ranks import first
 from blockwalk.report.advice import OutOfMemory, is_out_of_memory, next_plan
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
 from blockwalk.report.progress import Progress
 from blockwalk.report.record import Record
+from blockwalk.settings import override
 from blockwalk.state import Codec, Tier
 from blockwalk.walker import StepResult, Walker
 

@@ -13,6 +13,7 @@ from blockwalk.lazy_parameter import LazyParameter
 from blockwalk.skeleton import build_skeleton
 from blockwalk.state import Codec
 from blockwalk.tiers import codecs
+from blockwalk.tiers.weights import DenseWeight, EncodedWeight
 from tests.autograd.control import tiny_batch, tiny_config, tiny_model
 from tests.autograd.test_architectures import TABLE
 
@@ -52,11 +53,11 @@ def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None)
     for spec in cut.spec().params():
         if spec.quantizable and not spec.trainable and len(spec.shape) == 2:
             if codec is None:
-                lazy[spec.name] = codecs.DenseWeight(values[spec.name])
+                lazy[spec.name] = DenseWeight(values[spec.name])
             else:
                 layout = codecs.Layout(spec.shape, codec, "float32")
                 buffer = codecs.encode(values[spec.name], codec, torch.empty(layout.nbytes, dtype=torch.uint8))
-                lazy[spec.name] = codecs.EncodedWeight(buffer, layout, torch.float32)
+                lazy[spec.name] = EncodedWeight(buffer, layout, torch.float32)
                 dense[spec.name] = lazy[spec.name].rows(0, spec.shape[0]).clone()
     return lazy, dense
 
@@ -97,7 +98,7 @@ def test_a_lazy_parameter_is_its_weight_under_any_operation() -> None:
     """Oracle: the dense tensor under the same torch function."""
     torch.manual_seed(0)
     dense_ND, x_BD, y_BN = torch.randn(6, 4), torch.randn(3, 4), torch.randn(3, 6)
-    lazy = LazyParameter(codecs.DenseWeight(dense_ND), torch.device("cpu"))
+    lazy = LazyParameter(DenseWeight(dense_ND), torch.device("cpu"))
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.ndim, lazy.requires_grad) == (
         dense_ND.shape,
         torch.float32,

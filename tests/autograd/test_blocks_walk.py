@@ -13,7 +13,7 @@ from blockwalk import verification
 from blockwalk.anatomy import Trace, dissect, layer_candidates, watch
 from blockwalk.blocks import CutModel
 from blockwalk.skeleton import build_skeleton
-from blockwalk.tiers.codecs import DenseWeight
+from blockwalk.tiers.weights import DenseWeight
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 

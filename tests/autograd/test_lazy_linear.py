@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from blockwalk.estimators.lazy import lazy_linear, lora_linear
 from blockwalk.state import Codec
-from blockwalk.tiers.codecs import DenseWeight, EncodedWeight, Scratch, encode
+from blockwalk.tiers.codecs import encode
 from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.weights import DenseWeight, EncodedWeight, Scratch
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -165,7 +166,9 @@ def test_a_fused_adapter_is_peft_s_sum(dtype: torch.dtype, transposed: bool) -> 
     x, bias, grad = (torch.randn(*s, generator=generator) for s in ((2, 5, 64), (96,), (2, 5, 96)))
     exact = [t.to(dtype).double().requires_grad_() for t in (x, a_RD, b_NR)]
     w_used = w_ND.to(dtype).double()
-    expected = F.linear(exact[0], w_used, bias.to(dtype).double()) + 0.5 * F.linear(F.linear(exact[0], exact[1]), exact[2])
+    expected = F.linear(exact[0], w_used, bias.to(dtype).double()) + 0.5 * F.linear(
+        F.linear(exact[0], exact[1]), exact[2]
+    )
     expected_grads = torch.autograd.grad(expected, exact, grad.to(dtype).double())
     leaves = [t.to(dtype).requires_grad_() for t in (x, a_RD, b_NR)]
     weight = DenseWeight((w_ND.t().contiguous() if transposed else w_ND).to(dtype))

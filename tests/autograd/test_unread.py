@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from blockwalk.config import LoraSettings
 from blockwalk.estimators import lazy
 from blockwalk.methods import method
 from blockwalk.state import Weight
+from blockwalk.tiers.weights import DenseWeight
 from blockwalk.verification import certified_anatomy
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -54,3 +56,27 @@ def test_gradients_are_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pyt
     assert found[True].keys() == found[False].keys()
     for name, gradient in found[True].items():
         assert torch.equal(gradient, found[False][name]), name
+
+
+def test_a_thread_leaves_out_its_own_products_alone() -> None:
+    """Oracle: torch's product. Two walkers in two threads recompute at the same time, and end in the other order."""
+    weight = DenseWeight(torch.ones(64, 64))
+    x, entered, over = torch.ones(1, 64), threading.Event(), threading.Event()
+    inside: list[torch.Tensor] = []
+
+    def other() -> None:
+        with lazy.unread([weight]):
+            entered.set()
+            over.wait(30)
+            inside.append(lazy.lazy_linear(x, weight))
+
+    thread = threading.Thread(target=other)
+    with lazy.unread([DenseWeight(torch.ones(64, 64))]):
+        thread.start()
+        assert entered.wait(30)
+        during = lazy.lazy_linear(x, weight)
+    over.set()
+    thread.join()
+    assert torch.equal(during, torch.full((1, 64), 64.0))
+    assert torch.equal(inside[0], torch.zeros(1, 64))
+    assert torch.equal(lazy.lazy_linear(x, weight), torch.full((1, 64), 64.0))

@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from blockwalk import native
 from blockwalk.noise import NoiseKey
 from blockwalk.state import Codec, ParamSpec, encoded_nbytes
-from blockwalk.tiers.codecs import (
-    DenseWeight,
-    EncodedWeight,
-    Scratch,
-    decode,
-    decode_rows,
-    encode,
-    encode_rows,
-    gather_rows,
-)
+from blockwalk.tiers.codecs import decode, decode_rows, encode, encode_rows, gather_rows
 from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.weights import DenseWeight, EncodedWeight, Scratch
 
 KEY = NoiseKey(seed=0, step=3, query=0, name="weight", domain="rounding")
 SCALED = (Codec.FP8, Codec.INT8, Codec.INT4)

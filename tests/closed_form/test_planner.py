@@ -13,9 +13,9 @@ import pytest
 
 from blockwalk import config
 from blockwalk.methods import method
-from blockwalk.plan import override
 from blockwalk.planner import Task, largest_batch, look_at, program_of, rank
 from blockwalk.program import Pool, Shape
+from blockwalk.settings import override
 from blockwalk.simulate import hardware
 
 LLAMA_405B = {

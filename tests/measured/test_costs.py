@@ -10,8 +10,9 @@ import torch
 
 from blockwalk.compile import compile, resident
 from blockwalk.config import LoraSettings
-from blockwalk.costs import Meter, unit_costs
+from blockwalk.costs import unit_costs
 from blockwalk.estimators.chunks import UPDATE_ELEMENTS
+from blockwalk.metering import Meter
 from blockwalk.methods import method
 from blockwalk.plan import Estimator
 from blockwalk.program import Pool, Program, Shape, StepKind
@@ -63,9 +64,9 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
     model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
     ids = torch.randint(3, 3000, (4, 64))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    from blockwalk.tiers import codecs
+    from blockwalk.tiers import weights
 
-    codecs._shared.__dict__.clear()  # what earlier tests decoded into would not be seen
+    weights._shared.__dict__.clear()  # what earlier tests decoded into would not be seen
     with Walker(model, plan, lora=lora) as walker:
         program: Program = compile(plan, walker.spec, StepKind.TRAIN, shape, costs=costs)
         with Meter() as meter:

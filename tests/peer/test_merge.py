@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from blockwalk.pack import merge, pack
 from blockwalk.safetensors_file import save_model
 from blockwalk.state import Codec
-from blockwalk.tiers.codecs import EncodedWeight, encode
+from blockwalk.tiers.codecs import encode
 from blockwalk.tiers.layout import Layout
 from blockwalk.tiers.store import BlockStore
+from blockwalk.tiers.weights import EncodedWeight
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied and Conv1D layers
 

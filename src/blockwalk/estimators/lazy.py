@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -22,20 +23,19 @@ _ALIGN = 64
 """Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
 
 
-_unread: tuple[Weight, ...] = ()
-"""Weights whose products' values nobody reads for now; by identity."""
+_unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
+"""Weights whose products' values nobody reads for now; by identity. Of the thread that recomputes, and of no other."""
 
 
 @contextmanager
 def unread(weights: Iterable[Weight]) -> Iterator[None]:
     """Inside, zeros stand for the products with these weights (:mod:`blockwalk.unread` tells which they may be); their
     gradients are those of the products."""
-    global _unread
-    before, _unread = _unread, tuple(weights)
+    token = _unread.set(tuple(weights))
     try:
         yield
     finally:
-        _unread = before
+        _unread.reset(token)
 
 
 def lazy_linear(
@@ -113,7 +113,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x_PD = x.reshape(-1, x.shape[-1])
         t_PR = x_PD @ a_RD.t()
-        if any(weight is each for each in _unread):
+        if any(weight is each for each in _unread.get()):
             y = x.new_zeros(*x.shape[:-1], b_NR.shape[0])
         else:
             y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
@@ -150,7 +150,7 @@ class _LazyLinear(torch.autograd.Function):
         chunk_bytes: int | None,
     ) -> torch.Tensor:
         ctx.weight, ctx.transposed, ctx.chunk_bytes = weight, transposed, chunk_bytes
-        if any(weight is each for each in _unread):
+        if any(weight is each for each in _unread.get()):
             return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
         return _product(x, weight, bias, by_rows=not transposed, chunk_bytes=chunk_bytes)
 

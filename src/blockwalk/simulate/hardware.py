@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from blockwalk.plan import did_you_mean, parse_bytes
+from blockwalk.settings import did_you_mean, parse_bytes
 from blockwalk.work import Sizes
 
 SHIPPED = Path(__file__).with_name("hardware")
@@ -131,7 +131,9 @@ class Hardware:
             if getattr(self, key) <= 0:
                 raise ValueError(f"hardware {self.name!r}: {key} is {getattr(self, key)}; it must be above 0")
         if not self.flops or any(value <= 0 for value in self.flops.values()):
-            raise ValueError(f"hardware {self.name!r}: flops is {dict(self.flops)}; it needs a positive figure for a dtype")
+            raise ValueError(
+                f"hardware {self.name!r}: flops is {dict(self.flops)}; it needs a positive figure for a dtype"
+            )
 
     @property
     def world(self) -> int:

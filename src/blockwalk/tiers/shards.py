@@ -12,8 +12,8 @@ import torch
 
 from blockwalk.compile.sharded_layout import FlatLayout, written_as
 from blockwalk.state import Codec, ParamSpec, Weight
-from blockwalk.tiers import codecs
 from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.weights import EncodedWeight
 
 Read = Callable[[ParamSpec], torch.Tensor]
 """A whole parameter as its flat buffer holds it, in any shape."""
@@ -67,7 +67,7 @@ class Shard:
             found[name] = (
                 bytes_P.view(self.compute_dtype).view(layout.shape)
                 if dense
-                else codecs.EncodedWeight(bytes_P, layout, self.compute_dtype)
+                else EncodedWeight(bytes_P, layout, self.compute_dtype)
             )
         return found
 

@@ -16,6 +16,7 @@ import torch
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, UnitSpec
 from blockwalk.tiers import codecs
 from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.weights import EncodedWeight
 
 if TYPE_CHECKING:
     from blockwalk.estimators.loss import LossScratch
@@ -62,9 +63,11 @@ class Cell:
             return self.tensor
         dtype: torch.dtype = getattr(torch, self.layout.dtype)
         if len(self.layout.shape) == 2:
-            return codecs.EncodedWeight(self.bytes_P, self.layout, dtype)
+            return EncodedWeight(self.bytes_P, self.layout, dtype)
         out = torch.empty(self.layout.shape, dtype=dtype, device=self.bytes_P.device)
-        codecs.decode_rows(self.bytes_P, self.layout, 0, self.layout.rows, out.view(self.layout.rows, self.layout.columns))
+        codecs.decode_rows(
+            self.bytes_P, self.layout, 0, self.layout.rows, out.view(self.layout.rows, self.layout.columns)
+        )
         return out
 
     def load(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
@@ -78,7 +81,9 @@ class Cell:
         """Encode what :meth:`load` gave; nothing to do where those were the elements themselves."""
         if self.dense and self.layout.code_dtype == torch.float32:
             return
-        codecs.encode_rows(rows_RD, self.bytes_P, self.layout, first, rounding=rounding, origin=self.origin, check=False)
+        codecs.encode_rows(
+            rows_RD, self.bytes_P, self.layout, first, rounding=rounding, origin=self.origin, check=False
+        )
 
     def rows(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
         """Rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""

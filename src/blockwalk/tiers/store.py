@@ -26,6 +26,7 @@ from blockwalk.state import CODEC_DTYPE, Codec
 from blockwalk.tiers import codecs
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.layout import FORMAT_VERSION, Layout
+from blockwalk.tiers.weights import EncodedWeight
 
 if TYPE_CHECKING:
     from blockwalk.state import Weight
@@ -77,7 +78,7 @@ class StoredParam:
             return bytes_P.view(self.decoded_dtype()).view(self.shape)
         layout = self.layout(group_size)
         if len(self.shape) == 2:
-            return codecs.EncodedWeight(bytes_P, layout, self.decoded_dtype())
+            return EncodedWeight(bytes_P, layout, self.decoded_dtype())
         out = torch.empty(self.shape, dtype=self.decoded_dtype())
         codecs.decode_rows(bytes_P, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
         return out

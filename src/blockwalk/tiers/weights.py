@@ -1,0 +1,134 @@
+"""Weights that are used without ever being whole: ranges of encoded or dense bytes, decoded or converted into scratch."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from blockwalk.tiers.codecs import decode_rows, gather_rows
+from blockwalk.tiers.layout import Layout
+
+
+class Scratch:
+    """One buffer that weights decode into, for all of them: each call takes it anew.
+
+    It grows to the largest range asked for and is kept: give ``nbytes`` to have it so from the start. What it hands out
+    holds until the next call on any weight that shares it. One thread (on CUDA, one stream) at a time.
+    """
+
+    def __init__(self, nbytes: int = 0, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor [rows, columns]."""
+        nbytes = rows * columns * dtype.itemsize
+        if nbytes > self.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # first let go: the old and the new never stand together
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[:nbytes].view(dtype).view(rows, columns)
+
+
+_shared = threading.local()
+
+
+def shared_scratch(device: torch.device) -> Scratch:
+    """The calling thread's scratch on a device: what weights decode into unless they are given another."""
+    scratches: dict[torch.device, Scratch] = _shared.__dict__.setdefault("scratches", {})
+    if device not in scratches:
+        scratches[device] = Scratch(device=device)
+    return scratches[device]
+
+
+class EncodedWeight:
+    """A :class:`~blockwalk.state.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms.
+
+    ``buffer`` (uint8, 1-D, of the encoded size; a view of a file map will do) stays where it is. :meth:`rows` and
+    :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype = torch.bfloat16,
+        scratch: Scratch | None = None,
+    ) -> None:
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
+            raise ValueError(
+                f"a parameter {layout.shape} in {layout.codec} has {layout.nbytes} bytes (uint8), "
+                f"not {tuple(buffer.shape)} of {buffer.dtype}"
+            )
+        self.buffer, self.layout, self.dtype = buffer, layout, dtype
+        self._scratch = scratch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.rows, self.layout.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    def to(self, dtype: torch.dtype, scratch: Scratch | None = None) -> EncodedWeight:
+        """The same bytes, decoded to another dtype."""
+        return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        out = self._take(stop - start, self.layout.columns)
+        return decode_rows(self.buffer, self.layout, start, stop, out)
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        out = self._take(self.layout.rows, stop - start)
+        return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out, columns=(start, stop))
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(index.numel(), self.layout.columns, dtype=self.dtype, device=self.device)
+        gather_rows(self.buffer, self.layout, index.reshape(-1).to(torch.int64).contiguous(), out)
+        return out.view(*index.shape, self.layout.columns)
+
+    def _take(self, rows: int, columns: int) -> torch.Tensor:
+        return (self._scratch or shared_scratch(self.device)).take(rows, columns, self.dtype)
+
+
+class DenseWeight:
+    """A :class:`~blockwalk.state.Weight` over a dense tensor [N, D].
+
+    Where ``dtype`` is the tensor's own, ranges are views of the tensor itself, not to be written; otherwise they are
+    converted into ``scratch``.
+    """
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, scratch: Scratch | None = None) -> None:
+        if tensor.dim() != 2:
+            raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
+        self.tensor, self.dtype = tensor, dtype or tensor.dtype
+        self._scratch = scratch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._as_used(self.tensor[start:stop])
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self._as_used(self.tensor[:, start:stop])
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return self.tensor[index].to(self.dtype)
+
+    def _as_used(self, part: torch.Tensor) -> torch.Tensor:
+        if part.dtype == self.dtype:
+            return part
+        scratch = self._scratch or shared_scratch(part.device)
+        return scratch.take(part.shape[0], part.shape[1], self.dtype).copy_(part)
