@@ -176,8 +176,9 @@ class CutModel:
             elif name in trainable:
                 placed = leaves[name] = value if value.requires_grad else value.detach().requires_grad_(True)
             else:
-                # A Parameter, as PEFT's parametrizations of expert weights ask for.
-                placed = nn.Parameter(value, requires_grad=False)
+                # A Parameter, as PEFT's parametrizations of expert weights ask for. They count as writes to it, which must not
+                # count for its neighbours in the file: .data has a version of its own.
+                placed = nn.Parameter(value.data, requires_grad=False)
             for slot in slots[name]:
                 slot.module._parameters[slot.leaf] = placed  # type: ignore[assignment]
         return leaves

@@ -459,17 +459,23 @@ def test_killed_at_random_moments(sync: bool, direct: bool, tmp_path: Path, monk
         one_step = max(time.perf_counter() - began, 0.01)
     rng, newest, interrupted = random.Random(0), [1, 1, 1], 0
     for _ in range(30):
+        begins, tell = os.pipe()
         child = os.fork()
         if child == 0:
             try:
+                torch.set_num_threads(1)  # the parent's OpenMP threads are not here
                 store = WritableStore(path, sync=sync)
+                os.write(tell, b"!")  # what was paged out of the parent, and the store, are there
                 for step in range(store.step(2) + 1, 1000):
                     for unit in range(3):
                         store.write_unit(unit, aligned(contents(unit, step, nbytes)), step)
             finally:
                 os._exit(1)
+        os.read(begins, 1)
         time.sleep(rng.uniform(0.2, 2.5) * one_step)
         os.kill(child, signal.SIGKILL)
+        os.close(begins)
+        os.close(tell)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child was still writing when it was killed"
 
         buffer_P = torch.empty(nbytes, dtype=torch.uint8)
