@@ -255,14 +255,20 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
             found = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
             with lazy.unread([weight for weight in found if isinstance(weight, _FakeWeight)]):
                 out_BSD = cut.forward(call, input_BSD)
-            saved = meter.live
+            saved, again = meter.live, meter.work
             inputs = [input_BSD, *leaves.values(), *call.differentiable]
             grads = torch.autograd.grad(out_BSD, inputs, grad_BSD, allow_unused=True)
         cut.unbind(index)
         del grads
-        backward = meter.work - forward.work  # a recomputation leaves out what no gradient reads
         return UnitCost(
-            forward.peak, meter.peak, saved, forward.flops, meter.flops - forward.flops, forward.work, backward
+            forward_transient=forward.peak,
+            backward_transient=meter.peak,
+            saved=saved,
+            forward_flops=forward.flops,
+            backward_flops=meter.flops - forward.flops,
+            forward=forward.work,
+            backward=meter.work - forward.work,
+            unread=forward.work - again,
         )
 
 
@@ -421,7 +427,7 @@ def _read_cost(cost: dict[str, Any]) -> UnitCost:
             cost[name]["starts"],
             sizes(map(tuple, cost[name]["thin"])),
         )
-        for name in ("forward", "backward")
+        for name in ("forward", "backward", "unread")
     }
     return UnitCost(**{**cost, **works})
 

@@ -280,6 +280,11 @@ class Engine:
             unit, {p.name: self.masters[p.name].detach().to(self.device, self.compute_dtype) for p in params}
         )
 
+    @property
+    def frozen_stay(self) -> bool:
+        """Whether every frozen parameter keeps its place, so that graphs may refer to it: none is assembled at its turn."""
+        return all(p.name in self._bound for unit in self._frozen for p in unit)
+
     def unread(self, unit: int) -> list[Weight]:
         """The weights of a block whose products a recomputation may leave out."""
         layer = self.cut.layer_name(unit)

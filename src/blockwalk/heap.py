@@ -9,11 +9,12 @@ import functools
 import gc
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
 
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
-MARGIN = 3 << 20
+MARGIN = 4 << 20
 """... and beyond a block's working set: given back sooner, each block would fault its own in again (a 0.5B step: 150,000
 page faults and 0.7 s of the kernel's time, 8,000 and 0.1 s when it is kept)."""
 
@@ -53,10 +54,15 @@ class Slack:
 
     def __init__(self) -> None:
         self._floor = 0
-        self._working_set = 0
-        """The most that one block has left behind on a heap without slack."""
+        self._left: deque[int] = deque(maxlen=32)
+        """What one block has left behind on a heap without slack, of late."""
         self._is_fresh = False
         _keep_freed()
+
+    @property
+    def _working_set(self) -> int:
+        """What four blocks in five need: a loss that needs more comes once a step."""
+        return sorted(self._left)[len(self._left) * 4 // 5] if self._left else 0
 
     def bound(self) -> None:
         """Give free heap back if anonymous memory has grown, since it last was, by more than a block needs."""
@@ -64,7 +70,7 @@ class Slack:
             return
         grown = _anonymous_bytes() - self._floor
         if self._is_fresh:
-            self._working_set = max(self._working_set, grown)
+            self._left.append(grown)
         self._is_fresh = grown > max(SLACK, self._working_set + MARGIN)
         if self._is_fresh:
             trim(0)

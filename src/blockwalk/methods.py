@@ -42,7 +42,7 @@ def plain() -> Plan:
 
 
 def mebp() -> Plan:
-    """Exact gradients with frozen 4-bit weights mapped from disk and one block's graph at a time.
+    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time.
 
     Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile
     Devices" (2025).

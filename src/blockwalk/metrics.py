@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+DIRTY_SHARE = 10
+"""One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
 _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
@@ -31,6 +34,47 @@ def process_bytes() -> int:
 
         return int(psutil.Process().memory_full_info().uss)
     return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(_COUNTED)) * 1024
+
+
+def host_memory() -> tuple[int, bool]:
+    """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    limits = []
+    for path in _limit_files():
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(int(text))
+    bound = min([total, *limits])
+    return bound, bound < total
+
+
+def _limit_files() -> Iterator[Path]:
+    """Where the memory limits of this process may stand: of its own control group and of those around it, either version."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines or ["0::/", "0:memory:/"]:
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+            own = base / group.strip("/")
+            yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
+
+
+def page_cache() -> int:
+    """Bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now."""
+    import psutil
+
+    bound, limited = host_memory()
+    free = int(psutil.virtual_memory().available)
+    return max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
 
 
 class PeakMemory:

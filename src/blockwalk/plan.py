@@ -135,7 +135,8 @@ class Plan:
     accumulation_order: str = "micro_batch"
     """micro_batch: walk once per micro-batch; block: fetch a block once and run every micro-batch through it."""
     recompute: str = "all"
-    """Activations in the backward walk: all (recompute every block), none (keep all), auto (as the budget allows)."""
+    """Activations in the backward walk: all (recompute every block), none (keep all, where ``activation`` says), auto (keep
+    those of as many of the last blocks as there is room for: in the budget; of file maps, in the page cache)."""
     prefetch: int = 1
     """Blocks fetched ahead of the one that computes; slots are one more."""
     compute_dtype: str = "auto"

@@ -11,6 +11,7 @@ from typing import Any
 
 from blockwalk.compile import Costs, Pending, compile, resident
 from blockwalk.methods import method
+from blockwalk.metrics import DIRTY_SHARE
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.simulate import analytic
@@ -120,7 +121,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
         yield f"plain, recompute {recompute}", method("plain", recompute=recompute)
     if lora:
         for codec in ("int4", "int8", "raw"):
-            yield f"mebp, {codec}", method("mebp", frozen=f"disk × {codec}", recompute="all")
+            yield f"mebp, {codec}", method("mebp", frozen=f"disk × {codec}")
     yield "mezo", method("mezo")
     for tier in ("host", "disk"):
         for codec in ("raw", "fp8") if not lora else ("raw",):
@@ -185,7 +186,16 @@ def program_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[Prog
     device = task.hardware.device
     model = analytic.model_spec(task.config, lora_rank=task.lora_rank)
     costs = analytic.costs(task.config, plan, shape, lora_rank=task.lora_rank, device=device)
-    program = compile(plan, model, StepKind.TRAIN, shape, costs=costs, pending=steady(plan, model), device=device)
+    program = compile(
+        plan,
+        model,
+        StepKind.TRAIN,
+        shape,
+        costs=costs,
+        pending=steady(plan, model),
+        device=device,
+        page_cache=task.hardware.host_bytes // DIRTY_SHARE,
+    )
     return program, model, costs
 
 

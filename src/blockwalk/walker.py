@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,13 @@ from blockwalk.estimators.zeroth_order import ZerothOrder
 from blockwalk.groups import Watch, require_agreement, versions
 from blockwalk.lanes import Lanes, Mark
 from blockwalk.ledger import Entry, Ledger, LedgerCopy
+from blockwalk.metrics import page_cache
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Program, Shape, StepKind
 from blockwalk.ranks import make_ranks
 from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
+from blockwalk.state import Tier
 
 if TYPE_CHECKING:
     from blockwalk.checkpoint_sharded import Saver
@@ -126,6 +128,9 @@ class Walker:
         """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: dict[tuple[Shape, bool], Costs] = {}
+        self._page_cache = page_cache() if plan.recompute == "auto" else 0
+        if plan.recompute != "all" and not self.engine.frozen_stay:
+            self.plan = replace(plan, recompute="all")  # a kept graph would refer to weights that the next unit's replace
         self.steps_done = 0
         self._saver: Saver | None = None
         self.ledger: Ledger | None = None
@@ -336,7 +341,7 @@ class Walker:
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
         (``recompute: auto``) always has them.
         """
-        auto = self.plan.recompute == "auto" and self.plan.budget is not None
+        auto = self.plan.recompute == "auto" and self.plan.budget is not None and self.plan.activation.tier is not Tier.DISK
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
         costs = self.costs(shape) if training and (foresee or auto) else Costs()
         pending = Pending()
@@ -348,7 +353,14 @@ class Walker:
         elif self.plan.sharded:
             pending = Pending(dirty=self.engine.dirty)
         return compile(
-            self.plan, self.spec, step_kind, shape, costs=costs, pending=pending, device=self.device.type
+            self.plan,
+            self.spec,
+            step_kind,
+            shape,
+            costs=costs,
+            pending=pending,
+            device=self.device.type,
+            page_cache=self._page_cache,
         )
 
     def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:

@@ -159,11 +159,31 @@ def test_auto_recompute_keeps_what_the_budget_holds() -> None:
     costs = Costs((("block", cost),))
     held = resident(method("mebp"), model).get(Pool.DEVICE, 0)
     for kept in (0, 1, 3, 8):
-        plan = method("mebp", budget=held + 9000 + 5000 * kept + 100)
+        plan = method("mebp", activation="host", budget=held + 9000 + 5000 * kept + 100)
         program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), costs=costs)
         assert sum(op.keep_graph for op in program.ops if op.kind is OpKind.FORWARD) == kept
         assert over_budget(program, plan.budget) == []
         assert over_budget(program, held + 8999)
+
+
+def test_auto_recompute_keeps_in_file_maps_what_the_page_cache_holds() -> None:
+    """Closed form: a block's graph is 3/2 × tokens × (inputs + outputs of its matrices) × bytes; no budget is asked, none of it
+    is device memory."""
+    model = toy(8, lora=True, tied=True)
+    cost = UnitCost(forward_transient=1000, backward_transient=9000, saved=5000)
+    costs = Costs((("block", cost),))
+    sides = sum(sum(p.shape) for p in model.blocks[0].params if len(p.shape) == 2 and not p.trainable)
+    graph = 3 * 8 * sides * 4 // 2
+    for kept in (0, 1, 3, 8):
+        room = graph * kept + graph // 2
+        program = compile(method("mebp"), model, StepKind.TRAIN, Shape(1, 8), costs=costs, page_cache=room)
+        forwards = [op for op in program.ops if op.kind is OpKind.FORWARD]
+        assert [op.keep_graph for op in forwards] == [False] * (8 - kept) + [True] * kept
+        assert all(op.takes == ((Pool.MAPPED, 5000),) for op in forwards if op.keep_graph)
+        most = program.peaks()
+        none = compile(method("mebp", recompute="all"), model, StepKind.TRAIN, Shape(1, 8), costs=costs).peaks()
+        assert most[Pool.DEVICE] <= none[Pool.DEVICE]
+    assert not any(op.keep_graph for op in compile(method("mebp"), model, StepKind.TRAIN, Shape(1, 8), costs=costs).ops)
 
 
 def test_a_tied_head_is_updated_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from blockwalk import metrics
 from blockwalk.simulate import hardware, probe, probe_walk
 from blockwalk.simulate.probe_walk import Found
 
@@ -13,7 +14,7 @@ def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path) -> None:
     total = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
     machine = found.hardware
     assert machine.host_bytes <= total
-    bounded, limited = probe.host_memory()
+    bounded, limited = metrics.host_memory()
     assert (bounded < total) == limited
     assert set(machine.flops) == {"float32", "bfloat16", "float16"}
     assert min(machine.disk_read.bandwidth, machine.disk_write.bandwidth, machine.noise_rate, machine.decode_rate) > 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from blockwalk import launch
 from blockwalk.config import RunConfig
+from blockwalk.metrics import page_cache
 from blockwalk.program import Shape, StepKind
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import Forecast, zeroth_order_advice
@@ -48,7 +49,7 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
     shape = Shape(run.batch_size // run.plan.gradient_accumulation_steps, run.data.max_length)
     model = model_spec(run)
     costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=not run.data.packing)
-    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device)
+    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=page_cache())
     forecast = Forecast(run.plan, model, program)
     for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
         print(line)

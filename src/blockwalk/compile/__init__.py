@@ -34,6 +34,7 @@ def compile(
     pending: Pending = Pending(),
     device: str = "cpu",
     group_size: int = 32,
+    page_cache: int = 0,
 ) -> Program:
     """The program of one kind of step.
 
@@ -46,6 +47,7 @@ def compile(
         pending: deferred updates that this step finds.
         device: ``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied.
         group_size: elements that share a scale in the int4 codec.
+        page_cache: bytes that ``recompute: auto`` may keep in file maps instead of recomputing them (``activation: disk``).
 
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program` does not hold.
@@ -65,7 +67,7 @@ def compile(
             plan, model, device, group_size, shape, costs, pending=pending, gathers=step_kind is not StepKind.FLUSH
         )
     else:
-        builder = Builder(plan, model, device, group_size, shape, costs)
+        builder = Builder(plan, model, device, group_size, shape, costs, page_cache)
     if step_kind is StepKind.FLUSH:
         flush(builder, pending)
     elif plan.estimator is Estimator.ZEROTH_ORDER and step_kind is StepKind.TRAIN:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from blockwalk.compile.builder import Builder, Turn, store, update_at_end
-from blockwalk.compile.placement import activation_pool
+from blockwalk.compile.placement import activation_pool, compute_dtype
 from blockwalk.plan import Timing
 from blockwalk.program import Lane, OpKind, Pool
-from blockwalk.state import StateKind
+from blockwalk.state import DTYPE_BYTES, StateKind
 
 
 def backprop(b: Builder, *, update: bool) -> None:
@@ -19,6 +19,7 @@ def backprop(b: Builder, *, update: bool) -> None:
     micro_batches = range(plan.gradient_accumulation_steps)
     groups = [[m] for m in micro_batches] if plan.accumulation_order == "micro_batch" else [list(micro_batches)]
     keep = _kept_graphs(b)
+    graph_pool = Pool.MAPPED if b.maps_graphs else Pool.DEVICE
     at_turn = update and plan.update.timing is Timing.BLOCK
     hidden_bytes = b.hidden_bytes
     inputs_pool = activation_pool(plan, b.device)
@@ -62,8 +63,10 @@ def backprop(b: Builder, *, update: bool) -> None:
                     micro_batch=m,
                     keep_graph=kept,
                     flops=cost.forward_flops,
-                    transient=max(cost.forward_transient - cost.saved, 0) if kept else cost.forward_transient,
-                    takes=((Pool.DEVICE, cost.saved),) if kept and cost.saved else (),
+                    transient=max(cost.forward_transient - cost.saved, 0)
+                    if kept and graph_pool is Pool.DEVICE
+                    else cost.forward_transient,
+                    takes=((graph_pool, cost.saved),) if kept and cost.saved else (),
                 )
                 used.append(hidden_from[m])
             return used
@@ -111,7 +114,7 @@ def backprop(b: Builder, *, update: bool) -> None:
                             nbytes=hidden_bytes if inputs_pool is not Pool.DEVICE else 0,
                         )
                     )
-                freed = ((Pool.DEVICE, cost.saved),) if kept and cost.saved else ()
+                freed = ((graph_pool, cost.saved),) if kept and cost.saved else ()
                 used.append(
                     b.op(
                         OpKind.BACKWARD,
@@ -121,8 +124,8 @@ def backprop(b: Builder, *, update: bool) -> None:
                         micro_batch=m,
                         keep_graph=kept,
                         last=m == micro_batches[-1],
-                        flops=cost.backward_flops + (0 if kept else cost.forward_flops),
-                        **b.differentiates(i, m, cost.backward_transient - (cost.saved if kept else 0)),
+                        flops=cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops),
+                        **b.differentiates(i, m, cost.backward_transient - (cost.saved if kept or b.maps_graphs else 0)),
                         frees=freed if kept else ((inputs_pool, hidden_bytes),),
                     )
                 )
@@ -196,17 +199,20 @@ def _finish(
 
 
 def _kept_graphs(b: Builder) -> frozenset[int]:
-    """The blocks whose activations stay on the device between forward and backward.
+    """The blocks whose activations stay between forward and backward, on the device or in file maps.
 
-    ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps as many of the last blocks as the budget holds. A
-    graph refers to its weights, so only resident or mapped ones can be kept, and of those in slots just the last block.
+    ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps as many of the last blocks as the budget holds, or of
+    file maps as the page cache does. A graph refers to its weights, so only resident or mapped ones can be kept, and of
+    those in slots just the last block.
     """
     plan, blocks = b.plan, range(1, b.last)
-    if plan.recompute == "all" or (plan.recompute == "auto" and plan.budget is None):
+    if plan.recompute == "all" or (plan.recompute == "auto" and plan.budget is None and not b.maps_graphs):
         return frozenset()
     groups = plan.gradient_accumulation_steps if plan.accumulation_order == "block" else 1
     room = None
-    if plan.recompute == "auto":
+    if plan.recompute == "auto" and b.maps_graphs:
+        room = b.page_cache
+    elif plan.recompute == "auto":
         assert plan.budget is not None
         held = b.resident().get(Pool.DEVICE, 0)
         worst = max((cost.backward_transient for _, cost in b.costs.units), default=0)
@@ -217,8 +223,20 @@ def _kept_graphs(b: Builder) -> frozenset[int]:
         if in_slot and kept and not b.graphs_outlive_slots:
             break
         if room is not None:
-            room -= groups * b.costs.of(b.model.units[i].kind).saved
+            saved = _graph_bytes(b, i) if b.maps_graphs else b.costs.of(b.model.units[i].kind).saved
+            room -= groups * saved
             if room < 0:
                 break
         kept.add(i)
     return frozenset(kept)
+
+
+def _graph_bytes(b: Builder, unit: int) -> int:
+    """About the bytes that a block's graph keeps, where nothing was measured: inputs and outputs of its matrices, and half as
+    much again for norms and attention. Too many for most models: 17.6 MB for 14.3 MB of Qwen2.5-0.5B at 256 tokens."""
+    size = DTYPE_BYTES[compute_dtype(b.plan, b.model)]
+    sides = dict.fromkeys((False, True), 0)
+    for p in b.model.units[unit].params:
+        if len(p.shape) > 1:
+            sides[p.trainable] += p.shape[-1] + p.shape[-2]
+    return 3 * b.shape.tokens * max(sides.values()) * size // 2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from blockwalk.compile.inputs import Costs
-from blockwalk.compile.placement import Placements, activation_pool, compute_dtype, passes_of_rank
+from blockwalk.compile.placement import Placements, activation_pool, compute_dtype, maps_graphs, passes_of_rank
 from blockwalk.plan import Estimator
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, ParamSpec, StateKind, Tier, UnitSpec
@@ -28,6 +28,8 @@ class Builder(Placements):
 
     shape: Shape
     costs: Costs
+    page_cache: int = 0
+    """Bytes of file maps that activations may take (``recompute: auto``)."""
     ops: list[Op] = field(default_factory=list)
     freed_by: dict[int, int] = field(default_factory=dict)
     """The op that last emptied each slot."""
@@ -104,6 +106,11 @@ class Builder(Placements):
     def arrives_updated(self, unit: int) -> bool:
         """Whether what is pending for a unit is applied on its way to its turn."""
         return False
+
+    @property
+    def maps_graphs(self) -> bool:
+        """Whether what a graph saves is written to file maps, instead of staying on the device."""
+        return maps_graphs(self.plan, self.device)
 
     @property
     def graphs_outlive_slots(self) -> bool:

@@ -19,10 +19,13 @@ class UnitCost:
     """Bytes of activations that a kept graph holds; of a prologue, its hidden state and what its calls hold for the blocks."""
     forward_flops: int = 0
     backward_flops: int = 0
-    """Recomputation not included."""
+    """Of a block that is recomputed, the recomputation not included."""
     forward: Work = NOTHING
     """What ``forward_flops`` are made of, and all that is done beside them; empty where only FLOPs are known."""
     backward: Work = NOTHING
+    unread: Work = NOTHING
+    """What a recomputation leaves out of the forward (:mod:`blockwalk.unread`): ``backward`` is less by it, and a kept graph's
+    backward is not."""
 
 
 @dataclass(frozen=True)

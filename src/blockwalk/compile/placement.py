@@ -176,3 +176,8 @@ def activation_pool(plan: Plan, device: str) -> Pool:
             return Pool.HOST
         case Tier.DEVICE:
             return Pool.DEVICE
+
+
+def maps_graphs(plan: Plan, device: str) -> bool:
+    """Whether what a graph saves goes to file maps: where activations do, on a CPU; a compiled block keeps its own."""
+    return activation_pool(plan, device) is Pool.MAPPED and not plan.compile and not plan.sharded

@@ -2,7 +2,8 @@
 
 Forward: each block runs without graph on its input, which is saved (the activation checkpoint). Backward: the input is
 loaded, the block recomputed with its graph and differentiated, and the gradient of its input handed on. Only one block's
-graph exists at a time, unless the program keeps some; the gradients are those of the whole model's autograd.
+graph exists at a time, unless the program keeps some, in memory or with what they save in file maps; the gradients are
+those of the whole model's autograd.
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a segment of one block; Song and Tang,
 "Memory-Efficient Backpropagation ..." (2025), section 3.
@@ -11,19 +12,25 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from blockwalk.blocks import Prologue
+from blockwalk.arguments import tensors_of
+from blockwalk.blocks import BlockCall, Prologue
+from blockwalk.compile.placement import maps_graphs
 from blockwalk.data.batching import loss_tokens, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators.lazy import unread
 from blockwalk.estimators.logits import next_logits
 from blockwalk.estimators.loss import chunked_cross_entropy
+from blockwalk.lazy_parameter import LazyParameter
 from blockwalk.noise import derive_seed
 from blockwalk.program import Op, OpKind
-from blockwalk.tiers.scratch import Activations
+from blockwalk.tiers.scratch import Activations, SavedTensors
 from blockwalk.updates import clip_coefficient
 
 Batch = Mapping[str, torch.Tensor]
@@ -35,7 +42,8 @@ class _Graph:
     """What one BACKWARD differentiates: the block's output with respect to its input and its trainables."""
 
     input_BSD: torch.Tensor
-    output_BSD: torch.Tensor
+    output: torch.Tensor | GradientEdge
+    """[B, S, D], or where it was computed."""
     trainables: dict[str, torch.Tensor]
 
 
@@ -81,6 +89,10 @@ class Backprop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.activations = Activations(engine.plan.activation.tier, engine.device, engine.scratch)
+        self.saved: dict[tuple[int, int], SavedTensors] = {}
+        """What graphs save in file maps: of kept ones by unit and micro-batch, of recomputed ones, which follow each other,
+        under one key."""
+        self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         self.state: _State | None = None
         head = engine.cut.head
         self.chunked = engine.plan.loss == "chunked" and not head.custom and head.lora is None
@@ -153,9 +165,9 @@ class Backprop:
         def work() -> None:
             m = op.micro_batch
             if op.keep_graph:
-                graph = self._run(op, state, state.hidden[m])
+                graph, output_BSD = self._run(op, state, state.hidden[m])
                 state.graphs[op.unit, m] = graph
-                state.hidden[m] = graph.output_BSD.detach()
+                state.hidden[m] = output_BSD.detach()
             else:
                 call = state.prologues[m].calls[op.unit - 1]
                 self.engine.live(op.unit)
@@ -165,14 +177,31 @@ class Backprop:
 
         return work
 
-    def _run(self, op: Op, state: _State, input_BSD: torch.Tensor) -> _Graph:
-        """Run one block with its graph."""
-        input_BSD = input_BSD.detach().requires_grad_()
+    def _run(self, op: Op, state: _State, input_BSD: torch.Tensor) -> tuple[_Graph, torch.Tensor]:
+        """Run one block with its graph; beside it the output."""
         trainables = self.engine.live(op.unit)
         call = state.prologues[op.micro_batch].calls[op.unit - 1]
-        with self.engine.graph(op.unit), torch.enable_grad():
+        saving: AbstractContextManager[None] = nullcontext()
+        if self._maps_graphs:
+            input_BSD, saving = self._save_graph(op, call, input_BSD, trainables)
+        input_BSD = input_BSD.detach().requires_grad_()
+        with self.engine.graph(op.unit), saving, torch.enable_grad():
             output_BSD = self.engine.cut.forward(call, input_BSD, seed=self._seed(state, op))
-        return _Graph(input_BSD, output_BSD, trainables)
+        output = get_gradient_edge(output_BSD) if self._maps_graphs else output_BSD
+        return _Graph(input_BSD, output, trainables), output_BSD
+
+    def _save_graph(
+        self, op: Op, call: BlockCall, input_BSD: torch.Tensor, trainables: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, AbstractContextManager[None]]:
+        """Move a block's input and the copies of its trainables to file maps, and what its graph will save with them."""
+        key = (op.unit, op.micro_batch) if op.keep_graph else (0, 0)
+        saved = self.saved.setdefault(key, SavedTensors(self.engine.scratch))
+        saved.rewind()
+        for leaf in trainables.values():
+            if not self.engine.scratch.holds(leaf):
+                leaf.data = saved.write(leaf.data)
+        there = [*call.module.parameters(), *call.module.buffers(), *tensors_of([call.args, call.kwargs])]
+        return saved.write(input_BSD), saved.saving(t for t in there if not isinstance(t, LazyParameter))
 
     def _save(self, op: Op, state: _State) -> Callable[[], None]:
         hidden_BSD = state.hidden[op.micro_batch]
@@ -258,10 +287,11 @@ class Backprop:
                 graph = state.graphs.pop(key)
             else:
                 with unread(self.engine.unread(op.unit)):
-                    graph = self._run(op, state, state.loaded.pop(key))
+                    graph, _ = self._run(op, state, state.loaded.pop(key))
             outer = state.prologues[m].calls[op.unit - 1].differentiable
             inputs = [graph.input_BSD, *graph.trainables.values(), *outer]
-            grads = torch.autograd.grad(graph.output_BSD, inputs, state.gradient[m], allow_unused=True)
+            outputs: Any = [graph.output]  # a list of either kind
+            grads = torch.autograd.grad(outputs, inputs, [state.gradient[m]], allow_unused=True)
             assert grads[0] is not None
             state.gradient[m] = grads[0]
             count = 1 + len(graph.trainables)

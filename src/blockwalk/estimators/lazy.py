@@ -100,6 +100,9 @@ def lora_linear(
 
 
 class _LoraLinear(torch.autograd.Function):
+    """Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: the library keeps a program of half a megabyte
+    for each shape and layout of a product."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -112,12 +115,12 @@ class _LoraLinear(torch.autograd.Function):
         transposed: bool,
     ) -> torch.Tensor:
         x_PD = x.reshape(-1, x.shape[-1])
-        t_PR = x_PD @ a_RD.t()
+        t_PR = x_PD @ a_RD.t().contiguous()
         if any(weight is each for each in _unread.get()):
             y = x.new_zeros(*x.shape[:-1], b_NR.shape[0])
         else:
             y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
-            y.view(-1, y.shape[-1]).addmm_(t_PR, b_NR.t(), alpha=scaling)
+            y.view(-1, y.shape[-1]).addmm_(t_PR, b_NR.t().contiguous(), alpha=scaling)
         ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
         return y
@@ -135,7 +138,7 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_a = grad_t_PR.t() @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[2]:
-            grad_b = (grad_PN.t() @ t_PR).mul_(ctx.scaling)
+            grad_b = (t_PR.t() @ grad_PN).mul_(ctx.scaling).t().contiguous()
         return grad_x, grad_a, grad_b, None, None, None, None
 
 

@@ -27,8 +27,8 @@ VIEWS = 150, 350
 
 def block_work(
     d: Dimensions, linears: Sequence[tuple[int, int]], shape: Shape, size: int, *, rank: int, full: bool, fused: bool
-) -> tuple[Work, Work]:
-    """A block's forward and backward (without recomputation).
+) -> tuple[Work, Work, Work]:
+    """A block's forward, its backward (without recomputation, and less by the third), what a recomputation leaves out.
 
     Args:
         d: the model's dimensions.
@@ -68,6 +68,7 @@ def block_work(
     return (
         Work(sizes(products), forward, attention, VIEWS[0], sizes(both)),
         Work(sizes(twice), backward, 5 * attention // 2, VIEWS[1], sizes(both * 2)) - left_out,
+        left_out,
     )
 
 

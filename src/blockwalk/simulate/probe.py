@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from blockwalk.metrics import host_memory
 from blockwalk.simulate import probe_rates, probe_walk
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.simulate.memory import BY_BYTES
@@ -130,23 +131,6 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
         **known,
     )
     return Findings(hardware, tuple(_warnings(hardware, limited, pageable)), cached, pageable, time.perf_counter() - began)
-
-
-def host_memory() -> tuple[int, bool]:
-    """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
-    limits = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    bound = min([total, *limits])
-    return bound, bound < total
 
 
 def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.4, least: int = 3) -> float:

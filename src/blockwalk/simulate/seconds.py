@@ -116,7 +116,7 @@ class CostModel:
             case OpKind.PROLOGUE | OpKind.FORWARD:
                 return cost.forward
             case OpKind.BACKWARD if op.keep_graph:
-                return cost.backward
+                return cost.backward + cost.unread
             case OpKind.BACKWARD | OpKind.LOSS:
                 return cost.forward + cost.backward
             case OpKind.PROLOGUE_BACKWARD:
@@ -129,6 +129,8 @@ class CostModel:
         if work == NOTHING and not prologue:
             work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
         seconds = hw.op_seconds + self.work_seconds(work)
+        if op.kind is OpKind.FORWARD:  # what a graph in file maps saves is copied there
+            seconds += 2 * sum(nbytes for pool, nbytes in op.takes if pool is Pool.MAPPED) / hw.memory_bandwidth
         if hw.fresh_bandwidth and op.transient > KEPT and self._gives_back:
             seconds += op.transient / hw.fresh_bandwidth
         if hw.fresh_bandwidth and op.kind is not OpKind.FORWARD:  # gradients are let go of in every step, and made anew

@@ -90,7 +90,7 @@ def simulate(program: Program, plan: Plan, model: ModelSpec, hardware: Hardware,
     spans = schedule(program, model_of.seconds)
     seconds = max((span.ended for span in spans), default=0.0)
     recomputed = sum(
-        costs.of(model.units[op.unit].kind).forward_flops
+        costs.of(model.units[op.unit].kind).forward_flops - costs.of(model.units[op.unit].kind).unread.flops
         for op in program.ops
         if op.kind is OpKind.BACKWARD and not op.keep_graph
     )

@@ -1,4 +1,4 @@
-"""Working state on disk: tensors in shared file maps, and the activation checkpoints of one step.
+"""Working state on disk: tensors in shared file maps, and the activations of one step: checkpoints, and what graphs save.
 
 A dirty page of a shared file map belongs to the file: the kernel writes it out when memory is short, and no swap is
 needed. Nothing here outlives the process; what must survive is written by :mod:`blockwalk.checkpoint`.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockwalk.state import Tier
 from blockwalk.tiers.disk import MappedFile
@@ -27,6 +29,11 @@ class ScratchMaps:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[Hashable, list[MappedFile]] = {}
+        self._bases: set[int] = set()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in one of these maps."""
+        return tensor.untyped_storage().data_ptr() in self._bases
 
     def zeros(
         self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
@@ -39,6 +46,7 @@ class ScratchMaps:
         if not total:
             return {}
         file = self._new_file(total)
+        self._bases.add(file.bytes_P.untyped_storage().data_ptr())
         self._files.setdefault(group, []).append(file)
         return {
             name: file.view(offsets[name], math.prod(shape) * dtype.itemsize, dtype, shape)
@@ -48,6 +56,7 @@ class ScratchMaps:
     def bytes(self, nbytes: int) -> torch.Tensor:
         """A mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
         with self._new_file(nbytes) as file:
+            self._bases.add(file.bytes_P.untyped_storage().data_ptr())
             return file.bytes_P
 
     def will_need(self, group: Hashable) -> None:
@@ -99,3 +108,75 @@ class Activations:
     def clear(self) -> None:
         """Forget what a step that failed has left."""
         self._held.clear()
+
+
+_PIECE = 8 << 20
+"""Bytes of the file maps that saved tensors are written to, one after the other."""
+_SMALL = 4096
+"""Bytes below which a saved tensor stays in memory."""
+
+
+class SavedTensors:
+    """What the graph of one block and micro-batch saves for its backward, in file maps that are used again in every step.
+
+    In memory they would be most of what a block needs, and of a graph kept between forward and backward all that is held.
+    Pages of a file are the kernel's to drop, and the backward pass reads them where they lie; copying them there costs a
+    fraction of computing them again.
+    """
+
+    def __init__(self, scratch: ScratchMaps) -> None:
+        self._scratch = scratch
+        self._maps: list[torch.Tensor] = []
+        self._place = (0, 0)
+        self._written: dict[object, tuple[StorageWeakRef, torch.Tensor]] = {}
+
+    def rewind(self) -> None:
+        """Begin a new step: everything that was written may be overwritten."""
+        self._place = (0, 0)
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in a map, with the tensor's strides where it has no gaps."""
+        order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
+        dense = tensor.permute(order)
+        if not dense.is_contiguous():
+            order, dense = list(range(tensor.dim())), tensor
+        copy = self._take(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(dense.shape)
+        copy.copy_(dense)
+        return copy.permute([order.index(d) for d in range(tensor.dim())]).data  # what follows it in the map is not its change
+
+    @contextmanager
+    def saving(self, stays: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside, tensors that autograd saves are written. Those that share memory with one of ``stays`` (parameters, and
+        arguments that every block is given) are there anyway and are saved as they are."""
+        there = {tensor.untyped_storage().data_ptr() for tensor in stays}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            small = tensor.numel() * tensor.element_size() < _SMALL
+            if small or storage.data_ptr() in there or self._scratch.holds(tensor):
+                return tensor
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # while it lives no other storage takes its number
+            seen = (ref.cdata, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if seen not in self._written:
+                self._written[seen] = ref, self.write(tensor)
+            return self._written[seen][1]
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
+                yield
+        finally:
+            self._written.clear()
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        number, start = self._place
+        while number < len(self._maps) and start + nbytes > self._maps[number].numel():
+            number, start = number + 1, 0
+        if number == len(self._maps):
+            self._maps.append(self._scratch.bytes(max(nbytes, _PIECE)))
+        stop = start + -(-nbytes // _ALIGN) * _ALIGN
+        self._place = (number, stop)
+        return self._maps[number][start : start + nbytes]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
