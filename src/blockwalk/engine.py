@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
     from blockwalk.tiers import WeightSource
     from blockwalk.tiers.buckets import Buckets
+    from blockwalk.tiers.frozen import FrozenSlots
     from blockwalk.tiers.slots import SliceGroup
 
 log = logging.getLogger(__name__)
@@ -97,12 +98,17 @@ class Engine:
         self._stored = [[p.name for p in unit if p.name not in self._held] for unit in self._frozen]
         """The names of each unit's frozen parameters that the source has; a frozen adapter's it has not."""
         self._bound: dict[str, torch.Tensor | Weight] = {}
+        self._visitors: FrozenSlots | None = None
+        """The blocks' frozen parameters, where they are copied to the device at their turn."""
         self._assembled: dict[tuple[int, int, torch.Size], torch.Tensor] = {}
         for index, unit in enumerate(self.spec.units):
-            self._place_frozen(index)
+            if not self._visits(index):
+                self._place_frozen(index)
             if plan.estimator is Estimator.BACKPROP:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir, run)
+        if visiting := {unit: self._frozen[unit] for unit in range(len(self._frozen)) if self._visits(unit)}:
+            self._make_slots(visiting)
         self._held.clear()
         if plan.compile:
             self._compile()
@@ -134,6 +140,32 @@ class Engine:
             self._bound[param.name] = self._as_used(param, weight)
         self._bind_frozen(index)
 
+    def _visits(self, unit: int) -> bool:
+        """Whether a unit's frozen parameters are copied to the device when its turn comes, instead of staying or being read
+        where they are mapped."""
+        stays = self.plan.frozen.tier is Tier.DEVICE or self.plan.sharded or not self._stored[unit]
+        mapped = self.plan.frozen.tier is Tier.DISK and self.device.type == "cpu"
+        return not stays and not mapped and unit not in (0, len(self._frozen) - 1)
+
+    def _make_slots(self, visiting: dict[int, tuple[ParamSpec, ...]]) -> None:
+        from blockwalk.tiers.frozen import FrozenSlots
+
+        assert self.source is not None, "frozen parameters that travel have a source"
+        for unit, params in visiting.items():  # adapters that are frozen have no source, and stay
+            self._bound |= {p.name: self._as_used(p, self._held.pop(p.name)) for p in params if p.name in self._held}
+            visiting[unit] = tuple(p for p in params if p.name not in self._bound)
+        self._visitors = FrozenSlots(
+            visiting,
+            self.source,
+            tier=self.plan.frozen.tier,
+            count=self.plan.prefetch + 1,
+            device=self.device,
+            compute_dtype=self.compute_dtype,
+        )
+        for unit in visiting:
+            self._bound |= self._visitors.view(unit, 0)
+            self._bind_frozen(unit)
+
     def _compile(self) -> None:
         """Compile the blocks, once for each kind. Raises ValueError where a frozen weight of theirs is not whole."""
         for param in (p for unit in self.spec.blocks for p in unit.params if not p.trainable):
@@ -157,10 +189,12 @@ class Engine:
     def _as_used(self, param: ParamSpec, weight: torch.Tensor | Weight) -> torch.Tensor | Weight:
         """A frozen parameter in the compute dtype: converted where it is small, a range at a time where it is a matrix."""
         if isinstance(weight, EncodedWeight):
+            if weight.device != self.device:
+                weight = EncodedWeight(weight.buffer.to(self.device), weight.layout)
             return weight.to(self.compute_dtype)
         if not isinstance(weight, torch.Tensor):
             return weight
-        resident = self.plan.frozen.tier is Tier.DEVICE
+        resident = self.plan.frozen.tier is Tier.DEVICE or self.device.type != "cpu"
         if resident:
             return weight.to(self.device, self.compute_dtype, copy=self.source is not None)
         if weight.dtype == self.compute_dtype:
@@ -232,6 +266,11 @@ class Engine:
             if self._buckets is not None:
                 return partial(self._buckets.fetch, op.unit, op.slot)
             return lambda: self.scratch.will_need(op.unit)
+        if self._visitors is not None and self._visits(op.unit):
+            arriving = self._visitors.view(op.unit, op.slot)
+            self._bound |= arriving
+            self.cut.bind(op.unit, arriving)
+            return partial(self._visitors.fetch, op.unit, op.slot)
         assert self.source is not None
         source, names = self.source, self._stored[op.unit]
         whole: dict[str, torch.Tensor] = {}
@@ -282,8 +321,9 @@ class Engine:
 
     @property
     def frozen_stay(self) -> bool:
-        """Whether every frozen parameter keeps its place, so that graphs may refer to it: none is assembled at its turn."""
-        return all(p.name in self._bound for unit in self._frozen for p in unit)
+        """Whether every frozen parameter keeps its place, so that graphs may refer to it: none is assembled at its turn, or
+        copied to a slot."""
+        return self._visitors is None and all(p.name in self._bound for unit in self._frozen for p in unit)
 
     def unread(self, unit: int) -> list[Weight]:
         """The weights of a block whose products a recomputation may leave out."""
@@ -426,7 +466,11 @@ class Engine:
             return
         from blockwalk.safetensors_file import save_model
 
-        save_model(folder, self.module, {**self._bound, **trained})
+        stored = {}
+        if self._visitors is not None:  # a slot holds the last that visited it
+            assert self.source is not None
+            stored = self.source.weights([p.name for unit in self._frozen for p in unit if p.name not in trained])
+        save_model(folder, self.module, {**self._bound, **stored, **trained})
 
     def close(self) -> None:
         if self._buckets is not None:

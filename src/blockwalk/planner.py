@@ -17,7 +17,7 @@ from blockwalk.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.simulate import analytic
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.simulator import Simulation, simulate
-from blockwalk.state import ModelSpec, Tier
+from blockwalk.state import ModelSpec
 
 ZEROTH_ORDER_STEPS = 29
 """Zeroth-order steps that make the progress of one step with exact gradients, as measured: ``benchmarks/zo_converge.py``, a
@@ -164,13 +164,6 @@ def _groups(node: int, world: int) -> Iterator[tuple[int, int, int]]:
                 yield z1, z3, z3
 
 
-def refused_here(task: Task, plan: Plan, model: ModelSpec) -> str:
-    """Why the walker would not run a plan on this machine, or nothing."""
-    if task.hardware.device == "cuda" and plan.frozen.tier is not Tier.DEVICE and model.numel(trainable=False):
-        return "streams frozen weights, which the walker does on a CPU alone so far; frozen: device, or train all parameters"
-    return ""
-
-
 def steady(plan: Plan, model: ModelSpec) -> Pending:
     """What a step of a long run finds: the last step's update where it is deferred, and every node slice out of date."""
     if plan.update.timing is Timing.DEFERRED:
@@ -203,8 +196,6 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     """One plan: simulated where it fits, else with the reason and what would make it fit."""
     model = analytic.model_spec(task.config, lora_rank=task.lora_rank)
     between = resident(plan, model, device=task.hardware.device)
-    if refused := refused_here(task, plan, model):
-        return Candidate(plan, label, between, None, refused)
     if refused := _too_large(task, between, plan.mesh.world):
         alone = "; weights and states alone do not fit: stream, shard, or train adapters"
         return Candidate(plan, label, between, None, refused + alone)
@@ -252,9 +243,6 @@ def choose(task: Task, *, world: int = 1) -> Plan:
 
 def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
     """The most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
-
-    if refused_here(task, plan, analytic.model_spec(task.config, lora_rank=task.lora_rank)):
-        return 0
 
     def fits(batch: int) -> bool:
         program, _, _ = program_of(task, plan, Shape(batch, task.sequence))

@@ -141,3 +141,41 @@ def test_no_graph_refers_to_experts_that_are_decoded_at_their_turn(tmp_path: Pat
             found.append(walker.gradients(random_batch()))
             assert walker.estimator.saved.keys() == {(0, 0)}  # recomputed, one after the other
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("codec", ["int4", "int8", "bf16", "raw"])
+def test_frozen_blocks_that_visit_slots_give_the_same_bits(kind: str, codec: str, tmp_path: Path) -> None:
+    """Oracle: the walk that reads them where they are mapped. On the host tier they are copied to slots, as a GPU would have
+    them; experts are decoded or converted on the way. Updates, evaluation and zeroth order read them too."""
+    tiny_model(kind).save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "store", Codec(codec))
+    for name, prefetch in (("mebp", 1), ("mebp", 0), ("zo2", 3)):
+        found = []
+        for tier in ("disk", "host"):
+            plan = method(name, recompute="all", frozen=f"{tier} × {codec}", prefetch=prefetch)
+            with Walker(tmp_path / "store", plan, lora=LORA, device="cpu") as walker:
+                assert (walker.engine._visitors is None) == (tier == "disk")
+                losses = [walker.step(random_batch(seed=seed)).loss for seed in range(3)]
+                found.append((losses, walker.evaluate(random_batch(seed=9)).loss_sum, walker.state_dict()))
+        (losses, evaluated, state), (again, evaluated_again, state_again) = found
+        assert losses == again
+        assert evaluated == evaluated_again
+        for key, tensor in state.items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(tensor, state_again[key]), key
+
+
+def test_a_model_whose_frozen_part_visits_slots_is_saved_whole(tmp_path: Path) -> None:
+    """Oracle: the model itself. A slot holds the last block that visited it, not what every block's parameters are."""
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    plan = method("mebp", frozen="host × raw", **{"optimizer.learning_rate": 0.0})
+    with Walker(copy.deepcopy(model), plan, device="cpu") as walker:
+        walker.step(random_batch())
+        walker.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(p, dict(saved.named_parameters())[name]) for name, p in model.named_parameters())
