@@ -113,7 +113,9 @@ class Engine:
         if plan.compile:
             self._compile()
         self.make_buffers()
-        self._slack = Slack() if device.type == "cpu" else None
+        self._slack: Slack | None = None
+        if device.type == "cpu":  # forwards alone leave few holes, and ranks wait for the one that faults its pages in
+            self._slack = Slack() if plan.estimator is Estimator.BACKPROP else Slack(share=1.0, spare=0.5)
         give_back()
 
     # ---- binding at construction ------------------------------------------------------------------------------------

@@ -52,7 +52,10 @@ class Slack:
     """Keeps free heap for the next block, and bounds how much of it stays backed by memory; cheap enough to be asked after
     every block. The allocator's settings are the process's: they stay when this object is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = 0.8, spare: float = 0.125) -> None:
+        """``share`` of the blocks find their working set kept (for those beyond it, such as a loss once a step, memory matters
+        more than its faults), and ``spare`` of that, or :data:`MARGIN`, for the holes between."""
+        self._share, self._spare = share, spare
         self._floor = 0
         self._left: deque[int] = deque(maxlen=32)
         """What one block has left behind on a heap without slack, of late."""
@@ -61,8 +64,9 @@ class Slack:
 
     @property
     def _working_set(self) -> int:
-        """What four blocks in five need: a loss that needs more comes once a step."""
-        return sorted(self._left)[len(self._left) * 4 // 5] if self._left else 0
+        """What that share of the blocks need."""
+        count = len(self._left)
+        return sorted(self._left)[min(int(count * self._share), count - 1)] if count else 0
 
     def bound(self) -> None:
         """Give free heap back if anonymous memory has grown, since it last was, by more than a block needs."""
@@ -71,7 +75,8 @@ class Slack:
         grown = _anonymous_bytes() - self._floor
         if self._is_fresh:
             self._left.append(grown)
-        self._is_fresh = grown > max(SLACK, self._working_set + MARGIN)
+        working_set = self._working_set
+        self._is_fresh = grown > max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
         if self._is_fresh:
             trim(0)
             self._floor = _anonymous_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,13 +69,20 @@ def _limit_files() -> Iterator[Path]:
             yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
 
 
-def page_cache() -> int:
-    """Bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now."""
+def page_cache(folder: Path | None = None) -> int:
+    """Bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now, at most half of
+    the disk that ``folder`` is on, and nothing where that is memory itself."""
     import psutil
 
     bound, limited = host_memory()
     free = int(psutil.virtual_memory().available)
-    return max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
+    room = max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
+    if folder is None:
+        return room
+    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    nearest = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    in_memory = nearest is not None and nearest.fstype in ("tmpfs", "ramfs")
+    return 0 if in_memory else min(room, shutil.disk_usage(folder).free // 2)
 
 
 class PeakMemory:

@@ -128,7 +128,7 @@ class Walker:
         """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: dict[tuple[Shape, bool], Costs] = {}
-        self._page_cache = page_cache() if plan.recompute == "auto" else 0
+        self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
         if plan.recompute != "all" and not self.engine.frozen_stay:
             self.plan = replace(plan, recompute="all")  # a kept graph would refer to weights that the next unit's replace
         self.steps_done = 0

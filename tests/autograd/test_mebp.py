@@ -179,3 +179,20 @@ def test_a_model_whose_frozen_part_visits_slots_is_saved_whole(tmp_path: Path) -
         walker.save_pretrained(tmp_path / "saved")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(p, dict(saved.named_parameters())[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("frozen", ["disk × int4", "host × int4", "disk × raw"])
+def test_on_a_gpu(frozen: str, folder: Path, tmp_path: Path) -> None:
+    """Oracle: the same walk on the CPU, to float32's rounding."""
+    found = []
+    for device in ("cpu", "cuda"):
+        plan = method("mebp", recompute="all", frozen=frozen)
+        with Walker(folder, plan, lora=LORA, workdir=tmp_path / device, device=device) as walker:
+            losses = [walker.step(random_batch(seed=seed)).loss for seed in range(3)]
+            found.append((losses, {name: g.cpu() for name, g in walker.gradients(random_batch(seed=3)).items()}))
+    (losses, gradients), (on_gpu, gradients_on_gpu) = found
+    assert on_gpu == pytest.approx(losses, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradients_on_gpu[name], gradient, rtol=1e-3, atol=1e-6), name
