@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
-MARGIN = 4 << 20
+MARGIN = 3 << 20
 """... and beyond a block's working set: given back sooner, each block would fault its own in again (a 0.5B step: 150,000
 page faults and 0.7 s of the kernel's time, 8,000 and 0.1 s when it is kept)."""
 
@@ -66,7 +66,7 @@ class Slack:
     def _working_set(self) -> int:
         """What that share of the blocks need."""
         count = len(self._left)
-        return sorted(self._left)[min(int(count * self._share), count - 1)] if count else 0
+        return sorted(self._left)[int((count - 1) * self._share)] if count else 0
 
     def bound(self) -> None:
         """Give free heap back if anonymous memory has grown, since it last was, by more than a block needs."""
