@@ -287,7 +287,7 @@ def inner(work: Work, rounds: int, figures: Figures) -> list[Bound]:
 PARTS = {
     "equal": (equal, Work()),
     "bytes": (bytes_between_nodes, Work()),
-    "speed": (speed, Work(hidden=256, layers=6, batch=20, sequence=2048, steps=3)),
+    "speed": (speed, Work(hidden=256, layers=6, batch=12, sequence=2048, steps=3)),
     "slices": (slices, Work(hidden=1024, layers=8, steps=5)),
     "host": (host, Work(hidden=1024, layers=24, batch=4, sequence=8, steps=2)),
     "inner": (inner, Work(hidden=256, layers=4, batch=8, sequence=256, steps=5)),
