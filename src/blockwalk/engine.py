@@ -84,8 +84,8 @@ class Engine:
             module.requires_grad_(False)
         self.module = module
         self.cut = CutModel(module).to(device)
-        self.spec: ModelSpec = self.cut.spec()
         self._held = self.cut.take_parameters()
+        self.spec: ModelSpec = self.cut.spec().with_assembled(self._assembled)
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.gradients: dict[str, torch.Tensor] = {}
@@ -98,17 +98,14 @@ class Engine:
         self._stored = [[p.name for p in unit if p.name not in self._held] for unit in self._frozen]
         """The names of each unit's frozen parameters that the source has; a frozen adapter's it has not."""
         self._bound: dict[str, torch.Tensor | Weight] = {}
-        self._visitors: FrozenSlots | None = None
-        """The blocks' frozen parameters, where they are copied to the device at their turn."""
-        self._assembled: dict[tuple[int, int, torch.Size], torch.Tensor] = {}
+        self._visiting = {unit: found for unit in range(len(self._frozen)) if (found := self._visitors_of(unit))}
+        self._frozen_slots: FrozenSlots | None = self._make_slots() if self._visiting else None
+        """What visits the device at its block's turn."""
         for index, unit in enumerate(self.spec.units):
-            if not self._visits(index):
-                self._place_frozen(index)
+            self._place_frozen(index)
             if plan.estimator is Estimator.BACKPROP:
                 self._place_trainables(index, [p for p in unit.params if p.trainable])
         self._buckets = None if plan.estimator is Estimator.BACKPROP else self._fill_buckets(workdir, run)
-        if visiting := {unit: self._frozen[unit] for unit in range(len(self._frozen)) if self._visits(unit)}:
-            self._make_slots(visiting)
         self._held.clear()
         if plan.compile:
             self._compile()
@@ -127,8 +124,9 @@ class Engine:
         """When everything is placed: device buffers that units visit."""
 
     def _place_frozen(self, index: int) -> None:
-        """Bind a unit's frozen parameters for good, mapped or copied to the device; what a source has to assemble (experts
-        stored one by one, and fused in the model) is left for the unit's turn."""
+        """Bind a unit's frozen parameters for good, mapped or copied to the device, and those that visit to a slot."""
+        if self._frozen_slots is not None and index in self._visiting:
+            self._bound |= self._frozen_slots.view(index, 0)
         for param in self._frozen[index]:
             if param.name in self._bound:
                 continue
@@ -136,37 +134,30 @@ class Engine:
                 weight: torch.Tensor | Weight = self._held.pop(param.name)
             else:
                 assert self.source is not None, f"{param.name} has no source"
-                if self._assembles(param) and self.plan.frozen.tier is not Tier.DEVICE:
-                    continue
                 weight = self.source.weights([param.name])[param.name]
             self._bound[param.name] = self._as_used(param, weight)
-        self._bind_frozen(index)
+        self.cut.bind(index, {p.name: self._bound[p.name] for p in self._frozen[index]})
 
-    def _visits(self, unit: int) -> bool:
-        """Whether a unit's frozen parameters are copied to the device when its turn comes, instead of staying or being read
-        where they are mapped."""
-        stays = self.plan.frozen.tier is Tier.DEVICE or self.plan.sharded or not self._stored[unit]
+    def _visitors_of(self, unit: int) -> tuple[ParamSpec, ...]:
+        """A unit's frozen parameters that are copied to a slot when its turn comes, instead of staying or being read where
+        they are mapped. What has no source (an adapter that is frozen) stays, and so do both ends of the model."""
+        if self.plan.frozen.tier is Tier.DEVICE or self.plan.sharded or unit in (0, len(self._frozen) - 1):
+            return ()
         mapped = self.plan.frozen.tier is Tier.DISK and self.device.type == "cpu"
-        return not stays and not mapped and unit not in (0, len(self._frozen) - 1)
+        return tuple(p for p in self._frozen[unit] if p.name not in self._held and (p.assembled or not mapped))
 
-    def _make_slots(self, visiting: dict[int, tuple[ParamSpec, ...]]) -> None:
+    def _make_slots(self) -> FrozenSlots:
         from blockwalk.tiers.frozen import FrozenSlots
 
         assert self.source is not None, "frozen parameters that travel have a source"
-        for unit, params in visiting.items():  # adapters that are frozen have no source, and stay
-            self._bound |= {p.name: self._as_used(p, self._held.pop(p.name)) for p in params if p.name in self._held}
-            visiting[unit] = tuple(p for p in params if p.name not in self._bound)
-        self._visitors = FrozenSlots(
-            visiting,
+        return FrozenSlots(
+            self._visiting,
             self.source,
             tier=self.plan.frozen.tier,
             count=self.plan.prefetch + 1,
             device=self.device,
             compute_dtype=self.compute_dtype,
         )
-        for unit in visiting:
-            self._bound |= self._visitors.view(unit, 0)
-            self._bind_frozen(unit)
 
     def _compile(self) -> None:
         """Compile the blocks, once for each kind. Raises ValueError where a frozen weight of theirs is not whole."""
@@ -182,11 +173,8 @@ class Engine:
         unfuse(self.module)
         self.cut.compile_blocks()
 
-    def _bind_frozen(self, index: int) -> None:
-        self.cut.bind(index, {p.name: self._bound[p.name] for p in self._frozen[index] if p.name in self._bound})
-
-    def _assembles(self, param: ParamSpec) -> bool:
-        return self.source is not None and not param.trainable and not self.source.in_place(param.name)
+    def _assembled(self, name: str) -> bool:
+        return name not in self._held and self.source is not None and not self.source.in_place(name)
 
     def _as_used(self, param: ParamSpec, weight: torch.Tensor | Weight) -> torch.Tensor | Weight:
         """A frozen parameter in the compute dtype: converted where it is small, a range at a time where it is a matrix."""
@@ -262,32 +250,25 @@ class Engine:
     # ---- the ops that move state ------------------------------------------------------------------------------------
 
     def fetch(self, op: Op) -> Callable[[], None]:
-        """FETCH: make the pages of a unit's frozen parameters, or of its masters and optimizer states, resident, and
-        assemble what the source does not hold in one piece."""
+        """FETCH: make the pages of a unit's frozen parameters, or of its masters and optimizer states, resident, and copy
+        what visits to its slot."""
         if op.part is StateKind.TRAINABLE:
             if self._buckets is not None:
                 return partial(self._buckets.fetch, op.unit, op.slot)
             return lambda: self.scratch.will_need(op.unit)
-        if self._visitors is not None and self._visits(op.unit):
-            arriving = self._visitors.view(op.unit, op.slot)
+        assert self.source is not None
+        source, names, slots = self.source, self._stored[op.unit], self._frozen_slots
+        on_disk, visits = self.plan.frozen.tier is Tier.DISK, slots is not None and op.unit in self._visiting
+        if slots is not None and visits:
+            arriving = slots.view(op.unit, op.slot)
             self._bound |= arriving
             self.cut.bind(op.unit, arriving)
-            return partial(self._visitors.fetch, op.unit, op.slot)
-        assert self.source is not None
-        source, names = self.source, self._stored[op.unit]
-        whole: dict[str, torch.Tensor] = {}
-        for place, param in enumerate(self._frozen[op.unit]):
-            if param.name not in self._bound:
-                key = (op.slot, place, torch.Size(param.shape))
-                if key not in self._assembled:
-                    self._assembled[key] = torch.empty(param.shape, dtype=self.compute_dtype)
-                whole[param.name] = self._assembled[key]
-        self.cut.bind(op.unit, whole)
 
         def work() -> None:
-            source.prefetch(names)
-            for name, out in whole.items():
-                source.read_into(name, out)
+            if on_disk:
+                source.prefetch(names)
+            if slots is not None and visits:
+                slots.fetch(op.unit, op.slot)
 
         return work
 
@@ -320,12 +301,6 @@ class Engine:
         return self.cut.bind(
             unit, {p.name: self.masters[p.name].detach().to(self.device, self.compute_dtype) for p in params}
         )
-
-    @property
-    def frozen_stay(self) -> bool:
-        """Whether every frozen parameter keeps its place, so that graphs may refer to it: none is assembled at its turn, or
-        copied to a slot."""
-        return self._visitors is None and all(p.name in self._bound for unit in self._frozen for p in unit)
 
     def unread(self, unit: int) -> list[Weight]:
         """The weights of a block whose products a recomputation may leave out."""
@@ -469,9 +444,8 @@ class Engine:
         from blockwalk.safetensors_file import save_model
 
         stored = {}
-        if self._visitors is not None:  # a slot holds the last that visited it
-            assert self.source is not None
-            stored = self.source.weights([p.name for unit in self._frozen for p in unit if p.name not in trained])
+        if self.source is not None:  # a slot holds the last that visited it
+            stored = self.source.weights([p.name for unit in self._visiting.values() for p in unit])
         save_model(folder, self.module, {**self._bound, **stored, **trained})
 
     def close(self) -> None:

@@ -69,20 +69,19 @@ def _limit_files() -> Iterator[Path]:
             yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
 
 
-def page_cache(folder: Path | None = None) -> int:
+def page_cache(folder: Path) -> int:
     """Bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now, at most half of
-    the disk that ``folder`` is on, and nothing where that is memory itself."""
+    the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
     import psutil
 
     bound, limited = host_memory()
     free = int(psutil.virtual_memory().available)
     room = max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
-    if folder is None:
-        return room
-    mounts = [p for p in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(p.mountpoint)]
+    place = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
+    mounts = [p for p in psutil.disk_partitions(all=True) if place.is_relative_to(p.mountpoint)]
     nearest = max(mounts, key=lambda p: len(p.mountpoint), default=None)
     in_memory = nearest is not None and nearest.fstype in ("tmpfs", "ramfs")
-    return 0 if in_memory else min(room, shutil.disk_usage(folder).free // 2)
+    return 0 if in_memory else min(room, shutil.disk_usage(place).free // 2)
 
 
 class PeakMemory:

@@ -7,8 +7,8 @@ are in elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,6 +95,9 @@ class ParamSpec:
     trainable: bool = False
     quantizable: bool = False
     """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused 3-D experts."""
+    assembled: bool = False
+    """True where its tier does not hold it in one piece, to be read where it lies: experts stored one by one, or encoded. It
+    is made at its block's turn. What a model's configuration alone tells is a guess; the source of the weights knows."""
 
     @property
     def numel(self) -> int:
@@ -174,6 +177,15 @@ class ModelSpec:
 
     def numel(self, *, trainable: bool | None = None) -> int:
         return sum(unit.numel(trainable=trainable) for unit in self.units)
+
+    def with_assembled(self, assembled: Callable[[str], bool]) -> ModelSpec:
+        """The same model, with what its source says of each parameter, by name."""
+
+        def marked(unit: UnitSpec) -> UnitSpec:
+            return replace(unit, params=tuple(replace(p, assembled=assembled(p.name)) for p in unit.params))
+
+        blocks = tuple(map(marked, self.blocks))
+        return replace(self, prologue=marked(self.prologue), blocks=blocks, epilogue=marked(self.epilogue))
 
 
 class Weight(Protocol):

@@ -121,7 +121,9 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
 
 def _param_spec(name: str, param: torch.Tensor, slot: Slot) -> ParamSpec:
     dtype = str(param.dtype).removeprefix("torch.")
-    return ParamSpec(name, tuple(param.shape), dtype, param.requires_grad, _quantizable(slot, param, name))
+    quantizable = _quantizable(slot, param, name)
+    fused = quantizable and param.ndim == 3
+    return ParamSpec(name, tuple(param.shape), dtype, param.requires_grad, quantizable, assembled=fused)
 
 
 def _quantizable(slot: Slot, param: torch.Tensor, name: str) -> bool:

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch import nn
 
 from blockwalk import generation
 from blockwalk.compile import Costs, Pending, compile
-from blockwalk.data.batching import LabelWordBatch, loss_tokens, share
+from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.objectives import as_objective
@@ -129,8 +129,6 @@ class Walker:
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: dict[tuple[Shape, bool], Costs] = {}
         self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
-        if plan.recompute != "all" and not self.engine.frozen_stay:
-            self.plan = replace(plan, recompute="all")  # a kept graph would refer to weights that the next unit's replace
         self.steps_done = 0
         self._saver: Saver | None = None
         self.ledger: Ledger | None = None
@@ -407,19 +405,8 @@ class Walker:
 
     def _micro_batches(self, batch: Batch, count: int) -> list[dict[str, torch.Tensor]]:
         """The batch on the device, cut into ``count`` equal parts."""
-        if "input_ids" not in batch or "labels" not in batch:
-            raise ValueError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
-        shape = batch["input_ids"].shape
-        if len(shape) != 2 or any(value.shape != shape for value in batch.values()):
-            shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
-            raise ValueError(f"every tensor of a batch must be [batch, sequence] of one shape; got {shapes}")
-        if shape[0] % count:
-            raise ValueError(
-                f"the batch has {shape[0]} sequences, which gradient_accumulation_steps × mesh.data = {count} does not divide"
-            )
-        moved = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
-        parts = {key: value.chunk(count) for key, value in moved.items()}
-        return [{key: parts[key][m] for key in parts} for m in range(count)]
+        parts = micro_batches(batch, count)
+        return [{key: value.to(self.device, non_blocking=True) for key, value in part.items()} for part in parts]
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

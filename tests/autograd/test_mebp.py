@@ -137,9 +137,9 @@ def test_no_graph_refers_to_experts_that_are_decoded_at_their_turn(tmp_path: Pat
     found = []
     for recompute in ("all", "none"):
         with Walker(tmp_path / "store", method("mebp", recompute=recompute), lora=LORA, device="cpu") as walker:
-            assert not walker.engine.frozen_stay
             found.append(walker.gradients(random_batch()))
-            assert walker.estimator.saved.keys() == {(0, 0)}  # recomputed, one after the other
+            last = len(walker.spec.blocks)  # the last block's slot is not filled anew before its backward
+            assert walker.estimator.saved.keys() == {(0, 0)} | ({(last, 0)} if recompute == "none" else set())
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
 
 
@@ -155,7 +155,8 @@ def test_frozen_blocks_that_visit_slots_give_the_same_bits(kind: str, codec: str
         for tier in ("disk", "host"):
             plan = method(name, recompute="all", frozen=f"{tier} × {codec}", prefetch=prefetch)
             with Walker(tmp_path / "store", plan, lora=LORA, device="cpu") as walker:
-                assert (walker.engine._visitors is None) == (tier == "disk")
+                in_place = tier == "disk" and not (kind == "mixtral" and codec.startswith("int"))
+                assert (walker.engine._frozen_slots is None) == in_place
                 losses = [walker.step(random_batch(seed=seed)).loss for seed in range(3)]
                 found.append((losses, walker.evaluate(random_batch(seed=9)).loss_sum, walker.state_dict()))
         (losses, evaluated, state), (again, evaluated_again, state_again) = found

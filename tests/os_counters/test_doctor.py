@@ -36,13 +36,13 @@ def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
     assert probe_walk.slack(walks) == {"forwards": 30.0, "graphs": 0.5, "recompute": 0.0}
 
 
-def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory(tmp_path: Path) -> None:
+def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory() -> None:
     """Oracle: the kernel's MemAvailable, and /proc/mounts."""
     available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
     limit, _ = metrics.host_memory()
-    assert 0 < metrics.page_cache() <= 1.05 * min(available, limit) / 10
     kinds = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
     if kinds.get("/dev/shm") == "tmpfs":
         assert metrics.page_cache(Path("/dev/shm")) == 0
     if kinds.get("/") not in ("tmpfs", "ramfs"):
-        assert metrics.page_cache(Path("/")) > 0
+        assert 0 < metrics.page_cache(Path("/")) <= 1.05 * min(available, limit) / 10
+        assert metrics.page_cache(Path("/not/made/yet")) > 0

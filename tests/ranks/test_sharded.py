@@ -14,6 +14,7 @@ from torch import nn
 
 from blockwalk.blocks import CutModel
 from blockwalk.methods import method
+from blockwalk.program import Shape, StepKind
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -95,6 +96,7 @@ def walked(
             "gradients": gradients,
             "weights": walker.engine.whole_masters(),
             "evaluated": evaluated.loss,
+            "kept": sum(op.keep_graph for op in walker.program(StepKind.TRAIN, Shape(2, 10)).ops),
             "looked": look(walker),
         }
 
@@ -184,6 +186,8 @@ def test_models_and_settings_over_two_nodes() -> None:
     clipped = [k for k, case in enumerate(cases) if "max_grad_norm" in case[4]]
     same_bits(answers, *clipped)
     assert max(answers[clipped[0]]["norms"]) > 0.5
+    for case, answer in zip(cases, answers, strict=True):
+        assert bool(answer["kept"]) == (case[4].get("recompute") == "none"), case
 
 
 def test_twenty_steps() -> None:

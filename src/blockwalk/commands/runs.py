@@ -49,7 +49,8 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
     shape = Shape(run.batch_size // run.plan.gradient_accumulation_steps, run.data.max_length)
     model = model_spec(run)
     costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=not run.data.packing)
-    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=page_cache())
+    room = page_cache(Path(run.output_dir))
+    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
     forecast = Forecast(run.plan, model, program)
     for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
         print(line)

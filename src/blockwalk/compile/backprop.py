@@ -219,7 +219,7 @@ def _kept_graphs(b: Builder) -> frozenset[int]:
         room = plan.budget - held - worst
     kept: set[int] = set()
     for i in reversed(blocks):
-        in_slot = any(not b.mapped(part) for part in b.parts(i))
+        in_slot = b.assembled_bytes(i) > 0 or any(not b.mapped(part) for part in b.parts(i))
         if in_slot and kept and not b.graphs_outlive_slots:
             break
         if room is not None:

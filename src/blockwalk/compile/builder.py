@@ -189,7 +189,8 @@ class Builder(Placements):
         streamed = frozenset(u for u in range(self.last + 1) if self.parts(u))
         slot_bytes = max(
             (
-                sum(self.slot_part(self.model.units[u], p) for p in self.parts(u) if not self.mapped(p))
+                self.assembled_bytes(u)
+                + sum(self.slot_part(self.model.units[u], p) for p in self.parts(u) if not self.mapped(p))
                 for u in streamed
             ),
             default=0,

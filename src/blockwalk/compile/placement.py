@@ -8,6 +8,7 @@ from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Pool
 from blockwalk.state import (
     CODEC_DTYPE,
+    DTYPE_BYTES,
     Codec,
     ModelSpec,
     StateKind,
@@ -65,6 +66,13 @@ class Placements:
 
     def parts(self, unit: int) -> list[StateKind]:
         return [part for part in (StateKind.FROZEN, StateKind.TRAINABLE) if self.streams(unit, part)]
+
+    def assembled_bytes(self, unit: int) -> int:
+        """Of a slot, what a block's mapped parameters take that are made at its turn, in the compute dtype."""
+        if unit in (0, self.last) or self.plan.sharded or not self.mapped(StateKind.FROZEN):
+            return 0
+        made = sum(p.numel for p in self.model.units[unit].params if p.assembled and not p.trainable)
+        return made * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
 
     def part_bytes(self, unit: UnitSpec, part: StateKind) -> int:
         """Encoded bytes of a unit's frozen or trainable parameters."""

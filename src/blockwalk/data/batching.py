@@ -128,23 +128,24 @@ def loss_tokens(batch: Mapping[str, torch.Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def shard(batch: Batch, rank: int, world: int) -> Batch:
-    """The rows of one rank: consecutive, in rank order, sizes differing by at most one; padding is left as it is."""
-    count = len(batch["input_ids"])
-    if not 0 <= rank < world:
-        raise ValueError(f"rank {rank} is not in a world of {world}")
-    if world > count:
-        raise ValueError(f"a global batch of {count} rows cannot be cut for {world} ranks; raise batch_size")
-    rows = slice(rank * count // world, (rank + 1) * count // world)
-    return {name: tensor[rows] for name, tensor in batch.items()}
+def micro_batches(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """A batch, tensors [B, S], cut into ``count`` equal parts, in order.
 
-
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """``count`` cuts of a batch, in order, sizes differing by at most one."""
-    rows = len(batch["input_ids"])
-    if not 1 <= count <= rows:
-        raise ValueError(f"{rows} rows cannot be cut into {count} micro-batches; lower gradient_accumulation_steps")
-    return [shard(batch, i, count) for i in range(count)]
+    Raises:
+        ValueError: something is missing, of another shape, or B is no multiple of ``count``.
+    """
+    if "input_ids" not in batch or "labels" not in batch:
+        raise ValueError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
+    shape = batch["input_ids"].shape
+    if len(shape) != 2 or any(value.shape != shape for value in batch.values()):
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise ValueError(f"every tensor of a batch must be [batch, sequence] of one shape; got {shapes}")
+    if shape[0] % count:
+        raise ValueError(
+            f"the batch has {shape[0]} sequences, which gradient_accumulation_steps × mesh.data = {count} does not divide"
+        )
+    parts = {key: value.chunk(count) for key, value in batch.items()}
+    return [{key: parts[key][m] for key in parts} for m in range(count)]
 
 
 def pack(dataset: Encoded, length: int) -> Encoded:

@@ -193,13 +193,13 @@ class Backprop:
     def _save_graph(
         self, op: Op, call: BlockCall, input_BSD: torch.Tensor, trainables: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, AbstractContextManager[None]]:
-        """Move a block's input and the copies of its trainables to file maps, and what its graph will save with them."""
+        """Move a block's input and the copies of its trainables to file maps where they are in none, and what its graph will
+        save with them."""
         key = (op.unit, op.micro_batch) if op.keep_graph else (0, 0)
         saved = self.saved.setdefault(key, SavedTensors(self.engine.scratch))
         saved.rewind()
         for leaf in trainables.values():
-            if not self.engine.scratch.holds(leaf):
-                leaf.data = saved.write(leaf.data)
+            leaf.data = saved.write(leaf.data)
         there = [*call.module.parameters(), *call.module.buffers(), *tensors_of([call.args, call.kwargs])]
         return saved.write(input_BSD), saved.saving(t for t in there if not isinstance(t, LazyParameter))
 

@@ -1,7 +1,8 @@
 """Frozen parameters that visit the device: each unit's in one piece on its tier, and fixed slots that they are copied to.
 
 On the host tier the pieces lie in pinned memory; on the disk tier, behind a GPU, they are read from file maps into pinned
-staging on the way. Nothing is ever written back. A CPU reads what is on its disk in place and needs none of this.
+staging on the way. Nothing is ever written back. A CPU reads what is on its disk in place, and only what the disk does not
+hold in one piece (experts stored one by one, or encoded) is put together in a slot.
 """
 
 from __future__ import annotations

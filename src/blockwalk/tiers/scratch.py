@@ -135,7 +135,9 @@ class SavedTensors:
         self._place = (0, 0)
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in a map, with the tensor's strides where it has no gaps."""
+        """A copy in a map, with the tensor's strides where it has no gaps; what lies in a scratch map already, as it is."""
+        if self._scratch.holds(tensor):
+            return tensor
         order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
         dense = tensor.permute(order)
         if not dense.is_contiguous():
@@ -153,7 +155,7 @@ class SavedTensors:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             small = tensor.numel() * tensor.element_size() < _SMALL
-            if small or storage.data_ptr() in there or self._scratch.holds(tensor):
+            if small or storage.data_ptr() in there:
                 return tensor
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # while it lives no other storage takes its number
             seen = (ref.cdata, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
