@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.common import Bound, finish, machine, parser
+from benchmarks.zo_converge_plot import draw
 
 from blockwalk import Plan, Walker, method
 from blockwalk.config import DataSettings
@@ -178,49 +179,25 @@ def write(found: dict[str, Curve], path: Path) -> None:
     )
 
 
-def plot(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Mean accuracy over the seeds against forward passes (logarithmic), as SVG: no library draws it."""
-    width, height, left, top, across, down = 720, 420, 60, 20, 520, 340
-    colours = ("#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
-    highest = max(curve.forwards[-1] for runs in curves.values() for curve in runs)
-    lowest = min(curve.forwards[1] for runs in curves.values() for curve in runs)
-    least = min(min(curve.accuracy) for runs in curves.values() for curve in runs)
-
-    def x(forwards: int) -> float:
-        from math import log
-
-        return left + across * log(max(forwards, lowest) / lowest) / max(log(highest / lowest), 1e-9)
-
-    def y(accuracy: float) -> float:
-        return top + down * (1 - (accuracy - least) / max(1 - least, 1e-9))
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
-             ' font-size="12"><rect width="100%" height="100%" fill="white"/>']  # fmt: skip
-    for i in range(6):
-        at = least + (1 - least) * i / 5
-        parts.append(f'<line x1="{left}" x2="{left + across}" y1="{y(at):.1f}" y2="{y(at):.1f}" stroke="#ddd"/>'
-                     f'<text x="{left - 8}" y="{y(at) + 4:.1f}" text-anchor="end">{100 * at:.0f}%</text>')  # fmt: skip
-    for power in range(1, 8):
-        if lowest <= 10**power <= highest:
-            parts.append(
-                f'<text x="{x(10**power):.1f}" y="{top + down + 18}" text-anchor="middle">{10**power:,}</text>'
-            )
-    for number, (name, runs) in enumerate(curves.items()):
-        colour = colours[number % len(colours)]
-        means = [statistics.fmean(values) for values in zip(*(curve.accuracy for curve in runs), strict=True)]
-        points = " ".join(f"{x(f):.1f},{y(a):.1f}" for f, a in zip(runs[0].forwards, means, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                     f'<text x="{left + across + 12}" y="{top + 16 + 18 * number}" fill="{colour}">{name}</text>')  # fmt: skip
-    parts.append(
-        f'<text x="{left + across / 2}" y="{height - 16}" text-anchor="middle">forward passes on one batch</text></svg>'
-    )
-    path.write_text("\n".join(parts) + "\n")
+def worth(name: str, curves: dict[str, list[Curve]]) -> float:
+    """Steps of a method that bring held-out loss as far as one step with exact gradients: as many as it ran, over those after
+    which the mean loss of exact gradients, by interpolation, was where the method's ended."""
+    end = statistics.fmean(curve.loss[-1] for curve in curves[name])
+    exact = [statistics.fmean(losses) for losses in zip(*(curve.loss for curve in curves[EXACT]), strict=True)]
+    steps = [forwards / CASES[EXACT].forwards for forwards in curves[EXACT][0].forwards]
+    after = next((i for i, loss in enumerate(exact) if loss <= end), None)
+    if not after:
+        return float("nan")
+    part = (exact[after - 1] - end) / (exact[after - 1] - exact[after])
+    reached = steps[after - 1] + part * (steps[after] - steps[after - 1])
+    return curves[name][0].forwards[-1] / CASES[name].forwards / reached
 
 
 def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound]:
     """Print what was found, and answer the bounds."""
     ends = "accuracy at the end, by seed"
-    print(f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'best mean':>9} {'of gap':>7}")
+    print(f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'best mean':>9} {'of gap':>7}"
+          f" {'steps an exact one':>19}")  # fmt: skip
     closed: dict[str, float] = {}
     bounds: list[Bound] = []
     for name, runs in curves.items():
@@ -230,7 +207,7 @@ def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound
         ends = "  ".join(f"{100 * curve.accuracy[-1]:.1f}%" for curve in runs)
         seconds = statistics.fmean(curve.seconds[-1] for curve in runs)
         print(f"{name:<13} {rates[name]:>6g} {runs[0].forwards[-1]:>9} {seconds:>8.1f} {ends:<29} {100 * best:>8.1f}%"
-              f" {share:>7.2f}")  # fmt: skip
+              f" {share:>7.2f} {worth(name, curves) if EXACT in curves else float('nan'):>19.1f}")  # fmt: skip
         if name != EXACT and EXACT in curves:
             bounds.append(Bound(f"{name}: share of the gap that exact gradients close", share, SHARE, at_most=False))
     return bounds
@@ -277,7 +254,7 @@ def main() -> None:
     curves = {name: [found[each.name] for each in runs] for name, runs in finals.items()}
     bounds = table(curves, rates)
     if arguments.plot:
-        plot(curves, arguments.plot)
+        arguments.plot.write_text(draw(curves))
     finish(arguments, {name: [asdict(curve) for curve in runs] for name, runs in curves.items()}, bounds)
 
 
