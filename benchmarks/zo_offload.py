@@ -1,9 +1,10 @@
 """Zeroth-order steps with the blocks on disk, beside everything in memory and beside a naive MeZO loop.
 
-Full-parameter float32 training of random weights at true dimensions. In one process the cases take one step each in turn,
-round after round, every other round in the opposite order; a ratio is the median, over rounds (over cycles of ``flush_every``
-rounds, where that is not 1), of those within one round, so that drift of the machine meets both alike. Peak memory is that of a process of its own for each case (RssAnon + RssShmem +
-VmSwap + VmPTE). ``flush_every`` is tuned first, among ``--flush``, and named.
+Full-parameter float32 training of random weights at true dimensions. Cases that are compared take one step each in turn, round
+after round, every other round in the opposite order; a ratio is the median, over rounds (over cycles of ``flush_every`` rounds,
+where that is not 1), of those within one round, so that drift of the machine meets both alike. Few are compared at a time: on
+a virtual machine whose host takes idle memory back, what waited for many others pages its weights in again. Peak memory is that
+of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among ``--flush``.
 
     python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2]
 """
@@ -16,16 +17,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-BEGAN = time.monotonic()
 NOISES = ("gaussian", "rademacher")
 BOUNDS = {"gaussian": 1.0, "rademacher": 1.3}
 """Tokens a second of resident ``mezo`` by those of the naive loop, at least."""
+WARM = 2
+"""Rounds that do not count: the first step makes buffers and applies nothing, and heaps settle."""
 OFFLOADED = 0.97
 """Tokens a second of ``zo2`` on disk by those of resident ``mezo``, at least."""
 
@@ -89,33 +92,33 @@ def tuned(name: str, arguments: argparse.Namespace) -> int:
             walker = stack.enter_context(zo_runs.open_walker("zo2", store, "disk", "cpu", **settings_of("gaussian", k)))
             runs[str(k)] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
         interleaved(runs, 1)
-        rounds = max(arguments.flush)  # every cycle of flushes is whole in it
+        rounds = 3 * max(arguments.flush)  # every cycle of flushes is whole in it
         seconds = {k: sum(values) for k, values in interleaved(runs, rounds).items()}
     print(f"{name}: seconds a step by flush_every: " + ", ".join(f"{k}: {s / rounds:.2f}" for k, s in seconds.items()))
     return int(min(seconds, key=seconds.__getitem__))
 
 
-def measure(name: str, flush_every: int, arguments: argparse.Namespace) -> dict[tuple[str, str], list[float]]:
-    """Seconds of a step in each round by (case, noise), all cases in turn. The naive loop has noise of its own."""
+def measure(
+    name: str, cases: Sequence[tuple[str, str]], flush_every: int, arguments: argparse.Namespace
+) -> dict[tuple[str, str], list[float]]:
+    """Seconds of a step in each round by (case, noise), all cases in turn."""
     from benchmarks import zo_runs
     from benchmarks.common import interleaved, random_store
 
     from blockwalk.state import Codec
 
     store = random_store(name, Codec.RAW, "float32")
-    taken_out = [case for case in zo_runs.ABLATIONS if case != "zo2"] if arguments.ablations else []
-    cases = [
-        *((case, noise) for noise in NOISES for case in (zo_runs.MEZO, "zo2")),
-        *((c, NOISES[0]) for c in taken_out),
-    ]
+    began, runs = time.monotonic(), {}
     with ExitStack() as stack:
-        model = zo_runs.naive_model(name, "float32", "cpu")
-        runs = {zo_runs.NAIVE: zo_runs.naive_stepper(model, arguments.batch, arguments.seq)}
         for case, noise in cases:
+            if case == zo_runs.NAIVE:
+                model = zo_runs.naive_model(name, "float32", "cpu")
+                runs[f"{case}|"] = zo_runs.naive_stepper(model, arguments.batch, arguments.seq)
+                continue
             flush = 1 if case == "zo2, no deferred update" else flush_every
             walker = stack.enter_context(zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush)))
             runs[f"{case}|{noise}"] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
-        interleaved(runs, 1)  # the first step makes buffers and applies nothing
+        interleaved(runs, WARM)
         seconds: dict[str, list[float]] = {key: [] for key in runs}
         for number in range(-(-arguments.rounds // flush_every)):
             turn = dict(reversed(runs.items())) if number % 2 else runs
@@ -126,7 +129,7 @@ def measure(name: str, flush_every: int, arguments: argparse.Namespace) -> dict[
                 file=sys.stderr,
                 flush=True,
             )
-            if time.monotonic() > BEGAN + 60 * arguments.minutes:
+            if time.monotonic() > began + 60 * arguments.minutes:
                 break
     found = {}
     for key, values in seconds.items():
@@ -144,45 +147,60 @@ def ratio(seconds: list[float], others: list[float]) -> float:
     return median([other / own for own, other in zip(seconds, others, strict=True)])
 
 
+def rows(
+    name: str, seconds: dict[tuple[str, str], list[float]], flush_every: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Print each case beside resident ``mezo`` of the same rounds, and beside the naive loop where it ran with them."""
+    from benchmarks import zo_runs
+    from benchmarks.common import median
+
+    made, naive = [], seconds.get((zo_runs.NAIVE, ""))
+    for (case, noise), each in seconds.items():
+        row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": len(each),
+               "tokens_per_s": arguments.batch * arguments.seq / median(each),
+               "of_mezo": ratio(each, seconds[zo_runs.MEZO, noise or NOISES[0]])}  # fmt: skip
+        if naive is not None:
+            row["of_naive"] = ratio(each, naive)
+        beside = f"{row['of_naive']:>8.3f}" if naive is not None else ""
+        print(f"{case:<25} {noise:<11} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {beside}", flush=True)
+        made.append(row)
+    return made
+
+
 def main() -> None:
     arguments = options()
     if arguments.worker:
         print(json.dumps(peak(arguments.worker, arguments.model[0], arguments)))
         return
     from benchmarks import zo_runs
-    from benchmarks.common import Bound, finish, median, random_store
+    from benchmarks.common import Bound, finish, random_store
 
     from blockwalk.state import Codec
 
     figures: list[dict[str, Any]] = []
     bounds: list[Bound] = []
-    tokens = arguments.batch * arguments.seq
     for name in arguments.model:
         random_store(name, Codec.RAW, "float32")
         flush_every = tuned(name, arguments)
         load = os.getloadavg()[0]
         print(f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {load:.1f}")
         print(f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8}")
-        seconds = measure(name, flush_every, arguments)
-        naive = seconds[zo_runs.NAIVE, ""]
-        for (case, noise), each in seconds.items():
-            row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every,
-                   "tokens_per_s": tokens / median(each), "of_naive": ratio(each, naive), "rounds": len(each),
-                   "of_mezo": ratio(each, seconds[zo_runs.MEZO, noise or NOISES[0]])}  # fmt: skip
-            figures.append(row)
-            print(
-                f"{case:<25} {noise:<11} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {row['of_naive']:>8.3f}",
-                flush=True,
-            )
+        resident = [(zo_runs.MEZO, noise) for noise in NOISES]
+        groups = [[each, ("zo2", each[1])] for each in resident] + [[(zo_runs.NAIVE, ""), *resident]]
+        if arguments.ablations:
+            groups.append([(case, NOISES[0]) for case in (zo_runs.MEZO, *zo_runs.ABLATIONS)])
+        found = []
+        for cases in groups:
+            found.append(measure(name, cases, flush_every, arguments))
+            figures += rows(name, found[-1], flush_every, arguments)
         if arguments.memory:
             held = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
             figures += [{"model": name, "case": case, **bytes_} for case, bytes_ in held.items()]
-        for noise in NOISES:
-            mezo = seconds[zo_runs.MEZO, noise]
-            offloaded = ratio(seconds["zo2", noise], mezo)
+        for noise, pair in zip(NOISES, found, strict=False):
+            offloaded = ratio(pair["zo2", noise], pair[zo_runs.MEZO, noise])
             bounds.append(Bound(f"{name}, {noise}: zo2 on disk by mezo", offloaded, OFFLOADED, at_most=False))
-            resident = ratio(mezo, naive)
-            bounds.append(Bound(f"{name}, {noise}: mezo by naive MeZO", resident, BOUNDS[noise], at_most=False))
+            by_naive = ratio(found[2][zo_runs.MEZO, noise], found[2][zo_runs.NAIVE, ""])
+            bounds.append(Bound(f"{name}, {noise}: mezo by naive MeZO", by_naive, BOUNDS[noise], at_most=False))
     finish(arguments, figures, bounds)
 
 
@@ -195,7 +213,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--seq", type=int, default=512)
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument(
-        "--minutes", type=float, default=6.0, help="no further round after so many, from the start of the run"
+        "--minutes", type=float, default=4.0, help="no further round of the same cases after so many"
     )
     made.add_argument("--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every")
     made.add_argument("--no-ablations", dest="ablations", action="store_false")
