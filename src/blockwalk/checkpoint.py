@@ -186,8 +186,8 @@ def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
-    """The settings that a resumed run changes, as ``name: old → new``. A run over ranks goes on under any first-order method
-    (``any_method``).
+    """The settings that a resumed run changes, as ``name: old → new``. A run over ranks goes on under any first-order method,
+    and one of a single process over ranks (``any_method``).
 
     Raises:
         ValueError: one of :data:`FIXED` changes.

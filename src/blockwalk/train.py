@@ -238,7 +238,7 @@ class _Loop:
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go on where a checkpoint ends."""
         self.resumed = True
-        portable = saved.slices is not None
+        portable = saved.slices is not None or self.walker.plan.sharded
         self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=portable)
         if saved.slices is not None:
             self.walker.load_state(saved.slices)

@@ -101,6 +101,22 @@ def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: Tiny
         assert float((found[name] - value).norm()) <= 1e-4 * float(value.norm()), name
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Path, lora: bool) -> None:
+    """Oracle: the process that goes on alone. Its checkpoint is one file; each of two ranks takes its slices of it."""
+    common = ["--optimizer.learning_rate", "3e-3", "--optimizer.schedule", "constant", *(["--lora.rank", "4"] if lora else [])]
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    train.train(run_config([*tiny_run.arguments(alone), *common, "--method", "plain", "--max_steps", "6"], 0, 1))
+    train.train(run_config([*tiny_run.arguments(ranks), *common, "--method", "plain", "--max_steps", "3"], 0, 1))
+    over = [*tiny_run.arguments(ranks), *common, "--method", "fcdp", "--max_steps", "6", "--resume_from_checkpoint", "latest"]
+    run_ranks(2, _trained, 2, over, 0)
+    name = "adapter" if lora else "model"
+    (expected, losses), (found, again) = result(alone, name), result(ranks, name)
+    assert again == pytest.approx(losses, rel=2e-6)
+    for key, value in expected.items():
+        assert float((found[key] - value).norm()) <= 1e-4 * float(value.norm()), key
+
+
 def _gradient(
     world: int, dropout: float, batch: dict[str, torch.Tensor], name: str = "zero3"
 ) -> dict[str, torch.Tensor]:

@@ -140,7 +140,7 @@ def model_spec(config: Mapping[str, Any], name: str = "", *, lora_rank: int | No
     decoder = "model.decoder" if d.family == "opt" else "model"
 
     def param(name: str, *shape: int, matrix: bool = False) -> ParamSpec:
-        return ParamSpec(name, shape, d.dtype, trained, matrix)
+        return ParamSpec(name, shape, d.dtype, trained, matrix, assembled=matrix and len(shape) == 3)
 
     def block(i: int) -> UnitSpec:
         prefix = f"{decoder}.layers.{i}"
