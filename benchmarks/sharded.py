@@ -238,7 +238,11 @@ def sweep(nodes: Cluster, arguments: argparse.Namespace, bounds: list[Bound]) ->
     others = [
         system for system in OTHERS if system != "fsdp2-a2a"
     ]  # adapters' gradients are too small to tell them apart
-    timed = time_tasks(nodes, arguments, [(True, 4)], rates, others)
+    timed = {}
+    for rate in rates:  # opened anew for each: at the slowest a step of FSDP2 takes minutes
+        timed |= time_tasks(nodes, arguments, [(True, 4)], [rate], others)
+        row = {case.system: timed[case, rate]["seconds"] for case, at in timed if at == rate}
+        print(f"  {rate or 'unshaped':<10} " + "  ".join(f"{s} {t:.3f} s" for s, t in row.items()), flush=True)
     rows: Rows = defaultdict(dict)
     for (case, rate), row in timed.items():
         kept = timed[case, None]["seconds"] / row["seconds"]
