@@ -24,7 +24,11 @@ LEARNING_RATE = 1e-3
 
 
 def plain_run(model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm: float = 0.0) -> dict[str, Any]:
-    """Losses, the first step's gradients and the last weights of a plain training loop."""
+    """Losses, the first step's gradients and the last weights of a plain training loop; those gradients in float64 as well."""
+    exact_model: Any = copy.deepcopy(model).double().train()
+    exact_model.set_experts_implementation("eager")  # grouped products have no float64
+    _loss(exact_model, batches[0], torch.float64).backward()
+    exact = {name: p.grad for name, p in exact_model.named_parameters() if p.grad is not None}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, weight_decay=0.01, foreach=False)
     losses, first = [], {}
@@ -42,12 +46,12 @@ def plain_run(model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm
     with torch.no_grad():
         evaluated = float(_loss(model, random_batch(3, 10, seed=99)))
     weights = {name: p.detach().clone() for name, p in trained.items()}
-    return {"losses": losses, "gradients": first, "weights": weights, "evaluated": evaluated}
+    return {"losses": losses, "gradients": first, "exact": exact, "weights": weights, "evaluated": evaluated}
 
 
-def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _loss(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     logits_BSV = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
-    return nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+    return nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).to(dtype), batch["labels"][:, 1:].flatten())
 
 
 def canonical(name: str) -> str:
@@ -105,18 +109,26 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).norm() <= tolerance * other.norm() + 1e-9)
 
 
+def error(one: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((one.double() - exact).norm() / exact.norm())
+
+
 def compare(found: dict[str, Any], plain: dict[str, Any], case: object) -> None:
-    """Losses and first gradients to 1e-6, weights to 1e-4 of each tensor's norm."""
+    """Losses to 1e-6, weights to 1e-4 of each tensor's norm. First gradients to 1e-6 of those in float64; where the plain loop
+    in float32 is not that close itself (1.25e-6 for an adapter whose gradient is a small difference), to half as much again as
+    it is."""
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-6), case
     assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5), case
-    for key, tolerance in (("gradients", 1e-6), ("weights", 1e-4)):
-        expected = {canonical(name): value for name, value in plain[key].items()}
-        assert found[key].keys() == expected.keys(), case
-        for name, value in expected.items():
-            if key == "weights" and "k_proj.bias" in name:
-                continue  # its gradient is zero in exact arithmetic: AdamW follows the rounding
-            vanishes = key == "gradients" and float(value.norm()) < 1e-7
-            assert vanishes or close(found[key][name], value, tolerance), (case, key, name)
+    for key in ("gradients", "weights"):
+        assert found[key].keys() == {canonical(name) for name in plain[key]}, case
+    for name, value in plain["weights"].items():
+        if "k_proj.bias" not in name:  # its gradient is zero in exact arithmetic: AdamW follows the rounding
+            assert close(found["weights"][canonical(name)], value, 1e-4), (case, name)
+    for name, value in plain["gradients"].items():
+        exact = plain["exact"][name]
+        if float(exact.norm()) >= 1e-7:
+            allowed = max(1e-6, 1.5 * error(value, exact))
+            assert error(found["gradients"][canonical(name)], exact) <= allowed, (case, name)
 
 
 def _matrix(rank: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int) -> list[dict[str, Any]]:
