@@ -257,9 +257,9 @@ class Engine:
                 return partial(self._buckets.fetch, op.unit, op.slot)
             return lambda: self.scratch.will_need(op.unit)
         assert self.source is not None
-        source, names, slots = self.source, self._stored[op.unit], self._frozen_slots
-        on_disk, visits = self.plan.frozen.tier is Tier.DISK, slots is not None and op.unit in self._visiting
-        if slots is not None and visits:
+        source, names, on_disk = self.source, self._stored[op.unit], self.plan.frozen.tier is Tier.DISK
+        slots = self._frozen_slots if op.unit in self._visiting else None
+        if slots is not None:
             arriving = slots.view(op.unit, op.slot)
             self._bound |= arriving
             self.cut.bind(op.unit, arriving)
@@ -267,7 +267,7 @@ class Engine:
         def work() -> None:
             if on_disk:
                 source.prefetch(names)
-            if slots is not None and visits:
+            if slots is not None:
                 slots.fetch(op.unit, op.slot)
 
         return work

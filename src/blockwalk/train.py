@@ -242,6 +242,9 @@ class _Loop:
         self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=portable)
         if saved.slices is not None:
             self.walker.load_state(saved.slices)
+        elif self.walker.plan.sharded:
+            self._require_seen(bool(saved.walker))
+            self.walker.load_state_dict(saved.walker)
         elif saved.walker:
             self.walker.load_state_dict(saved.walker)
         if self.walker.ranks.world > 1:
@@ -252,6 +255,15 @@ class _Loop:
         before = saved.data["before"]
         self.before = Evaluation(**before) if before is not None else None
         self.first_loss, self.last_loss = saved.data["losses"]
+
+    def _require_seen(self, sees: bool) -> None:
+        """Raise ValueError on every rank where one of them has not got the checkpoint of a single process."""
+        blind = [str(rank) for rank, (seen,) in enumerate(self.walker.ranks.exchange([float(sees)])) if not seen]
+        if blind:
+            raise ValueError(
+                f"rank {', '.join(blind)} does not see the checkpoint in {self.output_dir}: every rank reads its slices of"
+                " it; put output_dir on a file system that all nodes share"
+            )
 
     def run(self, progress: Progress, stop: list[signal.Signals]) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""

@@ -109,14 +109,9 @@ def close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).norm() <= tolerance * other.norm() + 1e-9)
 
 
-def error(one: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((one.double() - exact).norm() / exact.norm())
-
-
 def compare(found: dict[str, Any], plain: dict[str, Any], case: object) -> None:
-    """Losses to 1e-6, weights to 1e-4 of each tensor's norm. First gradients to 1e-6 of those in float64; where the plain loop
-    in float32 is not that close itself (1.25e-6 for an adapter whose gradient is a small difference), to half as much again as
-    it is."""
+    """Losses and first gradients to 1e-6, weights to 1e-4 of each tensor's norm. Where a gradient is a small difference the
+    plain loop itself is further than that from the truth (an adapter's, 1.25e-6): ours has to be as near to float64's then."""
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-6), case
     assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5), case
     for key in ("gradients", "weights"):
@@ -125,10 +120,9 @@ def compare(found: dict[str, Any], plain: dict[str, Any], case: object) -> None:
         if "k_proj.bias" not in name:  # its gradient is zero in exact arithmetic: AdamW follows the rounding
             assert close(found["weights"][canonical(name)], value, 1e-4), (case, name)
     for name, value in plain["gradients"].items():
-        exact = plain["exact"][name]
-        if float(exact.norm()) >= 1e-7:
-            allowed = max(1e-6, 1.5 * error(value, exact))
-            assert error(found["gradients"][canonical(name)], exact) <= allowed, (case, name)
+        gradient, vanishes = found["gradients"][canonical(name)], float(value.norm()) < 1e-7
+        within = close(gradient, value, 1e-6) or close(gradient.double(), plain["exact"][name], 1e-6)
+        assert vanishes or within, (case, name)
 
 
 def _matrix(rank: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int) -> list[dict[str, Any]]:

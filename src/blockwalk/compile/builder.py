@@ -181,7 +181,7 @@ class Builder(Placements):
 
     def slot_part(self, unit: UnitSpec, part: StateKind) -> int:
         """Bytes of a slot that a part takes."""
-        return self.part_bytes(unit, part)
+        return self.memory_bytes(unit) if part is StateKind.FROZEN else self.part_bytes(unit, part)
 
     # ---- the finished program -------------------------------------------------------------------------------------
 

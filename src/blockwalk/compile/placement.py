@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from blockwalk.plan import Estimator, Plan
@@ -11,6 +12,7 @@ from blockwalk.state import (
     DTYPE_BYTES,
     Codec,
     ModelSpec,
+    ParamSpec,
     StateKind,
     Tier,
     UnitSpec,
@@ -68,19 +70,30 @@ class Placements:
         return [part for part in (StateKind.FROZEN, StateKind.TRAINABLE) if self.streams(unit, part)]
 
     def assembled_bytes(self, unit: int) -> int:
-        """Of a slot, what a block's mapped parameters take that are made at its turn, in the compute dtype."""
+        """Of a slot, what a block's mapped parameters take that are made at its turn."""
         if unit in (0, self.last) or self.plan.sharded or not self.mapped(StateKind.FROZEN):
             return 0
-        made = sum(p.numel for p in self.model.units[unit].params if p.assembled and not p.trainable)
-        return made * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
+        return self._whole([p for p in self.model.units[unit].params if p.assembled and not p.trainable])
+
+    def _whole(self, params: Sequence[ParamSpec]) -> int:
+        """Bytes of parameters in the compute dtype."""
+        return sum(p.numel for p in params) * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
 
     def part_bytes(self, unit: UnitSpec, part: StateKind) -> int:
-        """Encoded bytes of a unit's frozen or trainable parameters."""
-        trainable = part is StateKind.TRAINABLE
-        if trainable and self.plan.estimator is Estimator.ZEROTH_ORDER:
+        """Bytes of a unit's frozen or trainable parameters on their tier: encoded; in memory see :meth:`memory_bytes`."""
+        if part is StateKind.FROZEN:
+            if self.plan.frozen.tier is not Tier.DISK:
+                return self.memory_bytes(unit)
+            return unit.nbytes(self.plan.frozen.codec, self.group_size, trainable=False)
+        if self.plan.estimator is Estimator.ZEROTH_ORDER:
             return bucket_bytes(self.plan, unit, self.group_size)
-        placement = self.plan.trainable if trainable else self.plan.frozen
-        return unit.nbytes(placement.codec, self.group_size, trainable=trainable)
+        return unit.nbytes(self.plan.trainable.codec, self.group_size, trainable=True)
+
+    def memory_bytes(self, unit: UnitSpec) -> int:
+        """The same of the frozen ones in a slot, or where they stay: matrices encoded, experts in three dimensions whole."""
+        whole = [p for p in unit.params if not p.trainable and (p.assembled or len(p.shape) > 2)]
+        encoded = replace(unit, params=tuple(p for p in unit.params if p not in whole))
+        return self._whole(whole) + encoded.nbytes(self.plan.frozen.codec, self.group_size, trainable=False)
 
     def reads(self, index: int) -> UnitSpec:
         """A unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
