@@ -36,8 +36,8 @@ NoiseKind = Literal["gaussian", "rademacher"]
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 3, torch.int32: 4}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_THREAD_ELEMENTS = 1 << 16
-"""Below this many elements for each thread, starting threads costs more than it saves."""
+_THREAD_ELEMENTS = 1 << 14
+"""Below this many elements for each thread, sharing them out costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +197,8 @@ def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, n
         out.copy_(torch.from_numpy(noise_numpy.draws(key.philox_key(), start, count)))
         return out
     k0, k1 = key.philox_key()
-
-    def work(a: int, b: int) -> None:
-        pointer = out.data_ptr() + a * out.element_size()
-        library.blockwalk_draws(pointer, _DTYPES[out.dtype], b - a, start + a, k0, k1)
-
-    native_code.parallel(work, count, _thread_count(count), _ALIGN)
+    threads = _thread_count(count)
+    library.blockwalk_draws(out.data_ptr(), _DTYPES[out.dtype], count, start, k0, k1, native_code.team(), threads)
     return out
 
 
@@ -291,41 +287,30 @@ def _write_native(
     index = rows.contiguous() if rows is not None else None
     table = gaussian_table().ctypes.data
     cubics = cubic_coefficients().ctypes.data
-    source_dtype = _DTYPES[source.dtype] if source is not None else 0
-    single = place.rows == 1 and index is None
-
-    def work(a: int, b: int) -> None:
-        """Rows a:b, or of a single row the elements a:b."""
-        first, count, width = (start + a, 1, b - a) if single else (start, b - a, place.width)
-        if not single and index is None:
-            first += a * place.pitch
-        source_stride = 1 if single else source.stride(0) if source is not None else 0
-        out_stride = 1 if single else out.stride(0)
-        library.blockwalk_noise(
-            source.data_ptr() + a * source_stride * source.element_size() if source is not None else None,
-            source_dtype,
-            source_stride,
-            out.data_ptr() + a * out_stride * out.element_size(),
-            _DTYPES[out.dtype],
-            out_stride,
-            count,
-            width,
-            first,
-            place.pitch,
-            index.data_ptr() + 8 * a if index is not None else None,
-            KINDS[kind],
-            k0,
-            k1,
-            scale,
-            rounding is not None,
-            r0,
-            r1,
-            cubics,
-            table,
-        )
-
-    threads = _thread_count(place.rows * place.width)
-    native_code.parallel(work, place.width if single else place.rows, threads, _ALIGN if single else 1)
+    library.blockwalk_noise(
+        source.data_ptr() if source is not None else None,
+        _DTYPES[source.dtype] if source is not None else 0,
+        source.stride(0) if source is not None and place.rows > 1 else 0,
+        out.data_ptr(),
+        _DTYPES[out.dtype],
+        out.stride(0) if place.rows > 1 else 0,
+        place.rows,
+        place.width,
+        start,
+        place.pitch,
+        index.data_ptr() if index is not None else None,
+        KINDS[kind],
+        k0,
+        k1,
+        scale,
+        rounding is not None,
+        r0,
+        r1,
+        cubics,
+        table,
+        native_code.team(),
+        _thread_count(place.rows * place.width),
+    )
 
 
 def _write_numpy(
@@ -364,12 +349,8 @@ def _philox_key(seed: int, step: int, query: int, domain: str, name: str) -> tup
     return struct.unpack("<QQ", hashlib.blake2b(message, digest_size=16, person=person).digest())
 
 
-_ALIGN = 2048
-"""Elements between borders of threads: whole tiles of the C kernel."""
-
-
 def _thread_count(elements: int) -> int:
-    return max(1, min(torch.get_num_threads(), elements // _THREAD_ELEMENTS))
+    return min(torch.get_num_threads(), elements // _THREAD_ELEMENTS)
 
 
 def _check_cpu(tensor: torch.Tensor) -> None:
@@ -398,9 +379,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         *(integer, word, word, ctypes.c_float),  # kind, key, scale
         *(integer, word, word),  # rounding
         *(pointer, pointer),  # coefficients, table
+        *(pointer, integer),  # the team, its threads
     ]
     library.blockwalk_draws.restype = None
-    library.blockwalk_draws.argtypes = [pointer, integer, long, long, word, word]
+    library.blockwalk_draws.argtypes = [pointer, integer, long, long, word, word, pointer, integer]
     return library
 
 

@@ -5,8 +5,8 @@ and opens it with ctypes. No wheel per platform is needed, and no compiler eithe
 ``BLOCKWALK_NATIVE=0``) :func:`load` answers None and the caller takes its torch or numpy path, which gives the same
 bits. Fused multiply-add is off (``-ffp-contract=off``) so that C rounds where torch does.
 
-The kernels start no threads. ctypes releases the interpreter's lock during a call, so a range is split over a few
-Python threads by :func:`parallel`.
+The kernels start no threads: they share their work out over torch's own (:func:`team`). ctypes releases the interpreter's lock
+during a call.
 
 Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``BLOCKWALK_CACHE`` moves the cache folder (default
 ``$XDG_CACHE_HOME/blockwalk`` or ``~/.cache/blockwalk``); ``CC`` names the compiler.
@@ -25,8 +25,6 @@ import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=off")
@@ -35,7 +33,6 @@ FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-ffp-contrac
 _COMPILE_SECONDS = 120
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
 
 def load(name: str) -> ctypes.CDLL | None:
@@ -63,37 +60,20 @@ def load(name: str) -> ctypes.CDLL | None:
         return _loaded[name]
 
 
-def parallel(work: Callable[[int, int], None], count: int, threads: int, align: int = 1) -> None:
-    """Call ``work(start, stop)`` on consecutive ranges that cover ``range(count)``, on up to ``threads`` threads.
+@functools.cache
+def team() -> int | None:
+    """GOMP_parallel of the OpenMP runtime that torch runs its own operators on, or None where it has another.
 
-    Inner borders are multiples of ``align`` elements. The caller's thread takes the first range; an exception in any
-    range is raised here after all have ended. ``work`` must not call :func:`parallel` itself.
+    A kernel works for tens or hundreds of microseconds between two of torch's. Threads of its own would take as long to wake,
+    and compete with torch's, which spin for a while after each operator: the same team does both.
     """
-    chunk = -(-count // max(threads, 1))
-    chunk = max(-(-chunk // align) * align, 1)
-    if chunk >= count:
-        work(0, count)
-        return
-    pool = _threads(threads)
-    futures = [pool.submit(work, start, min(start + chunk, count)) for start in range(chunk, count, chunk)]
+    import torch
+
     try:
-        work(0, chunk)
-    finally:
-        errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None:
-            raise error
-
-
-def _threads(threads: int) -> ThreadPoolExecutor:
-    """The process's pool of at least ``threads`` − 1 workers; a larger one replaces a smaller when it is asked for."""
-    global _pool
-    with _lock:
-        # A forked child inherits the pool without its threads: work given to it would wait for ever.
-        if _pool is None or _pool[0] != os.getpid() or _pool[1] < threads:
-            pool = ThreadPoolExecutor(max_workers=threads - 1, thread_name_prefix="blockwalk-native")
-            _pool = (os.getpid(), threads, pool)
-        return _pool[2]
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _build(name: str) -> ctypes.CDLL | None:

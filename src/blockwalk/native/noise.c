@@ -6,6 +6,8 @@
  *     out = cast(float32(source) + scale * z)     rounded to nearest even, or stochastically with 16 random bits
  *
  * in float32, product and sum rounded separately (compiled with -ffp-contract=off). Parameters are little-endian.
+ *
+ * Pieces are shared out over the threads of the OpenMP runtime that torch has already loaded, as in codecs.c.
  */
 
 #include <stddef.h>
@@ -21,10 +23,13 @@
 typedef uint16_t __attribute__((may_alias)) draw_t;
 typedef uint32_t __attribute__((may_alias)) pattern_t;
 
+typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+
 enum dtype { FLOAT32, BFLOAT16, FLOAT16, UINT16, INT32 };
 enum kind { NONE, GAUSSIAN, RADEMACHER };
 
 #define TILE 2048            /* elements; LANES counters of the kind with the most draws a counter */
+#define PIECE (8 * TILE)     /* elements that a thread takes at a time: microseconds of work */
 #define EDGE 256             /* at most this many draws before the first one asked for, and after the last */
 #define WORDS ((TILE + 2 * EDGE) / 4 + 4 * LANES)
 #define LANES 8              /* counters made at once */
@@ -270,52 +275,111 @@ static void store(const float *x, const draw_t *random, void *out, enum dtype dt
     }
 }
 
+/* --- what a thread does ------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *source;
+    void *out;
+    const int64_t *row_index;
+    const float *coefficients, *table;
+    int64_t source_stride, out_stride, rows, width, start, pitch, piece, next;
+    uint64_t k0, k1, r0, r1;
+    float scale;
+    enum dtype source_dtype, out_dtype;
+    int kind, rounding;
+} noise_job_t;
+
+/* Columns [from, to) of row r. */
+static void noise_row(const noise_job_t *job, int64_t r, int64_t from, int64_t to) {
+    const int64_t element = job->start + (job->row_index ? job->row_index[r] : r) * job->pitch;
+    const int kind = job->kind;
+    const float scale = job->scale;
+    uint64_t words[WORDS], rounding_words[WORDS];
+    float noise[TILE + 2 * EDGE];
+    float x[TILE];
+    for (int64_t c = from, n; c < to; c += n) {
+        n = tile(element + c, to - c);
+        const float *z = noise;
+        const draw_t *random = NULL;
+        if (kind == GAUSSIAN) {
+            const int skip = words_for(element + c, n, 16, job->k0, job->k1, words);
+            gaussian((const draw_t *)words, noise, (skip + n + 15) / 16 * 16, job->coefficients, job->table);
+            z += skip;
+        } else if (kind == RADEMACHER) {
+            const int skip = words_for(element + c, n, 256, job->k0, job->k1, words);
+            rademacher(words, noise, (skip + n + 63) / 64 * 64);
+            z += skip;
+        }
+        if (job->rounding) {
+            const int skip = words_for(element + c, n, 16, job->r0, job->r1, rounding_words);
+            random = (const draw_t *)rounding_words + skip;
+        }
+        if (job->source) load(job->source, job->source_dtype, r * job->source_stride + c, n, x);
+        if (kind != NONE && job->source) for (int64_t i = 0; i < n; i++) x[i] += scale * z[i];
+        if (kind != NONE && !job->source) for (int64_t i = 0; i < n; i++) x[i] = scale * z[i];
+        store(x, random, job->out, job->out_dtype, r * job->out_stride + c, n);
+    }
+}
+
+/* Pieces of a single row's columns, or of the rows, until none is left. */
+static void noise_body(void *data) {
+    noise_job_t *job = data;
+    const int64_t count = job->rows == 1 ? job->width : job->rows;
+    for (;;) {
+        const int64_t from = __atomic_fetch_add(&job->next, job->piece, __ATOMIC_RELAXED);
+        if (from >= count) return;
+        const int64_t to = from + job->piece < count ? from + job->piece : count;
+        if (job->rows == 1) noise_row(job, 0, from, to);
+        else for (int64_t r = from; r < to; r++) noise_row(job, r, 0, job->width);
+    }
+}
+
 /* out[r, c] = cast(source[r, c] + scale * z[e]), e = start + row(r) * pitch + c, row(r) = row_index ? row_index[r] : r.
  *
  * source: float32, bfloat16 or float16, strides in elements between rows, or NULL for zero (then out = scale * z).
  * kind NONE leaves z out. rounding != 0 rounds to 16 bits stochastically, with the draws e of the key (r0, r1).
- * coefficients: 4 x 32 floats; table: 65536 floats. */
+ * coefficients: 4 x 32 floats; table: 65536 floats.
+ * parallel: GOMP_parallel of the running OpenMP, or NULL; threads: at most this many. */
 void blockwalk_noise(const void *source, int source_dtype, int64_t source_stride, void *out, int out_dtype,
                      int64_t out_stride, int64_t rows, int64_t width, int64_t start, int64_t pitch,
                      const int64_t *row_index, int kind, uint64_t k0, uint64_t k1, float scale, int rounding,
-                     uint64_t r0, uint64_t r1, const float *coefficients, const float *table) {
-    uint64_t words[WORDS], rounding_words[WORDS];
-    float noise[TILE + 2 * EDGE];
-    float x[TILE];
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t element = start + (row_index ? row_index[r] : r) * pitch;
-        for (int64_t c = 0, n; c < width; c += n) {
-            n = tile(element + c, width - c);
-            const float *z = noise;
-            const draw_t *random = NULL;
-            if (kind == GAUSSIAN) {
-                const int skip = words_for(element + c, n, 16, k0, k1, words);
-                gaussian((const draw_t *)words, noise, (skip + n + 15) / 16 * 16, coefficients, table);
-                z += skip;
-            } else if (kind == RADEMACHER) {
-                const int skip = words_for(element + c, n, 256, k0, k1, words);
-                rademacher(words, noise, (skip + n + 63) / 64 * 64);
-                z += skip;
-            }
-            if (rounding) {
-                const int skip = words_for(element + c, n, 16, r0, r1, rounding_words);
-                random = (const draw_t *)rounding_words + skip;
-            }
-            if (source) load(source, (enum dtype)source_dtype, r * source_stride + c, n, x);
-            if (kind != NONE && source) for (int64_t i = 0; i < n; i++) x[i] += scale * z[i];
-            if (kind != NONE && !source) for (int64_t i = 0; i < n; i++) x[i] = scale * z[i];
-            store(x, random, out, (enum dtype)out_dtype, r * out_stride + c, n);
+                     uint64_t r0, uint64_t r1, const float *coefficients, const float *table, parallel_fn parallel,
+                     int threads) {
+    if (rows <= 0 || width <= 0) return;
+    noise_job_t job = {source, out, row_index, coefficients, table, source_stride, out_stride, rows, width, start, pitch,
+                       rows == 1 ? PIECE : PIECE / width + 1, 0, k0, k1, r0, r1, scale, (enum dtype)source_dtype,
+                       (enum dtype)out_dtype, kind, rounding};
+    if (parallel == NULL || threads < 2) noise_body(&job);
+    else parallel(noise_body, &job, (unsigned)threads, 0);
+}
+
+typedef struct {
+    void *out;
+    int64_t count, start, next;
+    uint64_t k0, k1;
+    int out_dtype;
+} draws_job_t;
+
+static void draws_body(void *data) {
+    draws_job_t *job = data;
+    uint64_t words[WORDS];
+    for (;;) {
+        const int64_t from = __atomic_fetch_add(&job->next, PIECE, __ATOMIC_RELAXED);
+        const int64_t to = from + PIECE < job->count ? from + PIECE : job->count;
+        if (from >= job->count) return;
+        for (int64_t c = from, n; c < to; c += n) {
+            n = tile(job->start + c, to - c);
+            const draw_t *draws = (const draw_t *)words + words_for(job->start + c, n, 16, job->k0, job->k1, words);
+            if (job->out_dtype == UINT16) memcpy((uint16_t *)job->out + c, draws, (size_t)n * 2);
+            else for (int64_t i = 0; i < n; i++) ((int32_t *)job->out)[c + i] = draws[i];
         }
     }
 }
 
 /* out[i] = the 16-bit draw start + i of the key, as uint16 or int32. */
-void blockwalk_draws(void *out, int out_dtype, int64_t count, int64_t start, uint64_t k0, uint64_t k1) {
-    uint64_t words[WORDS];
-    for (int64_t c = 0, n; c < count; c += n) {
-        n = tile(start + c, count - c);
-        const draw_t *draws = (const draw_t *)words + words_for(start + c, n, 16, k0, k1, words);
-        if (out_dtype == UINT16) memcpy((uint16_t *)out + c, draws, (size_t)n * 2);
-        else for (int64_t i = 0; i < n; i++) ((int32_t *)out)[c + i] = draws[i];
-    }
+void blockwalk_draws(void *out, int out_dtype, int64_t count, int64_t start, uint64_t k0, uint64_t k1,
+                     parallel_fn parallel, int threads) {
+    draws_job_t job = {out, count, start, 0, k0, k1, out_dtype};
+    if (parallel == NULL || threads < 2) draws_body(&job);
+    else parallel(draws_body, &job, (unsigned)threads, 0);
 }

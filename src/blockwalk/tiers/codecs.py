@@ -282,7 +282,7 @@ def _encode_native(
         scales_R1.data_ptr(),
         codes_RD.data_ptr(),
         *x_RD.shape,
-        _openmp(),
+        native_code.team(),
         min(torch.get_num_threads(), x_RD.numel() // _THREAD_ELEMENTS),
     )
 
@@ -336,7 +336,7 @@ def _decode_native(
         first,
         last,
         out.data_ptr(),
-        _openmp(),
+        native_code.team(),
         threads,
     )
     return True
@@ -360,17 +360,3 @@ def _library() -> ctypes.CDLL | None:
             *(number, number, pointer, ctypes.c_int),
         ]
     return library
-
-
-@functools.cache
-def _openmp() -> int | None:
-    """GOMP_parallel of the OpenMP runtime that torch runs its own operators on, or None where it has another.
-
-    A chunk decodes in tens of microseconds, between two products: handing it to Python threads takes as long, and they
-    would compete with torch's, which spin for a while after each product. The same team does both.
-    """
-    try:
-        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    return ctypes.cast(function, ctypes.c_void_p).value
