@@ -3,8 +3,9 @@
 Full-parameter float32 training of random weights at true dimensions. Cases that are compared take one step each in turn, round
 after round, every other round in the opposite order; a ratio is the median, over rounds (over cycles of ``flush_every`` rounds,
 where that is not 1), of those within one round, so that drift of the machine meets both alike. Few are compared at a time: on
-a virtual machine whose host takes idle memory back, what waited for many others may page its weights in again. Peak memory is that
-of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among ``--flush``.
+a virtual machine whose host takes idle memory back, what waited for many others may page its weights in again. Peak memory is
+that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among
+``--flush``.
 
     python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2]
 """

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blockwalk import metering
+from blockwalk import metering, work
 from blockwalk.arguments import rebuild
 from blockwalk.blocks import BlockCall, CutModel, Prologue
 from blockwalk.compile import Costs, UnitCost
@@ -36,7 +36,7 @@ from blockwalk.metering import Meter
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weight
-from blockwalk.work import Work, sizes
+from blockwalk.work import Work, elementwise, sizes
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
@@ -218,7 +218,7 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
         forward_flops=meter.flops,
         backward_flops=0,
         forward=meter.work,
-        backward=Work(passes=((3 * trained * bench.dtype.itemsize, 1),) if trained else ()),
+        backward=elementwise(((3 * trained * bench.dtype.itemsize, 1),) if trained else (), bench.dtype),
     )
 
 
@@ -309,8 +309,8 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     if plan.loss != "chunked" or head.custom or head.lora is not None:
         # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
         logits = shape.tokens * spec.vocab_size
-        work = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
-        works = work if bench.backprop else (work[0], Work())
+        works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
+        works = works if bench.backprop else (works[0], Work())
         return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops, *works)
     cut.bind(last, {p.name: _blank(p, bench.dtype) for p in spec.epilogue.params if p.name in cut._units.slots[last]})
     hidden_BSD = torch.zeros(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
@@ -325,17 +325,17 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     cut.unbind(last)
     sizes_ = (tokens, spec.hidden_size, spec.vocab_size, bench.dtype)
     soft_cap = head.soft_cap is not None
-    work = meter.work + loss_work(
+    done = meter.work + loss_work(
         *sizes_, soft_cap=soft_cap, device=device, gradient=bench.backprop, trains_head=trains_head
     )
     if not bench.backprop:
-        return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops, work)
+        return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops, done)
     taken = loss_memory(*sizes_, soft_cap=soft_cap, device=device, trains_head=trains_head)
     forward = kept + shifted + taken.buffers
     at_loss = forward + taken.gradient_buffers + taken.gradient
     at_end = kept + shifted + taken.gradient + hidden_bytes
     peak = max(at_loss, at_end, meter.peak) + copies
-    return UnitCost(max(forward, meter.peak - hidden_bytes), peak, 0, *flops, work)
+    return UnitCost(max(forward, meter.peak - hidden_bytes), peak, 0, *flops, done)
 
 
 def _loss_memory(bench: _Bench, device: str, trains_head: bool) -> LossMemory:
@@ -393,7 +393,7 @@ def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: 
     settings["dtype"] = str(config.dtype)
     adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
     of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind, plan.compile]
-    rooms = (chunks.__file__, lazy.__file__, loss.__file__, metering.__file__, __file__)
+    rooms = (chunks.__file__, lazy.__file__, loss.__file__, metering.__file__, work.__file__, __file__)
     code = b"".join(Path(str(room)).read_bytes() for room in rooms)
     facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
     text = json.dumps([*facts, torch.__version__, transformers.__version__], sort_keys=True, default=str)
@@ -426,6 +426,8 @@ def _read_cost(cost: dict[str, Any]) -> UnitCost:
             cost[name]["attention"],
             cost[name]["starts"],
             sizes(map(tuple, cost[name]["thin"])),
+            sizes(map(tuple, cost[name]["wide"])),
+            sizes(map(tuple, cost[name]["hot"])),
         )
         for name in ("forward", "backward", "unread")
     }

@@ -389,11 +389,8 @@ class Engine:
             if coefficient != 1.0:
                 gradient.mul_(coefficient)
             master = self.masters[param.name]
-            gradient = gradient.to(master.device)
-            exact = master if master.dtype == torch.float32 else master.to(torch.float32)
-            self.rule.apply_(exact, gradient, self.moments.get(param.name, {}), step=step, lr=learning_rate)
-            if exact is not master:
-                master.copy_(exact)
+            moments = self.moments.get(param.name, {})
+            self.rule.apply_(master, gradient.to(master.device), moments, step=step, lr=learning_rate)
 
     def weight(self, name: str) -> Weight:
         """A 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""

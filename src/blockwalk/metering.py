@@ -41,6 +41,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     products: Counter[int] = field(default_factory=Counter)
     thin: Counter[int] = field(default_factory=Counter)
     passes: Counter[int] = field(default_factory=Counter)
+    wide: Counter[int] = field(default_factory=Counter)
     _known: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,8 +76,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def work(self) -> Work:
         """What was done under it so far."""
-        products, passes, thin = (sizes(each.items()) for each in (self.products, self.passes, self.thin))
-        return Work(products, passes, self.attention, self.starts, thin)
+        products, passes, thin, wide = (
+            sizes(each.items()) for each in (self.products, self.passes, self.thin, self.wide)
+        )
+        return Work(products, passes, self.attention, self.starts, thin, wide)
 
     @property
     def flops(self) -> int:
@@ -106,7 +109,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.starts += 1
             else:
                 read = {} if packet is _aten.copy_ else {id(t): t for t in made}
-                self.passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
+                passes = self.wide if any(t.dtype == torch.float32 for t in made) else self.passes
+                passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
 
     def _product(self, matrices: Sequence[torch.Tensor]) -> Counter[int]:
         """Where the product of two matrices is counted."""

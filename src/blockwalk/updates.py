@@ -1,9 +1,9 @@
 """Update rules: what one step does to a parameter, element by element.
 
-A rule is a value without state. The tensors that it keeps from step to step are the caller's, on whatever tier; they and
-the parameter are float32, and since every element is updated by itself, any slice of a parameter may be updated alone, at
-any time, by any rank: the bits are those of the whole. The arithmetic is, operation by operation, that of
-``torch.optim`` with ``foreach=False, fused=False``.
+A rule is a value without state. The tensors that it keeps from step to step are the caller's, on whatever tier, in float32.
+So is the arithmetic: a parameter in 16 bits is lifted a chunk at a time, and rounded once. Since every element is updated by
+itself, any slice of a parameter may be updated alone, at any time, by any rank: the bits are those of the whole. The
+arithmetic is, operation by operation, that of ``torch.optim`` with ``foreach=False, fused=False``.
 
 Learning rate and step come with each call. The gradient may be any estimate g: a zeroth-order rule hands over g·z.
 """
@@ -46,7 +46,7 @@ class Rule(Protocol):
         """One update, in place.
 
         Args:
-            param: contiguous float32, any slice of a parameter.
+            param: contiguous, float32 or 16 bits, any slice of a parameter.
             grad: the same slice of the gradient, float32; it is not changed.
             state: the same slice of each tensor that :attr:`states` names, contiguous.
             step: the update's number, from 1.
@@ -195,17 +195,21 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 def _chunks(param: Tensor, grad: Tensor, *state: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """Scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
-    their owners."""
-    for tensor in (param, grad, *state):
+    their owners. Of a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
+    for tensor in (grad, *state):
         assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"
         assert tensor.numel() == param.numel(), f"{tensor.numel()} elements for {param.numel()} of a parameter"
-    flat = [tensor.detach().view(-1) for tensor in (param, *state)]
-    flat.insert(1, grad.detach().reshape(-1))
+    flat = [grad.detach().reshape(-1), *(tensor.detach().view(-1) for tensor in state)]
+    whole, narrow = param.detach().view(-1), param.dtype != torch.float32
     chunk = UPDATE_CHUNK if param.device.type == "cpu" else DEVICE_UPDATE_CHUNK
     scratch = torch.empty(min(chunk, param.numel()), dtype=torch.float32, device=param.device)
+    lifted = torch.empty_like(scratch) if narrow else scratch
     for start in range(0, param.numel(), chunk):
-        parts = tuple(tensor[start : start + chunk] for tensor in flat)
-        yield scratch[: len(parts[0])], parts
+        own, *others = (tensor[start : start + chunk] for tensor in (whole, *flat))
+        exact = lifted[: len(own)].copy_(own) if narrow else own
+        yield scratch[: len(own)], (exact, *others)
+        if narrow:
+            own.copy_(exact)
 
 
 def _require(holds: bool, name: str, value: object, meaning: str) -> None:

@@ -8,6 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Sized(Protocol):
+    """A dtype, of which only the bytes of an element matter here."""
+
+    @property
+    def itemsize(self) -> int: ...
+
 
 Sizes = tuple[tuple[int, int], ...]
 """(size of one, how many), sizes in ascending order."""
@@ -29,13 +38,17 @@ class Work:
     products: Sizes = ()
     """Matrix products, by FLOPs of one."""
     passes: Sizes = ()
-    """Element-wise operations and reductions, by bytes that one reads and writes."""
+    """Element-wise operations and reductions in 16 bits, by bytes that one reads and writes."""
     attention: int = 0
     """FLOPs of fused attention."""
     starts: int = 0
     """Operations that move nothing: views, allocations."""
     thin: Sizes = ()
     """Products one of whose sides is below :data:`THIN`, an adapter's: far from a machine's rate for the others."""
+    wide: Sizes = ()
+    """Passes whose result is float32: of a float32 model all of them, of others the norms."""
+    hot: Sizes = ()
+    """Passes in place over a buffer that was just written: a chunked loss's."""
 
     @property
     def flops(self) -> int:
@@ -44,12 +57,12 @@ class Work:
     @property
     def touched(self) -> int:
         """Bytes that element-wise operations read and write."""
-        return sum(size * count for size, count in self.passes)
+        return sum(size * count for size, count in (*self.passes, *self.wide, *self.hot))
 
     @property
     def all(self) -> int:
         """Operations that are started."""
-        return self.starts + sum(count for _, count in (*self.products, *self.thin, *self.passes))
+        return self.starts + sum(count for _, count in (*self.products, *self.thin, *self.passes, *self.wide, *self.hot))
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -58,6 +71,8 @@ class Work:
             self.attention + other.attention,
             self.starts + other.starts,
             sizes((*self.thin, *other.thin)),
+            sizes((*self.wide, *other.wide)),
+            sizes((*self.hot, *other.hot)),
         )
 
     def __sub__(self, part: Work) -> Work:
@@ -72,10 +87,17 @@ class Work:
             self.attention * times,
             self.starts * times,
             tuple((size, count * times) for size, count in self.thin),
+            tuple((size, count * times) for size, count in self.wide),
+            tuple((size, count * times) for size, count in self.hot),
         )
 
 
 NOTHING = Work()
+
+
+def elementwise(passes: Sizes, dtype: Sized) -> Work:
+    """Passes over tensors of one dtype."""
+    return Work(passes=passes) if dtype.itemsize < 4 else Work(wide=passes)
 
 
 def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:

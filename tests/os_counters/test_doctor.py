@@ -6,6 +6,8 @@ from pathlib import Path
 
 from blockwalk import metrics
 from blockwalk.simulate import hardware, probe, probe_walk
+from blockwalk.simulate.hardware import Curve
+from blockwalk.simulate.probe_rates import _middle
 from blockwalk.simulate.probe_walk import Found
 
 
@@ -26,14 +28,25 @@ def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path) -> None:
 
 
 def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
-    """Closed form: buffers that forwards alone leave belong to the process, what is above them to the free heap."""
+    """Closed form: buffers that forwards alone leave belong to every process that keeps graphs, what is above them to its free
+    heap; a walk that bounds its free heap has them in it."""
     walks = {
         "forwards": Found(100, 30, 10, 1e-6),
         "graphs": Found(110, 80, 100, 1e-6),
         "recompute": Found(110, 20, 100, 1e-6),
+        "streamed": Found(120, 40, 20, 1e-6),
     }
-    assert probe_walk.process_bytes(walks) == {"forwards": 100, "graphs": 140, "recompute": 140}
-    assert probe_walk.slack(walks) == {"forwards": 30.0, "graphs": 0.5, "recompute": 0.0}
+    assert probe_walk.process_bytes(walks) == {"forwards": 100, "graphs": 140, "recompute": 140, "streamed": 120}
+    assert probe_walk.slack(walks) == {"forwards": 3.0, "graphs": 0.5, "recompute": 0.0, "streamed": 2.0}
+
+
+def test_of_several_rounds_the_middle_one_counts() -> None:
+    """Closed form: numbers, curves point by point, mappings name by name; one slow round moves nothing."""
+    rounds = [
+        {"flops": {"a": rate}, "curve": Curve(((1.0, seconds), (2.0, 2 * seconds))), "rate": rate}
+        for rate, seconds in ((3.0, 1.0), (1.0, 9.0), (2.0, 2.0))
+    ]
+    assert _middle(rounds) == {"flops": {"a": 2.0}, "curve": Curve(((1.0, 2.0), (2.0, 4.0))), "rate": 2.0}
 
 
 def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory() -> None:

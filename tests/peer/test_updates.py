@@ -67,6 +67,26 @@ def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(options: Optimizer
             assert torch.equal(tensor, optimizer.state[peer][name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o.name}-{o.weight_decay}")
+def test_a_parameter_in_16_bits_is_updated_in_float32_and_rounded_once(
+    options: OptimizerSettings, dtype: torch.dtype
+) -> None:
+    """Oracle: torch.optim on a float32 copy of the whole, rounded after every step."""
+    torch.manual_seed(2)
+    rule, ours = make_rule(options), torch.randn(UPDATE_CHUNK + 13).to(dtype)
+    peer = ours.float().requires_grad_()
+    state, optimizer = zero_state(rule, peer.detach()), peer_optimizer(options, [peer])
+    for step in range(5):
+        peer.grad = torch.randn_like(peer)
+        rule.apply_(ours, peer.grad.clone(), state, step=step + 1, lr=options.learning_rate)
+        optimizer.param_groups[0]["lr"] = options.learning_rate
+        optimizer.step()
+        with torch.no_grad():
+            peer.copy_(peer.to(dtype))
+        assert torch.equal(ours, peer.detach().to(dtype)), step
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_slices_updated_alone_are_the_whole(data: st.DataObject) -> None:

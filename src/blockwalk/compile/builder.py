@@ -9,7 +9,7 @@ from blockwalk.compile.inputs import Costs
 from blockwalk.compile.placement import Placements, activation_pool, compute_dtype, maps_graphs, passes_of_rank
 from blockwalk.plan import Estimator
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, ParamSpec, StateKind, Tier, UnitSpec
+from blockwalk.state import DTYPE_BYTES, StateKind, Tier, UnitSpec
 
 
 @dataclass(slots=True)
@@ -91,15 +91,7 @@ class Builder(Placements):
             used = 4 * self.model.units[unit].numel(trainable=True)
         if self.plan.zo.noise == "mezo" and self.plan.estimator is Estimator.ZEROTH_ORDER:
             return {"part": StateKind.TRAINABLE, "transient": self.draw_bytes if unit == 0 else 0}
-        narrow = [p.numel for p in self.model.units[unit].params if p.trainable and self.master_bytes(p) < 4]
-        frees = ((self.gradient_pool, used),) if used else ()
-        # a 16-bit master is updated in a float32 copy, and the last one's is let go after the next one is made
-        lifted = 4 * sum(sorted(narrow)[-2:]) if used else 0
-        return {"part": StateKind.TRAINABLE, "frees": frees, "transient": lifted}
-
-    def master_bytes(self, p: ParamSpec) -> int:
-        """Bytes an element of a trainable's master."""
-        return DTYPE_BYTES[CODEC_DTYPE.get(self.plan.trainable.codec, p.dtype)]
+        return {"part": StateKind.TRAINABLE, "frees": ((self.gradient_pool, used),) if used else ()}
 
     # ---- what is different where state is spread over ranks ------------------------------------------------------
 

@@ -6,9 +6,8 @@ Read by the estimators and by those who foresee what they will need; nothing her
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from blockwalk.work import Work, sizes
+from blockwalk.work import Sized, Work, sizes
 
 LOSS_BUDGET = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of scratch that the loss's chunk sizes aim at, one chunk of the head included."""
@@ -20,16 +19,9 @@ DECODE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Of decoded weight at a time. Measured on a CPU with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB
 nothing is won."""
 
-UPDATE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
+UPDATE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Elements of a zeroth-order update at a time: what stays in cache on a processor, what pays for its launches on an
 accelerator."""
-
-
-class Sized(Protocol):
-    """A dtype, of which only the bytes of an element matter here."""
-
-    @property
-    def itemsize(self) -> int: ...
 
 
 def chunk_sizes(
@@ -117,8 +109,9 @@ def loss_work(
     once = [(tokens * hidden_size * wide, 4)] if gradient else []
     return Work(
         ((2 * n * v * hidden_size, products * chunks),),
-        sizes([(each, count * chunks) for each, count in passes] + once),
         starts=8 * chunks,
+        wide=sizes(once),
+        hot=sizes((each, count * chunks) for each, count in passes),
     )
 
 
@@ -126,6 +119,6 @@ def own_loss_work(tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, 
     """The same of a model's own loss, on whole logits: forward, and backward."""
     size, wide, count = dtype.itemsize, max(dtype.itemsize, 4), tokens * vocab_size
     product = 2 * count * hidden_size
-    forward = Work(((product, 1),), sizes([(count * (size + wide) * (size < wide), 1), (2 * count * wide, 2)]))
+    forward = Work(((product, 1),), wide=sizes([(count * (size + wide) * (size < wide), 1), (2 * count * wide, 2)]))
     moved = [(count * (size + wide) * (size < wide), 1), (3 * count * wide, 1), (2 * count * wide, 1)]
-    return forward, Work(((product, 1 + trains_head),), sizes(moved))
+    return forward, Work(((product, 1 + trains_head),), wide=sizes(moved))

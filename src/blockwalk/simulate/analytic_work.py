@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from blockwalk.program import Shape
-from blockwalk.work import THIN, Work, sizes
+from blockwalk.work import THIN, Sizes, Work, sizes
 
 if TYPE_CHECKING:
     from blockwalk.simulate.analytic import Dimensions
@@ -46,15 +46,18 @@ def block_work(
         products += [(2 * each, 1), (each, 1), (2 * tokens * d.experts * d.hidden, 1)]
     adapters = [(2 * tokens * rank * side, 1) for pair in linears for side in pair if rank]
     scores, attention = shape.batch * d.heads * shape.sequence**2, 0
-    touched = _elements(d, size) * tokens
+    touched, lifted = (each * tokens for each in _elements(d, size))
     if d.eager:
         products.append((2 * shape.sequence**2 * d.head_size, 2 * shape.batch * d.heads))
         touched += scores * (20 if size < 4 else 12)
     else:
         attention = 4 * scores * d.head_size
     adapted = sum(rows for rows, _ in linears) if rank and not fused else 0
-    forward = _passes(size * (touched + 5 * adapted * tokens), tokens * size * d.hidden)
-    back = BACKWARD * size * touched + 4 * tokens * size * adapted
+    hidden_bytes = tokens * size * d.hidden
+    forward = _passes(size * (touched + 5 * adapted * tokens), hidden_bytes, lifted * size)
+    backward = _passes(BACKWARD * size * touched + 4 * tokens * size * adapted, hidden_bytes, BACKWARD * size * lifted)
+    if size == 4:
+        forward, backward = ((), forward[0]), ((), backward[0])
     twice = [(flops, count * (2 if full or count > 1 else 1)) for flops, count in products]
     left_out = Work()
     if fused and d.norms == 2 and not d.experts:  # of the recomputation: no gradient reads the block's last product
@@ -64,27 +67,32 @@ def block_work(
     both = adapters if thin else []
     products += [] if thin else adapters
     twice += [] if thin else [(flops, 2) for flops, _ in adapters]
-    backward = _passes(int(back), tokens * size * d.hidden)
     return (
-        Work(sizes(products), forward, attention, VIEWS[0], sizes(both)),
-        Work(sizes(twice), backward, 5 * attention // 2, VIEWS[1], sizes(both * 2)) - left_out,
+        Work(sizes(products), forward[0], attention, VIEWS[0], sizes(both), forward[1]),
+        Work(sizes(twice), backward[0], 5 * attention // 2, VIEWS[1], sizes(both * 2), backward[1]) - left_out,
         left_out,
     )
 
 
-def _elements(d: Dimensions, size: int) -> int:
-    """Elements a token that a block's forward passes read and write, adapters left out, in the compute dtype's size."""
+def _elements(d: Dimensions, size: int) -> tuple[int, int]:
+    """Elements a token that a block's forward passes read and write, adapters left out, in the compute dtype's size: those of
+    passes with a result in that dtype, and in a 16-bit model those with a float32 result."""
     if d.plain_mlp:  # fused layer norms, residual sums, the activation, the queries' scale
-        return 10 * d.hidden + 2 * d.feed_forward + 2 * d.queries
-    norm = 7 if size == 4 else 18  # square, mean, scale, weight; in 16 bits through float32
+        return 10 * d.hidden + 2 * d.feed_forward + 2 * d.queries, 0
+    norm, lifted = (7, 0) if size == 4 else (5, 13)  # square, mean, scale, weight; in 16 bits through float32
     normed = d.norms * d.hidden
     if d.family in ("qwen3", "gemma3_text", "qwen3_moe"):
         normed += d.queries + d.keys
     width = d.feed_forward * max(d.chosen, 1)
     routed = 7 * d.chosen * d.hidden
-    return norm * normed + 6 * d.hidden + 10 * (d.queries + d.keys) + 5 * width + routed
+    return norm * normed + 6 * d.hidden + 10 * (d.queries + d.keys) + 5 * width + routed, lifted * normed
 
 
-def _passes(touched: int, hidden_bytes: int) -> tuple[tuple[int, int], ...]:
+def _passes(touched: float, hidden_bytes: int, lifted: float) -> tuple[Sizes, Sizes]:
+    """Bytes as passes of an average size, and those of float32."""
+    return _of_average_size(touched, hidden_bytes), _of_average_size(lifted, hidden_bytes)
+
+
+def _of_average_size(touched: float, hidden_bytes: int) -> Sizes:
     count = max(round(touched / (PASS * hidden_bytes)), 1)
-    return sizes([(touched // count, count)])
+    return sizes([(int(touched) // count, count)])

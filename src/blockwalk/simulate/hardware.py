@@ -93,11 +93,13 @@ class Hardware:
     thin: Mapping[str, Curve] = field(default_factory=dict)
     """The same of products with a side of 8, an adapter's; else ``products``."""
     passes: Mapping[str, Curve] = field(default_factory=dict)
-    """Seconds of an element-wise operation by the bytes that it reads and writes, by dtype; else ``memory_bandwidth``."""
+    """Seconds of an element-wise operation by the bytes that it reads and writes, by the dtype of its result, and "in place"
+    over what was just written; else ``memory_bandwidth``."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of fused attention, by dtype; else ``flops``."""
     update_rate: Mapping[str, float] = field(default_factory=dict)
-    """Elements a second of an update rule, by its name; else by the bytes that it touches."""
+    """Elements a second of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift", "round"); else by the
+    bytes that are touched."""
     start_seconds: float = 0.0
     """Of an operation that moves nothing, and of starting a module's: Python."""
     fresh_bandwidth: float = 0.0
@@ -106,7 +108,7 @@ class Hardware:
     """What a process holds beside its tensors on a small walk, by kind of walk (``simulate.memory``): interpreter, libraries
     and their buffers; without it tensors alone are foreseen."""
     slack: Mapping[str, float] = field(default_factory=dict)
-    """Freed memory that the allocator keeps, by kind of walk: a share of what comes and goes in a step, or bytes."""
+    """Freed memory that the allocator keeps, by kind of walk: as a multiple of what comes and goes in a step."""
     noise_rate: float = 5e10
     """Elements of a perturbation drawn and added per second, by one device."""
     decode_rate: float = 1e11

@@ -14,10 +14,6 @@ KINDS = ("graphs", "adapters", "recompute", "streamed", "forwards")
 """Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters or of adapters; blocks
 recomputed; streamed, which bounds its free heap (:mod:`blockwalk.heap`); forwards alone."""
 
-BY_BYTES = ("streamed", "forwards")
-"""Those whose free heap does not grow with what comes and goes."""
-
-
 def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
     """Which of :data:`KINDS` a step is."""
     if plan.estimator is Estimator.ZEROTH_ORDER:
@@ -42,10 +38,7 @@ def transients(program: Program) -> int:
 
 
 def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
-    """Bytes of the whole process, pages of mapped files left out; the tensors' alone where doctor has not measured the rest.
-
-    Graphs and gradients leave free heap as a share of what comes and goes; the other walks leave about the same everywhere.
-    """
+    """Bytes of the whole process, pages of mapped files left out; the tensors' alone where doctor has not measured the rest."""
     kind = walk_kind(plan, program, adapters=adapters)
     held = tensors(program) - transients(program)
     return hardware.process_bytes.get(kind, 0) + held + step_growth(program, plan, hardware, adapters=adapters)
@@ -54,4 +47,4 @@ def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: 
 def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
     """Bytes that a process with an open model grows by in a step: what comes and goes, and the free heap that it leaves."""
     kind, moving = walk_kind(plan, program, adapters=adapters), transients(program)
-    return moving + int(hardware.slack.get(kind, 0.0) * (1 if kind in BY_BYTES else moving))
+    return moving + int(hardware.slack.get(kind, 0.0) * moving)

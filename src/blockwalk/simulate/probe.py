@@ -20,7 +20,6 @@ import torch
 from blockwalk.metrics import host_memory
 from blockwalk.simulate import probe_rates, probe_walk
 from blockwalk.simulate.hardware import Hardware, Link
-from blockwalk.simulate.memory import BY_BYTES
 
 BLOCK_OPS = 60
 """PyTorch operations that a block's forward starts, about: what an op's launches cost is so many of one."""
@@ -60,9 +59,8 @@ class Findings:
             fresh = f"memory is first touched at {hw.fresh_bandwidth / 1e9:.1f} GB/s"
             yield f"  an operation      {1e6 * hw.start_seconds:.1f} µs to start; {fresh}"
         for kind, nbytes in hw.process_bytes.items():
-            slack = hw.slack[kind]
-            kept = f"{100 * slack:.0f}% of what comes and goes" if kind not in BY_BYTES else f"{slack / 1e6:.0f} MB"
-            yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {kept} of free heap"
+            free = f"{hw.slack[kind]:.2f} bytes of free heap for each that comes and goes"
+            yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {free}"
         yield f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f} million elements/s"
         if hw.device == "cuda":
             up, down = hw.host_to_device.bandwidth / 1e9, hw.device_to_host.bandwidth / 1e9
@@ -89,22 +87,21 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
     host, limited = host_memory()
     on_device = torch.cuda.mem_get_info()[1] if kind == "cuda" else host
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in dtypes}
-    bandwidth = _bandwidth(device)
+    rates: dict[str, Callable[[], Any]] = {
+        "flops": lambda: {probe_rates.name_of(dtype): _flops(device, dtype) for dtype in dtypes},
+        "memory_bandwidth": lambda: _bandwidth(device),
+        "noise_rate": lambda: _noise(device),
+        "decode_rate": lambda: _decoding(device),
+    }
+    found = probe_rates.measure(rates) if kind == "cpu" else {name: rate() for name, rate in rates.items()}
+    bandwidth = found["memory_bandwidth"]
     up, down, pageable = _links(device) if kind == "cuda" else (Link(bandwidth / 2), Link(bandwidth / 2), 0.0)
     read, write, cached = _disk(Path(folder))
     intra, inter, per_node, nodes = _collectives(device)
-    known: dict[str, Any] = {}
-    if kind == "cpu":
-        walks = probe_walk.measure() if walk and os.environ.get("RANK", "0") == "0" else {}
-        known = {
-            "products": probe_rates.products(),
-            "thin": probe_rates.thin(),
-            "passes": probe_rates.passes(),
-            "attention": probe_rates.attention(),
-            "update_rate": probe_rates.updates(),
-            "fresh_bandwidth": probe_rates.fresh_bandwidth(),
-            "start_seconds": min((found.start_seconds for found in walks.values()), default=0.0),
+    if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
+        walks = probe_walk.measure()
+        found |= {
+            "start_seconds": min((each.start_seconds for each in walks.values()), default=0.0),
             "process_bytes": probe_walk.process_bytes(walks),
             "slack": probe_walk.slack(walks),
         }
@@ -114,11 +111,7 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
         device_bytes=on_device,
         host_bytes=host,
         disk_bytes=_free_bytes(Path(folder)),
-        flops=flops,
-        memory_bandwidth=bandwidth,
         op_seconds=_launch(device) if kind == "cuda" else 0.0,
-        noise_rate=_noise(device),
-        decode_rate=_decoding(device),
         host_to_device=up,
         device_to_host=down,
         disk_read=read,
@@ -128,12 +121,12 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
         devices_per_node=per_node,
         nodes=nodes,
         source="measured by blockwalk doctor",
-        **known,
+        **found,
     )
     return Findings(hardware, tuple(_warnings(hardware, limited, pageable)), cached, pageable, time.perf_counter() - began)
 
 
-def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.4, least: int = 3) -> float:
+def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.2, least: int = 3) -> float:
     """Seconds of the fastest of several runs."""
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs < least or time.perf_counter() - began < seconds:

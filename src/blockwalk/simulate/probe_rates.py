@@ -1,15 +1,17 @@
 """Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is touched first.
 
 What :mod:`blockwalk.simulate.probe` asks of a machine for its :class:`~blockwalk.simulate.hardware.Curve`s. Every figure is the
-best of several short runs.
+best of several short runs, and the middle one of several rounds: a shared machine has seconds at half its speed.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -25,11 +27,12 @@ PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
 UPDATED = 1 << 24
 POOL_BYTES = 96 << 20
 """Of tensors that are gone through in turn, so that no cache holds them."""
+ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = ("adamw", "momentum", "sgd", "sign")
 
 
-def best(work: Callable[[], object], *, seconds: float = 0.05, least: int = 3) -> float:
+def best(work: Callable[[], object], *, seconds: float = 0.02, least: int = 2) -> float:
     """Seconds of the fastest of several runs, on a processor."""
     fastest, began, runs = float("inf"), time.perf_counter(), 0
     work()
@@ -38,6 +41,28 @@ def best(work: Callable[[], object], *, seconds: float = 0.05, least: int = 3) -
         work()
         fastest, runs = min(fastest, time.perf_counter() - start), runs + 1
     return fastest
+
+
+def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
+    """Every rate of this module, and ``more``, by its field in :class:`~blockwalk.simulate.hardware.Hardware`: the middle one
+    of so many rounds."""
+    rates: dict[str, Callable[[], Any]] = {
+        "products": products, "thin": thin, "passes": passes, "attention": attention, "update_rate": updates,
+        "fresh_bandwidth": fresh_bandwidth, **more,
+    }  # fmt: skip
+    found = [{name: rate() for name, rate in rates.items()} for _ in range(rounds)]
+    return {name: _middle([each[name] for each in found]) for name in rates}
+
+
+def _middle(found: Sequence[Any]) -> Any:
+    """The median of numbers, point by point of curves, name by name of mappings."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: _middle([each[name] for each in found]) for name in first}
+    if isinstance(first, Curve):
+        seconds = zip(*([seconds for _, seconds in each.points] for each in found), strict=True)
+        return Curve(tuple((size, median(each)) for (size, _), each in zip(first.points, seconds, strict=True)))
+    return median(found)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -98,7 +123,16 @@ def passes() -> dict[str, Curve]:
             dear = _cold(lambda i, xs=xs: torch.nn.functional.silu(xs[i]), count) / 2  # type: ignore[misc]
             points.append((float(nbytes), (2 * cheap + dear) / 3))
         curves[name_of(dtype)] = Curve(tuple(points))
+    curves["in place"] = Curve(tuple((float(nbytes), _in_place(nbytes)) for nbytes in PASS_BYTES))
     return curves
+
+
+def _in_place(nbytes: int) -> float:
+    """Seconds of an operation that reads and writes so many bytes of a float32 tensor where they are: the mean of a difference
+    by rows and an exponential, as in a softmax."""
+    rows = torch.zeros(max(nbytes // (1 << 16), 1), min(nbytes, 1 << 16) // 8)
+    most = torch.zeros(len(rows), 1)
+    return best(lambda: rows.sub_(most).exp_()) / 2
 
 
 def attention() -> dict[str, float]:
@@ -116,8 +150,11 @@ def attention() -> dict[str, float]:
 
 
 def updates() -> dict[str, float]:
-    """Elements a second of each update rule, and of the gradients' norm."""
-    from blockwalk.updates import global_norm, make_rule
+    """Elements a second of each update rule and of the gradients' norm; of a 16-bit parameter's float32 pieces, made and
+    written back rounded to nearest ("lift") or stochastically ("round")."""
+    from blockwalk.estimators.chunks import UPDATE_ELEMENTS
+    from blockwalk.noise import NoiseKey, stochastic_round
+    from blockwalk.updates import UPDATE_CHUNK, global_norm, make_rule
 
     param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
     rates = {"norm": UPDATED / best(lambda: global_norm([grad]))}
@@ -126,6 +163,15 @@ def updates() -> dict[str, float]:
         state = {key: torch.zeros(UPDATED) for key in rule.states}
         taken = best(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
         rates[name] = UPDATED / taken
+    master = param.to(torch.bfloat16)
+    key = NoiseKey(0, 1, 0, "doctor", "rounding")
+
+    def through(size: int, write: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+        pieces = master.view(-1, size)
+        return UPDATED / best(lambda: [write(param[:size].copy_(piece), piece) for piece in pieces])
+
+    rates["lift"] = through(UPDATE_CHUNK, lambda exact, piece: piece.copy_(exact))
+    rates["round"] = through(UPDATE_ELEMENTS["cpu"], lambda exact, piece: stochastic_round(exact, piece, key))
     return rates
 
 

@@ -24,13 +24,13 @@ NARROW = (Codec.INT4, Codec.INT8, Codec.FP8)
 
 NO_COSTS = Costs()
 
+REFAULTED = 0.3
+"""Of what a streamed block with its graph finds on the heap, the share that was given back before it, about: holes grow by a
+twenty-fifth a block, and at an eighth the heap is trimmed (:mod:`blockwalk.heap`)."""
+
 TRAFFIC = 4
 """Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
 is known."""
-
-KEPT = 8 << 20
-"""Bytes that a processor's allocator keeps at the heap's top between two ops, about: what comes and goes beyond them is given
-back to the system and faulted in again, unless what is kept over the step lies above it."""
 
 UPDATE_STARTS = 12
 """Operations that the update of one parameter starts."""
@@ -78,13 +78,12 @@ class CostModel:
             seconds = products.total(work.products) + hw.thin.get(dtype, products).total(work.thin)
         else:
             seconds = (work.flops - work.attention) / hw.flops_of(dtype)
-        seconds += passes.total(work.passes) if passes else work.touched / hw.memory_bandwidth
+        if passes:
+            wide, hot = hw.passes["float32"], hw.passes["in place"]
+            seconds += passes.total(work.passes) + wide.total(work.wide) + hot.total(work.hot)
+        else:
+            seconds += work.touched / hw.memory_bandwidth
         return seconds + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype)) + work.all * hw.start_seconds
-
-    @property
-    def _gives_back(self) -> bool:
-        """Whether the heap's top is free again after an op."""
-        return self.plan.estimator is Estimator.ZEROTH_ORDER or (self.program is not None and bool(self.program.streamed))
 
     # ---- the compute lane -------------------------------------------------------------------------------------------
 
@@ -94,8 +93,10 @@ class CostModel:
         hw, trained = self.hardware, self.model.units[op.unit].numel(trainable=True)
         zeroth_order = self.plan.estimator is Estimator.ZEROTH_ORDER
         if op.kind is OpKind.UPDATE and zeroth_order:
-            entries = max(op.entries, 1) * self.plan.zo.queries
-            return hw.op_seconds + entries * (trained / hw.noise_rate + self._updated(trained))
+            once = trained / hw.noise_rate * self.plan.zo.queries + self._rounded(trained)
+            if self.plan.optimizer.name != "sgd":
+                once += self._updated(trained)
+            return hw.op_seconds + max(op.entries, 1) * once
         if op.kind is OpKind.UPDATE:
             share = self.plan.mesh.z1 if self.plan.sharded else 1
             params = [p for p in self.model.units[op.unit].params if p.trainable]
@@ -131,12 +132,13 @@ class CostModel:
         seconds = hw.op_seconds + self.work_seconds(work)
         if op.kind is OpKind.FORWARD:  # what a graph in file maps saves is copied there
             seconds += 2 * sum(nbytes for pool, nbytes in op.takes if pool is Pool.MAPPED) / hw.memory_bandwidth
-        if hw.fresh_bandwidth and op.transient > KEPT and self._gives_back:
-            seconds += op.transient / hw.fresh_bandwidth
-        if hw.fresh_bandwidth and op.kind is not OpKind.FORWARD:  # gradients are let go of in every step, and made anew
-            seconds += sum(nbytes for pool, nbytes in op.takes if pool is Pool.DEVICE) / hw.fresh_bandwidth
+        if hw.fresh_bandwidth and op.kind is not OpKind.FORWARD:  # gradients are made anew, in part where a graph was
+            taken, freed = (sum(n for pool, n in each if pool is Pool.DEVICE) for each in (op.takes, op.frees))
+            seconds += max(taken - freed, 0) / hw.fresh_bandwidth
         if prologue:
             return seconds
+        if hw.fresh_bandwidth and self._streams_graphs:
+            seconds += REFAULTED * hw.slack.get("streamed", 0.0) * op.transient / hw.fresh_bandwidth
         if self.dtype not in hw.products:
             seconds += unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
         times = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
@@ -147,6 +149,10 @@ class CostModel:
         if self.plan.estimator is Estimator.ZEROTH_ORDER and self.plan.zo.noise != "mezo":
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
+
+    @property
+    def _streams_graphs(self) -> bool:
+        return self.plan.estimator is Estimator.BACKPROP and self.program is not None and bool(self.program.streamed)
 
     def reads(self, index: int) -> UnitSpec:
         """A unit with the tied head that its turn reads."""
@@ -172,10 +178,18 @@ class CostModel:
         return 4 * (3 + 2 * RULE_STATES[name]) * elements / self.hardware.memory_bandwidth
 
     def _lifted(self, elements: float) -> float:
-        """Seconds of a 16-bit master's float32 copy, and back."""
+        """Seconds of a 16-bit master's float32 pieces, and back."""
+        return self._narrowed("lift", elements)
+
+    def _rounded(self, elements: float) -> float:
+        """The same where they are rounded stochastically."""
+        return self._narrowed("round", elements)
+
+    def _narrowed(self, rate: str, elements: float) -> float:
         codec = self.plan.trainable.codec
         size = DTYPE_BYTES.get(str(codec), DTYPE_BYTES[self.model.dtype]) if codec is not Codec.RAW else DTYPE_BYTES[self.dtype]
-        return 2 * (size + 4) * elements / self.hardware.memory_bandwidth if size < 4 else 0.0
+        bandwidth = self.hardware.memory_bandwidth / (2 * (size + 4))
+        return elements / self.hardware.update_rate.get(rate, bandwidth) if size < 4 else 0.0
 
     # ---- the links --------------------------------------------------------------------------------------------------
 
