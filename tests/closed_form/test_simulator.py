@@ -76,7 +76,8 @@ def measured() -> Hardware:
     return dataclasses.replace(
         hardware.load("a40-48gb-x8-eth10"), products={"bfloat16": products}, thin={"bfloat16": products},
         passes={"bfloat16": passes, "float32": passes, "in place": passes},
-        attention={"bfloat16": 1e13}, update_rate={"adamw": 1e9, "sgd": 2e9}, fresh_bandwidth=2e9, start_seconds=2e-6,
+        attention={"bfloat16": 1e13}, update_rate={"adamw": 1e9, "sgd": 2e9}, fresh_bandwidth=2e9,
+        start_seconds=dict.fromkeys(memory.KINDS, 2e-6),
     )  # fmt: skip
 
 
@@ -85,10 +86,10 @@ def improved(machine: Hardware, part: str, by: float) -> Hardware:
     if part == "flops":
         return machine.with_efficiency(by)
     was = getattr(machine, part)
-    change: object = was / by if part == "start_seconds" else None
+    change: object = {kind: seconds / by for kind, seconds in was.items()} if part == "start_seconds" else None
     if isinstance(was, Link):
         change = Link(was.bandwidth * by, was.latency / by)
-    elif isinstance(was, dict):
+    elif change is None and isinstance(was, dict):
         change = {name: each.faster(by) if isinstance(each, Curve) else each * by for name, each in was.items()}
     elif change is None:
         change = was * by

@@ -100,8 +100,8 @@ class Hardware:
     update_rate: Mapping[str, float] = field(default_factory=dict)
     """Elements a second of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift", "round"); else by the
     bytes that are touched."""
-    start_seconds: float = 0.0
-    """Of an operation that moves nothing, and of starting a module's: Python."""
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of an operation that moves nothing, and of starting one of a module's, by kind of walk (``simulate.memory``): Python."""
     fresh_bandwidth: float = 0.0
     """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no time."""
     process_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Hardware:
         )
 
 
-_FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "start_seconds", "fresh_bandwidth")
+_FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "fresh_bandwidth")
 _CURVES = ("products", "thin", "passes")
 
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Findings:
     """Bytes/s at which the page cache serves a file."""
     pageable: float = 0.0
     """Bytes/s of a copy to the device from memory that is not pinned; 0 on a CPU."""
+    collectives: tuple[tuple[str, str, int, float], ...] = ()
+    """Where, which, bytes that a rank hands in, seconds."""
     seconds: float = field(default=0.0, compare=False)
     """That measuring took."""
 
@@ -55,9 +58,11 @@ class Findings:
         for dtype, curve in hw.passes.items():
             rates = ", ".join(f"{size / 1e3:.0f}: {size / seconds / 1e9:.1f}" for size, seconds in curve.points)
             yield f"  {dtype:<17} GB/s of one pass by its kB: {rates}"
+        if hw.fresh_bandwidth:
+            yield f"  fresh memory      is first touched at {hw.fresh_bandwidth / 1e9:.1f} GB/s"
         if hw.start_seconds:
-            fresh = f"memory is first touched at {hw.fresh_bandwidth / 1e9:.1f} GB/s"
-            yield f"  an operation      {1e6 * hw.start_seconds:.1f} µs to start; {fresh}"
+            starts = ", ".join(f"{1e6 * seconds:.1f} ({kind})" for kind, seconds in hw.start_seconds.items())
+            yield f"  an operation      takes so many µs to start: {starts}"
         for kind, nbytes in hw.process_bytes.items():
             free = f"{hw.slack[kind]:.2f} bytes of free heap for each that comes and goes"
             yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {free}"
@@ -70,6 +75,10 @@ class Findings:
         if hw.world > 1:
             for name, link in (("inside a node", hw.intra), ("between nodes", hw.inter)):
                 yield f"  {name:<17} {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency:.0f} µs"
+        for where, which in dict.fromkeys(each[:2] for each in self.collectives):
+            found = [each[2:] for each in self.collectives if each[:2] == (where, which)]
+            times = ", ".join(f"{size / 1e3:.0f}: {1e3 * seconds:.2f}" for size, seconds in found)
+            yield f"  {which:<17} ms {where}, by the kB that a rank hands in: {times}"
         yield from (f"  warning: {warning}" for warning in self.warnings)
 
 
@@ -97,11 +106,11 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
     bandwidth = found["memory_bandwidth"]
     up, down, pageable = _links(device) if kind == "cuda" else (Link(bandwidth / 2), Link(bandwidth / 2), 0.0)
     read, write, cached = _disk(Path(folder))
-    intra, inter, per_node, nodes = _collectives(device)
+    collectives, intra, inter, per_node, nodes = _collectives(device)
     if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
         walks = probe_walk.measure()
         found |= {
-            "start_seconds": min((each.start_seconds for each in walks.values()), default=0.0),
+            "start_seconds": {kind: each.start_seconds for kind, each in walks.items()},
             "process_bytes": probe_walk.process_bytes(walks),
             "slack": probe_walk.slack(walks),
         }
@@ -123,7 +132,8 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
         source="measured by blockwalk doctor",
         **found,
     )
-    return Findings(hardware, tuple(_warnings(hardware, limited, pageable)), cached, pageable, time.perf_counter() - began)
+    warnings, seconds = tuple(_warnings(hardware, limited, pageable)), time.perf_counter() - began
+    return Findings(hardware, warnings, cached, pageable, collectives, seconds)
 
 
 def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.2, least: int = 3) -> float:
@@ -245,11 +255,18 @@ def _free_bytes(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _collectives(device: torch.device) -> tuple[Link | None, Link | None, int, int]:
-    """Links inside a node and between nodes, ranks of a node, nodes; None where there is one rank."""
+_Timed = tuple[tuple[str, str, int, float], ...]
+
+GATHERED, SIZES = "all-gather", (4096, 1 << 20, 16 << 20)
+"""What a link's figures are read off, and bytes that a rank hands in."""
+
+
+def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None, int, int]:
+    """Collectives by where, which and size; links inside a node and between nodes, ranks of a node, nodes; None where there is
+    one rank."""
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if world == 1:
-        return None, None, 1, 1
+        return (), None, None, 1, 1
     import torch.distributed as dist
 
     started = not dist.is_initialized()
@@ -259,42 +276,57 @@ def _collectives(device: torch.device) -> tuple[Link | None, Link | None, int, i
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rank, nodes = dist.get_rank(), world // local
     groups = [dist.new_group(list(range(n * local, (n + 1) * local))) for n in range(nodes)]
-    inside = _link(groups[rank // local], local, device) if local > 1 else None
+    inside = _timings("inside a node", groups[rank // local], local, device) if local > 1 else ()
     columns = [dist.new_group(list(range(i, world, local))) for i in range(local)]
     # every column gathers at once, so that the node's link is shared as in a step; it is described for the whole node
-    across = _link(columns[rank % local], nodes, device) if nodes > 1 else None
-    if across is not None:
-        across = Link(across.bandwidth * local, across.latency)
+    across = _timings("between nodes", columns[rank % local], nodes, device) if nodes > 1 else ()
     dist.barrier()
     if started:
         dist.destroy_process_group()
-    return inside, across, local, nodes
+    between = _link(across, nodes)
+    if between is not None:
+        between = Link(between.bandwidth * local, between.latency)
+    return inside + across, _link(inside, local), between, local, nodes
 
 
-def _link(group: object, ranks: int, device: torch.device) -> Link:
+def _link(timed: _Timed, ranks: int) -> Link | None:
     """What one rank can send in a gather."""
+    seconds = {size: taken for _, which, size, taken in timed if which == GATHERED}
+    if not seconds:
+        return None
+    small, large = min(seconds), max(seconds)
+    return Link((ranks - 1) * large / max(seconds[large] - seconds[small], 1e-9), seconds[small])
+
+
+def _timings(where: str, group: Any, ranks: int, device: torch.device) -> _Timed:
+    """Seconds of each collective that our programs use, the best of five, over one group."""
     import torch.distributed as dist
 
-    seconds = {}
-    for size in (4096, 16 << 20):
-        mine = torch.zeros(size, dtype=torch.uint8, device=device)
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-
-        def gather(parts: list[torch.Tensor] = parts, mine: torch.Tensor = mine) -> None:
-            dist.all_gather(parts, mine, group=group)
-
+    def timed(collective: Callable[[], object]) -> float:
         runs = []
         for _ in range(5):
+            dist.barrier(group=group)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             began = time.perf_counter()
-            gather()
+            collective()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             runs.append(time.perf_counter() - began)
-        seconds[size] = min(runs)
-    small, large = seconds[4096], seconds[16 << 20]
-    return Link((ranks - 1) * (16 << 20) / max(large - small, 1e-9), small)
+        return min(runs)
+
+    found = []
+    for size in SIZES:
+        mine = torch.zeros(size, dtype=torch.uint8, device=device)
+        parts, pieces = [torch.empty_like(mine) for _ in range(ranks)], [mine[: size // ranks].clone() for _ in range(ranks)]
+        arriving, summed = [torch.empty_like(piece) for piece in pieces], mine.view(torch.float32).clone()
+        kinds: dict[str, Callable[[], object]] = {
+            GATHERED: partial(dist.all_gather, parts, mine, group=group),
+            "all-to-all": partial(dist.all_to_all, arriving, pieces, group=group),
+            "all-reduce": partial(dist.all_reduce, summed, group=group),
+        }
+        found += [(where, which, size, timed(collective)) for which, collective in kinds.items()]
+    return tuple(sorted(found, key=lambda each: list(kinds).index(each[1])))
 
 
 def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[str]:

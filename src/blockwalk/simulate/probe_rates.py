@@ -25,7 +25,7 @@ WIDTHS = (64, 128, 256, 512, 1024, 2048)
 THIN_WIDTHS, RANK = (256, 1024, 4096), 8
 PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
 UPDATED = 1 << 24
-POOL_BYTES = 96 << 20
+POOL_BYTES = 40 << 20
 """Of tensors that are gone through in turn, so that no cache holds them."""
 ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)

@@ -67,7 +67,8 @@ def slack(walks: Mapping[str, Found]) -> dict[str, float]:
 
 
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
-    """Every kind of walk, two at a time, on models that are made before: a process that made its own would keep their heap."""
+    """Every kind of walk, one after the other, on models that are made before: a process that made its own would keep their
+    heap."""
     with tempfile.TemporaryDirectory() as folder:
         for name, (sizes, _) in MODELS.items():
             _make(sizes, Path(folder) / name)
@@ -91,18 +92,11 @@ def _make(sizes: dict[str, Any], path: Path) -> None:
 def _run(kinds: tuple[str, ...], folder: str) -> dict[str, Found]:
     found = {}
     alone = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    for at in range(0, len(kinds), 2):
-        command = [sys.executable, "-W", "ignore", "-m", "blockwalk.simulate.probe_walk"]
-        running = [
-            subprocess.Popen(
-                [*command, kind, folder], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=alone
-            )
-            for kind in kinds[at : at + 2]
-        ]
-        for kind, process in zip(kinds[at : at + 2], running, strict=True):
-            out, _ = process.communicate()
-            if process.returncode == 0:
-                found[kind] = Found(**json.loads(out.strip().splitlines()[-1]))
+    for kind in kinds:
+        command = [sys.executable, "-W", "ignore", "-m", "blockwalk.simulate.probe_walk", kind, folder]
+        done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
+        if done.returncode == 0:
+            found[kind] = Found(**json.loads(done.stdout.strip().splitlines()[-1]))
     return found
 
 

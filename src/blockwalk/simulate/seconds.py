@@ -16,6 +16,7 @@ from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.memory import walk_kind
 from blockwalk.state import DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec
 from blockwalk.work import NOTHING, Work
 
@@ -70,6 +71,14 @@ class CostModel:
     def dtype(self) -> str:
         return self.model.dtype if self.plan.compute_dtype == "auto" else self.plan.compute_dtype
 
+    @property
+    def _start(self) -> float:
+        """Seconds to start one operation."""
+        if self.program is None or not self.hardware.start_seconds:
+            return 0.0
+        kind = walk_kind(self.plan, self.program, adapters=self.model.numel(trainable=False) > 0)
+        return self.hardware.start_seconds.get(kind, 0.0)
+
     def work_seconds(self, work: Work) -> float:
         """Of operations in the compute dtype, one after the other."""
         hw, dtype = self.hardware, self.dtype
@@ -83,7 +92,7 @@ class CostModel:
             seconds += passes.total(work.passes) + wide.total(work.wide) + hot.total(work.hot)
         else:
             seconds += work.touched / hw.memory_bandwidth
-        return seconds + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype)) + work.all * hw.start_seconds
+        return seconds + work.attention / (hw.attention.get(dtype) or hw.flops_of(dtype)) + work.all * self._start
 
     # ---- the compute lane -------------------------------------------------------------------------------------------
 
@@ -100,7 +109,7 @@ class CostModel:
         if op.kind is OpKind.UPDATE:
             share = self.plan.mesh.z1 if self.plan.sharded else 1
             params = [p for p in self.model.units[op.unit].params if p.trainable]
-            starts = UPDATE_STARTS * len(params) * hw.start_seconds
+            starts = UPDATE_STARTS * len(params) * self._start
             return hw.op_seconds + starts + self._updated(trained / share) + self._lifted(trained / share)
         if op.kind is OpKind.PERTURB:
             return self.model.numel(trainable=True) / hw.noise_rate
@@ -206,7 +215,7 @@ class CostModel:
         if not op.nbytes or tier is Tier.DEVICE:
             return 0.0
         if hw.device == "cpu":  # what the page cache holds is there; what it cannot hold is read
-            return hw.host_to_device.seconds(op.nbytes) if self._cached(tier) else hw.disk_read.seconds(op.nbytes)
+            return hw.host_to_device.seconds(op.nbytes) if self._cached(op) else hw.disk_read.seconds(op.nbytes)
         from_disk = hw.disk_read.seconds(op.nbytes) if tier is Tier.DISK else 0.0
         return from_disk + hw.host_to_device.seconds(op.nbytes)
 
@@ -217,13 +226,17 @@ class CostModel:
         if not op.nbytes or tier is Tier.DEVICE:
             return 0.0
         if hw.device == "cpu":
-            return hw.device_to_host.seconds(op.nbytes) if self._cached(tier) else hw.disk_write.seconds(op.nbytes)
+            return hw.device_to_host.seconds(op.nbytes) if self._cached(op) else hw.disk_write.seconds(op.nbytes)
         to_disk = hw.disk_write.seconds(op.nbytes) if tier is Tier.DISK else 0.0
         return to_disk + hw.device_to_host.seconds(op.nbytes)
 
-    def _cached(self, tier: Tier) -> bool:
-        """Whether a processor's own memory serves a tier: the host's always, the disk's where the page cache holds it."""
-        return tier is Tier.HOST or self._stored() <= self.hardware.host_bytes // 2
+    def _cached(self, op: Op) -> bool:
+        """Whether a processor's own memory serves an op: the host's tier always, the disk's where the page cache holds it, but
+        for buckets of parameters, which go past it."""
+        if self.tier(op) is Tier.HOST:
+            return True
+        bucket = self.plan.estimator is Estimator.ZEROTH_ORDER and op.part is StateKind.TRAINABLE
+        return not bucket and self._stored() <= self.hardware.host_bytes // 2
 
     def _stored(self) -> int:
         return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
