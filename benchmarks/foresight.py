@@ -1,9 +1,10 @@
 """Predicted against measured on this machine: peak memory, seconds a step, bytes read and written; calibrated by doctor alone.
 
-Each case runs in a process of its own: a random model of true dimensions, a first step, then three, of which the fastest counts
-(doctor's rates are the best of several runs too; where the host takes free memory back steps differ severalfold: the JSON has
-all). Memory is that of the whole process, from its start: what the kernel cannot drop. Bytes are those that the kernel counted
-in ``/proc/self/io`` in a step that begins with a cold page cache; the program's are what it reads from disk and writes.
+Each case runs in a process of its own: a random model of true dimensions, a first step, then three or as many as take two
+seconds, of which the fastest counts (doctor's rates are the best of several runs too; where the host takes free memory back
+steps differ severalfold: the JSON has all). Memory is that of the whole process, from its start: what the kernel cannot drop.
+Bytes are those that the kernel counted in ``/proc/self/io`` in a step that begins with a cold page cache; the program's are
+what it reads from disk and writes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 """Method, settings, and whether adapters are trained."""
 
-BATCH, SEQUENCE, STEPS = 2, 256, 3
+BATCH, SEQUENCE = 2, 256
+STEPS, SECONDS = 3, 2.0
 
 
 def model_folder(size: str) -> Path:
@@ -115,7 +117,7 @@ def case(size: str, name: str, hardware: str) -> dict[str, Any]:
             program = walker.program(StepKind.TRAIN, shape, foresee=True)  # with what the first step leaves pending
             found = simulate(program, plan, walker.spec, here, walker.costs(shape))
             seconds = []
-            for _ in range(STEPS):
+            while len(seconds) < STEPS or sum(seconds) < SECONDS:
                 began = time.perf_counter()
                 walker.step(batch)
                 seconds.append(time.perf_counter() - began)

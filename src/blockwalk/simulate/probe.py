@@ -52,6 +52,8 @@ class Findings:
         yield f"  memory            {_size(hw.device_bytes)} device, {_size(hw.host_bytes)} host, {_size(hw.disk_bytes)} disk"
         yield "  products          " + ", ".join(f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in hw.flops.items())
         yield f"  memory bandwidth  {hw.memory_bandwidth / 1e9:.1f} GB/s"
+        if hw.device == "cpu":
+            yield f"  a lane's copies   {hw.host_to_device.bandwidth / 1e9:.1f} GB/s"
         for dtype, curve in hw.products.items():
             rates = ", ".join(f"{size / 1e6:.0f}: {size / seconds / 1e9:.0f}" for size, seconds in curve.points)
             yield f"  {dtype:<17} GFLOP/s of one product by its MFLOPs: {rates}"
@@ -97,14 +99,14 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
     on_device = torch.cuda.mem_get_info()[1] if kind == "cuda" else host
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     rates: dict[str, Callable[[], Any]] = {
-        "flops": lambda: {probe_rates.name_of(dtype): _flops(device, dtype) for dtype in dtypes},
         "memory_bandwidth": lambda: _bandwidth(device),
+        "host_to_device": lambda: _copy_rate(),
         "noise_rate": lambda: _noise(device),
         "decode_rate": lambda: _decoding(device),
     }
     found = probe_rates.measure(rates) if kind == "cpu" else {name: rate() for name, rate in rates.items()}
-    bandwidth = found["memory_bandwidth"]
-    up, down, pageable = _links(device) if kind == "cuda" else (Link(bandwidth / 2), Link(bandwidth / 2), 0.0)
+    bandwidth, copied = found["memory_bandwidth"], Link(found.pop("host_to_device"))
+    up, down, pageable = _links(device) if kind == "cuda" else (copied, copied, 0.0)
     read, write, cached = _disk(Path(folder))
     collectives, intra, inter, per_node, nodes = _collectives(device)
     if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
@@ -130,13 +132,14 @@ def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: b
         devices_per_node=per_node,
         nodes=nodes,
         source="measured by blockwalk doctor",
+        flops={probe_rates.name_of(dtype): _flops(device, dtype) for dtype in dtypes},
         **found,
     )
     warnings, seconds = tuple(_warnings(hardware, limited, pageable)), time.perf_counter() - began
     return Findings(hardware, warnings, cached, pageable, collectives, seconds)
 
 
-def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.2, least: int = 3) -> float:
+def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1, least: int = 3) -> float:
     """Seconds of the fastest of several runs."""
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs < least or time.perf_counter() - began < seconds:
@@ -158,6 +161,17 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.ones(_COPY[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _best(lambda: target.copy_(source), device)
+
+
+def _copy_rate() -> float:
+    """Bytes/s of copies by one thread, as a lane of a processor makes them."""
+    source = torch.ones(_COPY["cpu"], dtype=torch.uint8)
+    target, threads = torch.empty_like(source), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return source.numel() / _best(lambda: target.copy_(source), source.device)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _launch(device: torch.device) -> float:

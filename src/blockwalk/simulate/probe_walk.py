@@ -32,7 +32,7 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 """Method, whether adapters are trained, and settings of each kind of walk (``simulate.memory.KINDS``)."""
 
-STEPS = 3
+STEPS = 5
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """What torchrun tells a rank, and a walk of its own must not hear."""

@@ -7,8 +7,9 @@ a step slower. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from blockwalk.compile import Costs
 from blockwalk.compile.placement import RULE_STATES, epilogue_reads
@@ -55,6 +56,26 @@ class CostModel:
     hardware: Hardware
     costs: Costs = NO_COSTS
     program: Program | None = None
+    _start: float = field(init=False, repr=False, default=0.0)
+    """Seconds to start one operation."""
+    _lost: Mapping[int, float] = field(init=False, repr=False, default_factory=dict)
+    """On a processor, seconds that each op of a unit loses to the copies of its lanes, which take a core."""
+
+    def __post_init__(self) -> None:
+        if self.program is not None and self.hardware.device == "cpu":
+            object.__setattr__(self, "_lost", self._losses(self.program))
+        if self.program is not None and self.hardware.start_seconds:
+            kind = walk_kind(self.plan, self.program, adapters=self.model.numel(trainable=False) > 0)
+            object.__setattr__(self, "_start", self.hardware.start_seconds.get(kind, 0.0))
+
+    def _losses(self, program: Program) -> dict[int, float]:
+        copied: Counter[int] = Counter()
+        for op in program.ops:
+            if op.kind in (OpKind.FETCH, OpKind.STORE) and (self._is_bucket(op) or self.tier(op) is Tier.HOST):
+                copied[op.unit] += op.nbytes
+        turns = Counter(op.unit for op in program.ops if op.kind in COMPUTES)
+        rate = self.hardware.host_to_device.bandwidth
+        return {unit: nbytes / rate / turns[unit] for unit, nbytes in copied.items() if turns[unit]}
 
     def seconds(self, op: Op) -> float:
         """Of one op."""
@@ -70,14 +91,6 @@ class CostModel:
     @property
     def dtype(self) -> str:
         return self.model.dtype if self.plan.compute_dtype == "auto" else self.plan.compute_dtype
-
-    @property
-    def _start(self) -> float:
-        """Seconds to start one operation."""
-        if self.program is None or not self.hardware.start_seconds:
-            return 0.0
-        kind = walk_kind(self.plan, self.program, adapters=self.model.numel(trainable=False) > 0)
-        return self.hardware.start_seconds.get(kind, 0.0)
 
     def work_seconds(self, work: Work) -> float:
         """Of operations in the compute dtype, one after the other."""
@@ -138,7 +151,7 @@ class CostModel:
         prologue = op.kind in (OpKind.PROLOGUE, OpKind.PROLOGUE_BACKWARD)
         if work == NOTHING and not prologue:
             work = Work(((op.flops, 1),), ((TRAFFIC * op.transient, 1),))
-        seconds = hw.op_seconds + self.work_seconds(work)
+        seconds = hw.op_seconds + self.work_seconds(work) + self._lost.get(op.unit, 0.0)
         if op.kind is OpKind.FORWARD:  # what a graph in file maps saves is copied there
             seconds += 2 * sum(nbytes for pool, nbytes in op.takes if pool is Pool.MAPPED) / hw.memory_bandwidth
         if hw.fresh_bandwidth and op.kind is not OpKind.FORWARD:  # gradients are made anew, in part where a graph was
@@ -235,8 +248,10 @@ class CostModel:
         for buckets of parameters, which go past it."""
         if self.tier(op) is Tier.HOST:
             return True
-        bucket = self.plan.estimator is Estimator.ZEROTH_ORDER and op.part is StateKind.TRAINABLE
-        return not bucket and self._stored() <= self.hardware.host_bytes // 2
+        return not self._is_bucket(op) and self._stored() <= self.hardware.host_bytes // 2
+
+    def _is_bucket(self, op: Op) -> bool:
+        return self.plan.estimator is Estimator.ZEROTH_ORDER and op.part is StateKind.TRAINABLE
 
     def _stored(self) -> int:
         return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
