@@ -1,10 +1,14 @@
 """Predicted against measured on this machine: peak memory, seconds a step, bytes read and written; calibrated by doctor alone.
 
 Each case runs in a process of its own: a random model of true dimensions, a first step, then three or as many as take two
-seconds, of which the fastest counts (doctor's rates are the best of several runs too; where the host takes free memory back
-steps differ severalfold: the JSON has all). Memory is that of the whole process, from its start: what the kernel cannot drop.
-Bytes are those that the kernel counted in ``/proc/self/io`` in a step that begins with a cold page cache; the program's are
-what it reads from disk and writes.
+seconds, of which the fastest counts (where the host takes free memory back steps differ severalfold: the JSON has all). Memory
+is that of the whole process, from its start: what the kernel cannot drop. Bytes are those that the kernel counted in
+``/proc/self/io`` in a step that begins with a cold page cache; the program's are what it reads from disk and writes.
+
+    python benchmarks/foresight.py [--sizes tiny,25M] [--ranks] [--json FILE] [--join FILE ...] [--check]
+
+``--ranks``: the methods for several ranks, on two ranks of a core each, calibrated by a doctor on both; bytes are the loopback
+device's.
 """
 
 from __future__ import annotations
@@ -49,6 +53,18 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 """Method, settings, and whether adapters are trained."""
 
+RANKED: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "distzo2": ("distzo2", {"mesh": {"perturb": 2}}, False),
+    "distzo2, data": ("distzo2", {"mesh": {"data": 2}}, False),
+    "zero3": ("zero3", {}, False),
+    "zeropp": ("zeropp", {}, False),
+    "mics": ("mics", {}, False),
+    "fcdp": ("fcdp", {}, False),
+    "fcdp, LoRA": ("fcdp", {}, True),
+    "hzp": ("hzp", {}, False),
+}
+"""The same over two ranks of this machine, a core each, described by a doctor that was run on both."""
+
 BATCH, SEQUENCE = 2, 256
 STEPS, SECONDS = 3, 2.0
 
@@ -86,21 +102,37 @@ def cold(*folders: Path) -> None:
                 os.close(file)
 
 
+def on_the_wire() -> int:
+    """Payload that crossed the loopback device, by the kernel's counters: 66 bytes of a packet are headers."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "lo":
+            return int(figures.split()[8]) - 66 * int(figures.split()[9])
+    return 0
+
+
 def case(size: str, name: str, hardware: str) -> dict[str, Any]:
-    """Predict, then run."""
+    """Predict, then run: on each of two ranks where the method is for several; the first one's figures count."""
     from blockwalk.metrics import PeakMemory
 
     with PeakMemory(0.002) as memory:
         import blockwalk
         from blockwalk.config import LoraSettings
-        from blockwalk.program import OpKind, Shape, StepKind
+        from blockwalk.program import Lane, OpKind, Shape, StepKind
         from blockwalk.simulate import hardware as machines
         from blockwalk.simulate.memory import process_peak, tensors
         from blockwalk.simulate.simulator import simulate
         from blockwalk.state import StateKind, Tier
         from blockwalk.walker import Walker
 
-        row, settings, adapters = METHODS[name]
+        world = 2 if name in RANKED else 1
+        row, settings, adapters = (RANKED if world > 1 else METHODS)[name]
+        if world > 1:
+            import torch.distributed as dist
+
+            settings = {"mesh": {"world": world, "ranks_per_node": world, **settings.get("mesh", {})}}
+            dist.init_process_group("gloo")
+        barrier = dist.barrier if world > 1 else lambda: None
         plan, lora, here = (
             blockwalk.method(row, **settings),
             LoraSettings(rank=8) if adapters else None,
@@ -108,7 +140,7 @@ def case(size: str, name: str, hardware: str) -> dict[str, Any]:
         )
         made, shape = model_folder(size), Shape(BATCH, SEQUENCE)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder, Walker(made, plan, lora=lora, workdir=folder) as walker:
-            batch = random_batch(walker.spec.vocab_size, BATCH, SEQUENCE)
+            batch = random_batch(walker.spec.vocab_size, BATCH * (1 if "perturb" in str(settings) else world), SEQUENCE)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
             predicted = process_peak(program, plan, here, adapters=adapters)
             if predicted > 0.9 * here.host_bytes:
@@ -117,14 +149,25 @@ def case(size: str, name: str, hardware: str) -> dict[str, Any]:
             program = walker.program(StepKind.TRAIN, shape, foresee=True)  # with what the first step leaves pending
             found = simulate(program, plan, walker.spec, here, walker.costs(shape))
             seconds = []
-            while len(seconds) < STEPS or sum(seconds) < SECONDS:
+            steps = STEPS if found.seconds > 0.5 else round(SECONDS / found.seconds)  # the same on every rank
+            for _ in range(steps):
+                barrier()
                 began = time.perf_counter()
                 walker.step(batch)
                 seconds.append(time.perf_counter() - began)
             measured = memory.take()
             stored = {"read_bytes": 0, "write_bytes": 0}
             wanted = {"read_bytes": 0, "write_bytes": 0}
-            if Tier.DISK in (plan.frozen.tier, plan.trainable.tier):
+            if world > 1:
+                lanes = program.bytes_by_lane()
+                wanted = {"wire_bytes": world * (lanes.get(Lane.INTRA, 0) + lanes.get(Lane.INTER, 0))}
+                barrier()
+                sent = on_the_wire()
+                barrier()
+                walker.step(batch)
+                barrier()
+                stored = {"wire_bytes": on_the_wire() - sent}
+            elif Tier.DISK in (plan.frozen.tier, plan.trainable.tier):
                 moved = [op for op in program.ops if op.part in (StateKind.FROZEN, StateKind.TRAINABLE)]
                 fetched = {(op.unit, op.part): op.nbytes for op in moved if op.kind is OpKind.FETCH and op.unit}
                 wanted = {
@@ -154,16 +197,17 @@ def show(row: dict[str, Any]) -> str:
     seconds, took = row["predicted_seconds"], row["measured_seconds"]
     text = f"{head} process {memory / 1e6:8.0f} MB predicted, {real / 1e6:8.0f} measured ({memory / real:.2f});"
     text += f" step {seconds:7.3f} s, {took:7.3f} ({seconds / took:.2f})"
-    for key in ("read_bytes", "write_bytes"):
-        if row["predicted_moved"][key]:
-            text += f"; {key[:-6]} {row['predicted_moved'][key] / 1e6:.1f} MB, {row['measured_moved'][key] / 1e6:.1f}"
+    for key, wanted in row["predicted_moved"].items():
+        if wanted:
+            text += f"; {key[:-6]} {wanted / 1e6:.1f} MB, {row['measured_moved'][key] / 1e6:.1f}"
     return text
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
-    arguments.add_argument("--methods", default=";".join(METHODS), help=f"of {'; '.join(METHODS)}")
+    arguments.add_argument("--methods", default="", help=f"of {'; '.join(METHODS)}; with --ranks {'; '.join(RANKED)}")
+    arguments.add_argument("--ranks", action="store_true", help="the methods for several ranks, on two")
     arguments.add_argument("--hardware", default="", help="what doctor wrote; measured first unless given")
     arguments.add_argument("--case", nargs=2, help="run one case and print it")
     arguments.add_argument(
@@ -171,7 +215,9 @@ def main() -> None:
     )
     given = arguments.parse_args()
     if given.case:
-        print(json.dumps(case(*given.case, given.hardware)))
+        found = case(*given.case, given.hardware)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(found))
         return
     figures: list[dict[str, Any]] = [
         row for path in given.join for row in json.loads(Path(path).read_text())["figures"]["cases"]
@@ -181,12 +227,15 @@ def main() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         hardware = given.hardware or str(Path(folder) / "hardware.yaml")
+        python = [sys.executable, "-W", "ignore"]
+        if given.ranks:
+            python = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python", *python]
         if not Path(hardware).exists():
-            subprocess.run([sys.executable, "-W", "ignore", "-m", "blockwalk", "doctor", "--out", hardware], check=True)
+            subprocess.run([*python, "-m", "blockwalk", "doctor", "--out", hardware], check=True)
         for size in filter(None, given.sizes.split(",")):
             model_folder(size)
-            for name in given.methods.split(";"):
-                command = [sys.executable, "-W", "ignore", __file__, "--case", size, name, "--hardware", hardware]
+            for name in given.methods.split(";") if given.methods else (RANKED if given.ranks else METHODS):
+                command = [*python, __file__, "--case", size, name, "--hardware", hardware]
                 done = subprocess.run(command, check=False, capture_output=True, text=True)
                 if done.returncode:
                     print(f"{size:<6} {name:<18} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)

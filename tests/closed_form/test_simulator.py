@@ -128,6 +128,30 @@ def test_a_process_holds_its_tensors_and_what_doctor_found_beside_them() -> None
     assert memory.process_peak(forwards, PLANS["mezo"], hardware.load("laptop"), adapters=False) == memory.tensors(forwards)
 
 
+def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
+    """Closed form: every byte of a bucket's FETCH and STORE, at one thread's rate, once; mapped weights are not copied."""
+    machine = dataclasses.replace(hardware.load("laptop"), host_to_device=Link(4e9), device_to_host=Link(4e9))
+    for plan, copied in ((method("zo2"), True), (method("zo2", trainable="disk × raw"), True), (method("mebp"), False)):
+        costs, model = analytic.costs(CONFIG, plan, SHAPE, device="cpu"), analytic.model_spec(CONFIG)
+        program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
+        free = dataclasses.replace(machine, host_to_device=Link(1e30))
+        slow, fast = (CostModel(plan, model, each, costs, program) for each in (machine, free))
+        computes = [op for op in program.ops if op.lane is Lane.COMPUTE]
+        lost = sum(slow.seconds(op) - fast.seconds(op) for op in computes)
+        moved = sum(op.nbytes for op in program.ops if op.kind in (OpKind.FETCH, OpKind.STORE))
+        assert moved > 0
+        assert lost == pytest.approx(moved / 4e9 if copied else 0.0, abs=1e-12), plan
+
+
+def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
+    """The contract of load: a figure where rates by name belong."""
+    hardware.save(hardware.load("laptop"), tmp_path / "old.yaml")
+    text = (tmp_path / "old.yaml").read_text().replace("start_seconds: {}", "start_seconds: 3.5e-06")
+    (tmp_path / "old.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"start_seconds is .*must be a mapping.*doctor"):
+        hardware.load(tmp_path / "old.yaml")
+
+
 def _op(index: int, lane: Lane, deps: tuple[int, ...] = ()) -> Op:
     return Op(index, OpKind.FORWARD, 1, lane, deps)
 

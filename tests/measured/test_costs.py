@@ -98,3 +98,15 @@ def test_a_mask_for_padding_costs_what_it_takes() -> None:
     settings, plan, shape = config("llama", "float32"), method("plain"), Shape(2, 64)
     plain, padded = (unit_costs(settings, plan, shape, padded=p).of("prologue").saved for p in (False, True))
     assert 2 * 64 * 64 <= padded - plain <= 2 * 64 * 64 + 2 * 64 * 8
+
+
+def test_passes_are_told_apart_by_the_dtype_of_their_result() -> None:
+    """Closed form: bytes that are read and written, once each."""
+    x = torch.ones(1000, dtype=torch.bfloat16)
+    with Meter() as meter:
+        y = x * x
+        wide = y.float()
+        wide.mul_(2.0)
+        wide.to(torch.bfloat16)
+    assert meter.work.passes == ((6000, 2),)  # two read and one written; four read and two written
+    assert meter.work.wide == ((6000, 1), (8000, 1))

@@ -162,6 +162,7 @@ class Hardware:
 
 _FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "fresh_bandwidth")
 _CURVES = ("products", "thin", "passes")
+_BY_NAME = (*_CURVES, "flops", "peak_flops", "attention", "update_rate", "start_seconds", "process_bytes", "slack")
 
 
 def names() -> list[str]:
@@ -190,6 +191,8 @@ def load(name_or_path: str | Path) -> Hardware:
     for key, value in raw.items():
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
+        if key in _BY_NAME and not isinstance(value, dict):
+            raise ValueError(f"{path}: {key} is {value}; it must be a mapping by name (blockwalk doctor writes such a file)")
         if isinstance(value, dict) and "bandwidth" in value:
             values[key] = Link(float(value["bandwidth"]), float(value.get("latency", 0.0)))
         elif key.endswith("_bytes") and not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is touched first.
 
 What :mod:`blockwalk.simulate.probe` asks of a machine for its :class:`~blockwalk.simulate.hardware.Curve`s. Every figure is the
-best of several short runs, and the middle one of several rounds: a shared machine has seconds at half its speed.
+mean of several short runs, and the middle one of several rounds: a shared machine has seconds at half its speed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ WIDTHS = (64, 128, 256, 512, 1024, 2048)
 THIN_WIDTHS, RANK = (256, 1024, 4096), 8
 PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
 UPDATED = 1 << 24
-POOL_BYTES = 40 << 20
-"""Of tensors that are gone through in turn, so that no cache holds them."""
+POOL_BYTES, PASSED_BYTES = 40 << 20, 96 << 20
+"""Of matrices, and of tensors that are passed over, that are gone through in turn, so that no nearer cache holds them."""
 ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = ("adamw", "momentum", "sgd", "sign")
 
 
-def best(work: Callable[[], object], *, seconds: float = 0.02, least: int = 2) -> float:
-    """Seconds of the fastest of several runs, on a processor."""
-    fastest, began, runs = float("inf"), time.perf_counter(), 0
+def typical(work: Callable[[], object], *, seconds: float = 0.02, least: int = 2) -> float:
+    """Seconds of a run on a processor, the mean of several."""
     work()
+    began, runs = time.perf_counter(), 0
     while runs < least or time.perf_counter() - began < seconds:
-        start = time.perf_counter()
         work()
-        fastest, runs = min(fastest, time.perf_counter() - start), runs + 1
-    return fastest
+        runs += 1
+    return (time.perf_counter() - began) / runs
 
 
 def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
@@ -71,11 +70,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _cold(work: Callable[[int], object], tensors: int) -> float:
     """Seconds of one of so many runs, each on tensors of its own: what a step reads comes from memory, not from cache."""
-    return best(lambda: [work(at) for at in range(tensors)]) / tensors
+    return typical(lambda: [work(at) for at in range(tensors)]) / tensors
 
 
-def _pool(nbytes: int) -> int:
-    return max(2, min(16, POOL_BYTES // nbytes))
+def _pool(nbytes: int, most: int) -> int:
+    return max(2, min(16, most // nbytes))
 
 
 def products() -> dict[str, Curve]:
@@ -84,7 +83,7 @@ def products() -> dict[str, Curve]:
     for dtype in DTYPES:
         points = []
         for width in WIDTHS:
-            count = _pool(width * (TOKENS + width) * dtype.itemsize)
+            count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
             xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
             ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
             taken = _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i].t()), count)  # type: ignore[misc]
@@ -103,7 +102,8 @@ def thin() -> dict[str, Curve]:
         for width in THIN_WIDTHS:
             x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
             a = torch.ones(RANK, width, dtype=dtype)
-            taken = best(partial(torch.mm, x, a.t())) + best(partial(torch.mm, t, a)) + best(partial(torch.mm, t.t(), x))
+            pairs = ((x, a.t()), (t, a), (t.t(), x))
+            taken = sum(typical(partial(torch.mm, *pair)) for pair in pairs)
             points.append((2.0 * TOKENS * width * RANK, taken / 3))
         curves[name_of(dtype)] = Curve(tuple(points))
     return curves
@@ -117,7 +117,7 @@ def passes() -> dict[str, Curve]:
     for dtype in DTYPES:
         points = []
         for nbytes in PASS_BYTES:
-            count = _pool(nbytes)
+            count = _pool(nbytes, PASSED_BYTES)
             xs = [torch.ones(nbytes // dtype.itemsize, dtype=dtype) for _ in range(count)]
             cheap = _cold(lambda i, xs=xs: torch.mul(xs[i], xs[i - 1]), count) / 3  # type: ignore[misc]
             dear = _cold(lambda i, xs=xs: torch.nn.functional.silu(xs[i]), count) / 2  # type: ignore[misc]
@@ -131,8 +131,8 @@ def _in_place(nbytes: int) -> float:
     """Seconds of an operation that reads and writes so many bytes of a float32 tensor where they are: the mean of a difference
     by rows and an exponential, as in a softmax."""
     rows = torch.zeros(max(nbytes // (1 << 16), 1), min(nbytes, 1 << 16) // 8)
-    most = torch.zeros(len(rows), 1)
-    return best(lambda: rows.sub_(most).exp_()) / 2
+    most = torch.ones(len(rows), 1)  # of exp(x − 1) the values stay what they are: between 0 and 1
+    return typical(lambda: rows.sub_(most).exp_()) / 2
 
 
 def attention() -> dict[str, float]:
@@ -145,7 +145,7 @@ def attention() -> dict[str, float]:
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
             torch.autograd.grad(out, q, torch.ones_like(out))
 
-        rates[name_of(dtype)] = 3.5 * 4 * 2 * 8 * 256 * 256 * 64 / best(run, seconds=0.1)
+        rates[name_of(dtype)] = 3.5 * 4 * 2 * 8 * 256 * 256 * 64 / typical(run, seconds=0.1)
     return rates
 
 
@@ -157,18 +157,18 @@ def updates() -> dict[str, float]:
     from blockwalk.updates import UPDATE_CHUNK, global_norm, make_rule
 
     param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
-    rates = {"norm": UPDATED / best(lambda: global_norm([grad]))}
+    rates = {"norm": UPDATED / typical(lambda: global_norm([grad]))}
     for name in RULES:
         rule = make_rule(OptimizerSettings(name=name))
         state = {key: torch.zeros(UPDATED) for key in rule.states}
-        taken = best(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
+        taken = typical(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
         rates[name] = UPDATED / taken
     master = param.to(torch.bfloat16)
     key = NoiseKey(0, 1, 0, "doctor", "rounding")
 
     def through(size: int, write: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
         pieces = master.view(-1, size)
-        return UPDATED / best(lambda: [write(param[:size].copy_(piece), piece) for piece in pieces])
+        return UPDATED / typical(lambda: [write(param[:size].copy_(piece), piece) for piece in pieces])
 
     rates["lift"] = through(UPDATE_CHUNK, lambda exact, piece: piece.copy_(exact))
     rates["round"] = through(UPDATE_ELEMENTS["cpu"], lambda exact, piece: stochastic_round(exact, piece, key))
@@ -183,4 +183,4 @@ def fresh_bandwidth() -> float:
         with mmap.mmap(-1, size) as fresh:
             torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
 
-    return size / best(touch, seconds=0.2)
+    return size / typical(touch, seconds=0.2)
