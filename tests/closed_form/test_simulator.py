@@ -152,6 +152,17 @@ def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
         hardware.load(tmp_path / "old.yaml")
 
 
+def test_a_sharded_process_holds_gloos_copy_of_its_largest_gather() -> None:
+    """Closed form: the largest unit whole, twice, whatever a rank sends of it."""
+    machine, model = hardware.load("laptop"), analytic.model_spec(CONFIG)
+    plan = method("zero3", mesh={"world": 4, "ranks_per_node": 4})
+    costs = analytic.costs(CONFIG, plan, SHAPE, device="cpu")
+    program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
+    largest = max(unit.nbytes() for unit in model.units)
+    found = memory.process_peak(program, plan, machine, adapters=False) - memory.tensors(program)
+    assert 2 * largest <= found <= 2.01 * largest  # a slice is padded
+
+
 def _op(index: int, lane: Lane, deps: tuple[int, ...] = ()) -> Op:
     return Op(index, OpKind.FORWARD, 1, lane, deps)
 

@@ -7,7 +7,7 @@ use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothin
 from __future__ import annotations
 
 from blockwalk.plan import Estimator, Plan
-from blockwalk.program import Pool, Program
+from blockwalk.program import OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
 
 KINDS = ("graphs", "adapters", "recompute", "streamed", "forwards")
@@ -47,4 +47,13 @@ def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: 
 def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
     """Bytes that a process with an open model grows by in a step: what comes and goes, and the free heap that it leaves."""
     kind, moving = walk_kind(plan, program, adapters=adapters), transients(program)
-    return moving + int(hardware.slack.get(kind, 0.0) * moving)
+    return moving + int(hardware.slack.get(kind, 0.0) * moving) + 2 * _gather_copy(plan, program)
+
+
+def _gather_copy(plan: Plan, program: Program) -> int:
+    """Bytes of gloo's own copy of the largest gather, whose whole output it makes before it hands it over. It counts twice:
+    the hole that it leaves is kept as other free heap is."""
+    if not plan.sharded or not plan.mesh.world > 1:
+        return 0
+    ranks = ((op.nbytes, op.span[1] // op.span[0]) for op in program.ops if op.kind is OpKind.GATHER and op.span)
+    return max((nbytes * n // (n - 1) for nbytes, n in ranks if n > 1), default=0)
