@@ -102,15 +102,6 @@ def cold(*folders: Path) -> None:
                 os.close(file)
 
 
-def on_the_wire() -> int:
-    """Payload that crossed the loopback device, by the kernel's counters: 66 bytes of a packet are headers."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, figures = line.partition(":")
-        if name.strip() == "lo":
-            return int(figures.split()[8]) - 66 * int(figures.split()[9])
-    return 0
-
-
 def case(size: str, name: str, hardware: str) -> dict[str, Any]:
     """Predict, then run: on each of two ranks where the method is for several; the first one's figures count."""
     from blockwalk.metrics import PeakMemory
@@ -124,9 +115,10 @@ def case(size: str, name: str, hardware: str) -> dict[str, Any]:
         from blockwalk.simulate.simulator import simulate
         from blockwalk.state import StateKind, Tier
         from blockwalk.walker import Walker
+        from tests.ranks.cluster import sent_payload
 
         world = 2 if name in RANKED else 1
-        row, settings, adapters = (RANKED if world > 1 else METHODS)[name]
+        row, settings, adapters = {**METHODS, **RANKED}[name]
         if world > 1:
             import torch.distributed as dist
 
@@ -140,7 +132,8 @@ def case(size: str, name: str, hardware: str) -> dict[str, Any]:
         )
         made, shape = model_folder(size), Shape(BATCH, SEQUENCE)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder, Walker(made, plan, lora=lora, workdir=folder) as walker:
-            batch = random_batch(walker.spec.vocab_size, BATCH * (1 if "perturb" in str(settings) else world), SEQUENCE)
+            shares = world if plan.sharded else plan.mesh.data
+            batch = random_batch(walker.spec.vocab_size, BATCH * shares, SEQUENCE)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
             predicted = process_peak(program, plan, here, adapters=adapters)
             if predicted > 0.9 * here.host_bytes:
@@ -162,11 +155,11 @@ def case(size: str, name: str, hardware: str) -> dict[str, Any]:
                 lanes = program.bytes_by_lane()
                 wanted = {"wire_bytes": world * (lanes.get(Lane.INTRA, 0) + lanes.get(Lane.INTER, 0))}
                 barrier()
-                sent = on_the_wire()
+                sent = sent_payload("lo")
                 barrier()
                 walker.step(batch)
                 barrier()
-                stored = {"wire_bytes": on_the_wire() - sent}
+                stored = {"wire_bytes": sent_payload("lo") - sent}
             elif Tier.DISK in (plan.frozen.tier, plan.trainable.tier):
                 moved = [op for op in program.ops if op.part in (StateKind.FROZEN, StateKind.TRAINABLE)]
                 fetched = {(op.unit, op.part): op.nbytes for op in moved if op.kind is OpKind.FETCH and op.unit}

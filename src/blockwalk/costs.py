@@ -218,7 +218,7 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
         forward_flops=meter.flops,
         backward_flops=0,
         forward=meter.work,
-        backward=elementwise(((3 * trained * bench.dtype.itemsize, 1),) if trained else (), bench.dtype),
+        backward=elementwise(sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize),
     )
 
 

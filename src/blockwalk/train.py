@@ -261,8 +261,8 @@ class _Loop:
         blind = [str(rank) for rank, (seen,) in enumerate(self.walker.ranks.exchange([float(sees)])) if not seen]
         if blind:
             raise ValueError(
-                f"rank {', '.join(blind)} does not see the checkpoint in {self.output_dir}: every rank reads its slices of"
-                " it; put output_dir on a file system that all nodes share"
+                f"rank {', '.join(blind)} does not see the checkpoint of a single process in {self.output_dir}: every rank"
+                " reads its slices of it; put output_dir on a file system that all nodes share"
             )
 
     def run(self, progress: Progress, stop: list[signal.Signals]) -> Outcome:

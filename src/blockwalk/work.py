@@ -8,15 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class Sized(Protocol):
-    """A dtype, of which only the bytes of an element matter here."""
-
-    @property
-    def itemsize(self) -> int: ...
-
 
 Sizes = tuple[tuple[int, int], ...]
 """(size of one, how many), sizes in ascending order."""
@@ -95,9 +86,9 @@ class Work:
 NOTHING = Work()
 
 
-def elementwise(passes: Sizes, dtype: Sized) -> Work:
-    """Passes over tensors of one dtype."""
-    return Work(passes=passes) if dtype.itemsize < 4 else Work(wide=passes)
+def elementwise(passes: Sizes, itemsize: int) -> Work:
+    """Passes whose results have elements of so many bytes."""
+    return Work(passes=passes) if itemsize < 4 else Work(wide=passes)
 
 
 def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:

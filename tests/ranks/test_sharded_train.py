@@ -117,6 +117,23 @@ def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Pa
         assert float((found[key] - value).norm()) <= 1e-4 * float(value.norm()), key
 
 
+def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """The contract of a resume: nothing starts from the base weights in silence. The second rank works in another folder."""
+    common = [*tiny_run.arguments(tmp_path / "seen" / "run"), "--method", "plain", "--max_steps", "2"]
+    train.train(run_config(common, 0, 1))
+    (tmp_path / "blind").mkdir()
+    over = [*tiny_run.arguments(Path("run")), "--method", "fcdp", "--max_steps", "4", "--resume_from_checkpoint", "latest"]
+    said = run_ranks(2, _refused, [tmp_path / "seen", tmp_path / "blind"], over)
+    assert all("rank 1 does not see the checkpoint of a single process" in each for each in said), said
+
+
+def _refused(rank: int, folders: list[Path], arguments: list[str]) -> str:
+    os.chdir(folders[rank])
+    with pytest.raises(ValueError) as caught:
+        train.train(run_config(arguments, rank, 2))
+    return str(caught.value)
+
+
 def _gradient(
     world: int, dropout: float, batch: dict[str, torch.Tensor], name: str = "zero3"
 ) -> dict[str, torch.Tensor]:

@@ -6,8 +6,9 @@ Read by the estimators and by those who foresee what they will need; nothing her
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from blockwalk.work import Sized, Work, sizes
+from blockwalk.work import Work, sizes
 
 LOSS_BUDGET = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of scratch that the loss's chunk sizes aim at, one chunk of the head included."""
@@ -22,6 +23,13 @@ nothing is won."""
 UPDATE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
 """Elements of a zeroth-order update at a time: what stays in cache on a processor, what pays for its launches on an
 accelerator."""
+
+
+class Sized(Protocol):
+    """A dtype, of which only the bytes of an element matter here."""
+
+    @property
+    def itemsize(self) -> int: ...
 
 
 def chunk_sizes(

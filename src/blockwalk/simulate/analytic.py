@@ -230,8 +230,8 @@ def costs(config: Mapping[str, Any], plan: Plan, shape: Shape, *, lora_rank: int
         forward_transient=hidden_bytes * (3 if d.plain_mlp else 1) + positions,
         backward_transient=model.prologue.numel(trainable=True) * size if backprop else 0,
         saved=hidden_bytes + positions + shape.batch * shape.sequence * 8,
-        forward=elementwise(sizes([(2 * hidden_bytes, 1), (2 * positions, 2)]), _Dtype(size)),
-        backward=elementwise(sizes([(3 * model.prologue.numel(trainable=True) * size * backprop, 1)]), _Dtype(size)),
+        forward=elementwise(sizes([(2 * hidden_bytes, 1), (2 * positions, 2)]), size),
+        backward=elementwise(sizes([(3 * model.prologue.numel(trainable=True) * size * backprop, 1)]), size),
     )
     units = (("prologue", prologue), ("epilogue", _epilogue(d, model, plan, shape, size, device)))
     fused = plan.frozen.tier is not Tier.DEVICE and plan.frozen.codec not in (Codec.RAW, Codec.FP32, Codec.BF16, Codec.FP16)

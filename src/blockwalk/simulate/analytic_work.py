@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from blockwalk.program import Shape
-from blockwalk.work import THIN, Sizes, Work, sizes
+from blockwalk.work import THIN, Sizes, Work, elementwise, sizes
 
 if TYPE_CHECKING:
     from blockwalk.simulate.analytic import Dimensions
@@ -53,11 +53,14 @@ def block_work(
     else:
         attention = 4 * scores * d.head_size
     adapted = sum(rows for rows, _ in linears) if rank and not fused else 0
-    hidden_bytes = tokens * size * d.hidden
-    forward = _passes(size * (touched + 5 * adapted * tokens), hidden_bytes, lifted * size)
-    backward = _passes(BACKWARD * size * touched + 4 * tokens * size * adapted, hidden_bytes, BACKWARD * size * lifted)
-    if size == 4:
-        forward, backward = ((), forward[0]), ((), backward[0])
+
+    def passes(elements: float, wide: float) -> Work:
+        """As passes of an average size."""
+        own, float32 = (_of_average_size(size * each, tokens * size * d.hidden) for each in (elements, wide))
+        return elementwise(own, size) + Work(wide=float32)
+
+    forward = passes(touched + 5 * adapted * tokens, lifted)
+    backward = passes(BACKWARD * touched + 4 * adapted * tokens, BACKWARD * lifted)
     twice = [(flops, count * (2 if full or count > 1 else 1)) for flops, count in products]
     left_out = Work()
     if fused and d.norms == 2 and not d.experts:  # of the recomputation: no gradient reads the block's last product
@@ -68,8 +71,8 @@ def block_work(
     products += [] if thin else adapters
     twice += [] if thin else [(flops, 2) for flops, _ in adapters]
     return (
-        Work(sizes(products), forward[0], attention, VIEWS[0], sizes(both), forward[1]),
-        Work(sizes(twice), backward[0], 5 * attention // 2, VIEWS[1], sizes(both * 2), backward[1]) - left_out,
+        forward + Work(sizes(products), attention=attention, starts=VIEWS[0], thin=sizes(both)),
+        backward + Work(sizes(twice), attention=5 * attention // 2, starts=VIEWS[1], thin=sizes(both * 2)) - left_out,
         left_out,
     )
 
@@ -86,11 +89,6 @@ def _elements(d: Dimensions, size: int) -> tuple[int, int]:
     width = d.feed_forward * max(d.chosen, 1)
     routed = 7 * d.chosen * d.hidden
     return norm * normed + 6 * d.hidden + 10 * (d.queries + d.keys) + 5 * width + routed, lifted * normed
-
-
-def _passes(touched: float, hidden_bytes: int, lifted: float) -> tuple[Sizes, Sizes]:
-    """Bytes as passes of an average size, and those of float32."""
-    return _of_average_size(touched, hidden_bytes), _of_average_size(lifted, hidden_bytes)
 
 
 def _of_average_size(touched: float, hidden_bytes: int) -> Sizes:

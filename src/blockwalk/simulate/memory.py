@@ -53,7 +53,7 @@ def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: b
 def _gather_copy(plan: Plan, program: Program) -> int:
     """Bytes of gloo's own copy of the largest gather, whose whole output it makes before it hands it over. It counts twice:
     the hole that it leaves is kept as other free heap is."""
-    if not plan.sharded or not plan.mesh.world > 1:
+    if not plan.sharded:
         return 0
     ranks = ((op.nbytes, op.span[1] // op.span[0]) for op in program.ops if op.kind is OpKind.GATHER and op.span)
     return max((nbytes * n // (n - 1) for nbytes, n in ranks if n > 1), default=0)

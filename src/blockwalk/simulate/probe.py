@@ -340,7 +340,7 @@ def _timings(where: str, group: Any, ranks: int, device: torch.device) -> _Timed
             "all-reduce": partial(dist.all_reduce, summed, group=group),
         }
         found += [(where, which, size, timed(collective)) for which, collective in kinds.items()]
-    return tuple(sorted(found, key=lambda each: list(kinds).index(each[1])))
+    return tuple(found)
 
 
 def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[str]:

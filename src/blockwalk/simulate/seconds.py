@@ -101,7 +101,7 @@ class CostModel:
         else:
             seconds = (work.flops - work.attention) / hw.flops_of(dtype)
         if passes:
-            wide, hot = hw.passes["float32"], hw.passes["in place"]
+            wide, hot = hw.passes.get("float32", passes), hw.passes.get("in place", passes)
             seconds += passes.total(work.passes) + wide.total(work.wide) + hot.total(work.hot)
         else:
             seconds += work.touched / hw.memory_bandwidth
@@ -159,22 +159,19 @@ class CostModel:
             seconds += max(taken - freed, 0) / hw.fresh_bandwidth
         if prologue:
             return seconds
-        if hw.fresh_bandwidth and self._streams_graphs:
+        backprop = self.plan.estimator is Estimator.BACKPROP
+        if hw.fresh_bandwidth and backprop and self.program is not None and self.program.streamed:
             seconds += REFAULTED * hw.slack.get("streamed", 0.0) * op.transient / hw.fresh_bandwidth
         if self.dtype not in hw.products:
             seconds += unit.numel() * DTYPE_BYTES[self.dtype] / hw.memory_bandwidth
         times = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
-        if op.kind is OpKind.LOSS and self.plan.estimator is Estimator.BACKPROP:
+        if op.kind is OpKind.LOSS and backprop:
             times = self._token_chunks()
         if self.plan.frozen.codec in NARROW:
             seconds += times * unit.numel(trainable=False) / hw.decode_rate
         if self.plan.estimator is Estimator.ZEROTH_ORDER and self.plan.zo.noise != "mezo":
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
-
-    @property
-    def _streams_graphs(self) -> bool:
-        return self.plan.estimator is Estimator.BACKPROP and self.program is not None and bool(self.program.streamed)
 
     def reads(self, index: int) -> UnitSpec:
         """A unit with the tied head that its turn reads."""
