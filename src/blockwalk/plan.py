@@ -86,7 +86,8 @@ class CacheSettings:
     tier: str = "none"
     """none, device or host."""
     threshold: float = 0.0
-    """Adaptive cache: a gathered block stays on the device while its use is below this share of the budget."""
+    """Adaptive cache, ``tier: host``: a rank's slice of a gathered block stays on the device instead of going to the host where
+    the device's use, all that time and with every op's transients, stays within this share of the budget (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,10 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
         (
             zeroth_order and plan.optimizer.name == "adamw" and plan.trainable.tier is Tier.DISK,
             "adamw keeps two moments beside each trainable: use it with resident trainables (LoRA), or optimizer.name: sgd",
+        ),
+        (
+            not 0 <= plan.cache.threshold <= 1,
+            f"cache.threshold is {plan.cache.threshold}; it is a share of the budget, from 0 to 1",
         ),
         (
             plan.cache.threshold > 0 and plan.budget is None,

@@ -176,6 +176,15 @@ class Program:
             self._peaks.update({Pool(pool): int(nbytes) for pool, nbytes in peak.items()})
         return dict(self._peaks)
 
+    def device_bytes(self) -> list[int]:
+        """Bytes held on the device while each op runs, transients included, under the assumption of :meth:`peaks`."""
+        held, found = dict(self.static).get(Pool.DEVICE, 0), []
+        for op in self.ops:
+            held += sum(nbytes for pool, nbytes in op.takes if pool is Pool.DEVICE)
+            found.append(held + op.transient)
+            held -= sum(nbytes for pool, nbytes in op.frees if pool is Pool.DEVICE)
+        return found
+
     def __str__(self) -> str:
         return "\n".join(self.lines())
 

@@ -337,11 +337,12 @@ class Walker:
         """The program of one kind of step at the shape of one micro-batch, as the walker now stands; cached.
 
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
-        (``recompute: auto``) always has them.
+        (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
         """
-        auto = self.plan.recompute == "auto" and self.plan.budget is not None and self.plan.activation.tier is not Tier.DISK
+        graphs = self.plan.recompute == "auto" and self.plan.activation.tier is not Tier.DISK
+        spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
-        costs = self.costs(shape) if training and (foresee or auto) else Costs()
+        costs = self.costs(shape) if training and (foresee or spends) else Costs()
         pending = Pending()
         if isinstance(self.estimator, ZerothOrder) and self.plan.update.timing is Timing.DEFERRED:
             entries = self.estimator.waiting()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.compile import Pending, compile
+from blockwalk.compile import Costs, Pending, UnitCost, compile
 from blockwalk.compile.sharded_layout import PARTS, part_layout
 from blockwalk.methods import method
 from blockwalk.plan import Plan
@@ -205,6 +205,83 @@ def test_the_adaptive_cache_keeps_what_the_threshold_allows() -> None:
         }
         assert program.peaks()[Pool.DEVICE] <= budget / 2
         assert node_bytes(program, plan) == node_bytes(steady(plain, model), plain)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    layers=st.integers(1, 8),
+    lora=st.booleans(),
+    tied=st.booleans(),
+    prefetch=st.integers(0, 3),
+    micro_batches=st.integers(1, 3),
+    order=st.sampled_from(["micro_batch", "block"]),
+    activation=st.sampled_from(["device", "host"]),
+    recompute=st.sampled_from(["all", "none", "auto"]),
+    threshold=st.floats(0.05, 1.0),
+    room=st.floats(0.7, 1.6),
+    transients=st.tuples(*[st.integers(0, 400_000)] * 6),
+    kind=st.sampled_from([StepKind.TRAIN, StepKind.GRADIENTS]),
+    dirty=st.booleans(),
+)
+def test_a_plan_that_fits_still_fits_with_any_threshold(
+    layers: int,
+    lora: bool,
+    tied: bool,
+    prefetch: int,
+    micro_batches: int,
+    order: str,
+    activation: str,
+    recompute: str,
+    threshold: float,
+    room: float,
+    transients: tuple[int, ...],
+    kind: StepKind,
+    dirty: bool,
+) -> None:
+    """Closed form: with the transients of every op, the peak is at most threshold × budget, or the peak of the plan without an
+    adaptive cache where that is higher; and the network carries the same bytes."""
+    changes: dict[str, object] = {"prefetch": prefetch, "gradient_accumulation_steps": micro_batches}
+    changes |= {"accumulation_order": order, "activation": activation, "recompute": recompute}
+    model, shape = toy(layers, lora=lora, tied=tied), Shape(2, 16)
+    costs = Costs(
+        tuple(
+            (name, UnitCost(forward, backward, saved=forward // 4))
+            for name, forward, backward in zip(
+                ("prologue", "block", "epilogue"), transients[:3], transients[3:], strict=True
+            )
+        )
+    )
+    plain = on_mesh("fcdp", 2, 2, **changes, budget=10**9)
+    budget = int(room * compile(plain, model, kind, shape, costs=costs).peaks()[Pool.DEVICE])
+    plain = dataclasses.replace(plain, budget=budget)
+    adaptive = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, threshold=threshold))
+    trained = frozenset(u for u, unit in enumerate(model.units) if unit.numel(trainable=True))
+    pending = Pending(dirty=trained if dirty else frozenset())
+    without = compile(plain, model, kind, shape, costs=costs, pending=pending)
+    program = compile(adaptive, model, kind, shape, costs=costs, pending=pending)
+    assert program.peaks()[Pool.DEVICE] <= max(threshold * budget, without.peaks()[Pool.DEVICE])
+    assert node_bytes(program, adaptive) == node_bytes(without, plain)
+
+
+def test_the_adaptive_cache_counts_what_ops_hold_while_they_run() -> None:
+    """Closed form: a backward that needs all of the budget leaves no room for a slice that is held through it; with room
+    for both all are kept that would be fetched again."""
+    model, shape = toy(6, lora=True, tied=False), Shape(1, 8)
+    plain = on_mesh("fcdp", 2, 2, prefetch=0, activation="host")
+    costs = Costs((("block", UnitCost(backward_transient=1_000_000)),))
+    peak = compile(plain, model, StepKind.TRAIN, shape, costs=costs).peaks()[Pool.DEVICE]
+    plan = dataclasses.replace(plain, budget=peak, cache=dataclasses.replace(plain.cache, threshold=1.0))
+    program = compile(plan, model, StepKind.TRAIN, shape, costs=costs)
+    assert program.peaks()[Pool.DEVICE] == peak
+    assert not [op for op in program.ops if op.kept]
+    roomy = dataclasses.replace(plan, budget=2 * peak)
+    kept = {op.unit for op in compile(roomy, model, StepKind.TRAIN, shape, costs=costs).ops if op.kept}
+    assert kept == {1, 2, 3, 4, 5}  # the others are fetched once a step: nothing to save
+
+
+def test_a_threshold_is_a_share() -> None:
+    with pytest.raises(ValueError, match=r"cache.threshold is 1.5; it is a share of the budget, from 0 to 1"):
+        on_mesh("fcdp", 2, 2, budget=10**6, **{"cache.threshold": 1.5})
 
 
 def _without(program: Program, dep: int) -> Program:

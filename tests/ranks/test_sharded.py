@@ -14,7 +14,8 @@ from torch import nn
 
 from blockwalk.blocks import CutModel
 from blockwalk.methods import method
-from blockwalk.program import Shape, StepKind
+from blockwalk.program import Pool, Shape, StepKind, over_budget
+from blockwalk.report.record import Record
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -194,6 +195,29 @@ def test_models_and_settings_over_two_nodes() -> None:
     assert max(answers[clipped[0]]["norms"]) > 0.5
     for case, answer in zip(cases, answers, strict=True):
         assert bool(answer["kept"]) == (case[4].get("recompute") == "none"), case
+
+
+def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
+    """Whether the step that ran is the one foreseen, what it peaks at, and the budget's objections."""
+    mesh, batch = {"world": 2, "ranks_per_node": 1}, random_batch(4, 10)
+    with Walker(make("llama", False), method("fcdp", mesh=mesh), device="cpu") as walker:
+        budget = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
+    plan = method("fcdp", mesh=mesh, budget=budget, **{"cache.threshold": 1.0})
+    with Walker(make("llama", False), plan, device="cpu") as walker:
+        foreseen = Record.of(walker, Shape(2, 10), adapters=False).program
+        walker.timeline = []
+        walker.step(batch)
+        ran = walker.timeline[0][0]
+    return ran.ops == foreseen.ops, sum(op.kept for op in ran.ops), over_budget(ran, budget)
+
+
+def test_the_adaptive_cache_runs_as_foreseen() -> None:
+    """Oracle: the forecast's own program, op for op, and the budget that it promises to stay within."""
+    CutModel(make("llama", False))
+    for same, kept, wrong in run_ranks(2, _adaptive):
+        assert same
+        assert kept
+        assert wrong == []
 
 
 def test_twenty_steps() -> None:

@@ -9,6 +9,7 @@ evictions, write-backs) is lowered the same way for every plan by :class:`~block
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from blockwalk.compile.backprop import backprop
@@ -18,7 +19,7 @@ from blockwalk.compile.placement import Placements
 from blockwalk.compile.zeroth_order import flush, zeroth_order
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Lane, OpKind, Pool, Program, Shape, StepKind, check
-from blockwalk.state import ModelSpec
+from blockwalk.state import ModelSpec, StateKind
 
 __all__ = ["Costs", "Pending", "UnitCost", "compile", "resident"]
 
@@ -53,12 +54,16 @@ def compile(
         AssertionError: an invariant of :mod:`blockwalk.program` does not hold.
     """
     if plan.sharded:
-        from blockwalk.compile.sharded import ShardedBuilder
+        from blockwalk.compile.sharded import ShardedBuilder, adapts, kept_slices
 
         trains = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
-        dirty = set(pending.dirty)
+        dirty, keeps = set(pending.dirty), frozenset[tuple[int, StateKind]]()
+        if trains and adapts(plan):
+            without = replace(plan, cache=replace(plan.cache, threshold=0.0))
+            plain = compile(without, model, step_kind, shape, costs=costs, pending=pending, device=device)
+            keeps = kept_slices(plan, model, plain)
         builder: Builder = ShardedBuilder(
-            plan, model, device, group_size, shape, costs, dirty=dirty, differentiates_=trains
+            plan, model, device, group_size, shape, costs, dirty=dirty, differentiates_=trains, keeps=keeps
         )
     elif plan.mesh.slice > 1:
         from blockwalk.compile.slices import SliceBuilder

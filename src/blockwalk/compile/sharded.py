@@ -15,6 +15,7 @@ Source: Rajbhandari et al., "ZeRO" (2020); Wang et al., "ZeRO++" (2023); Zhang e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -34,9 +35,9 @@ from blockwalk.compile.sharded_layout import (
     sharded_resident,
 )
 from blockwalk.mesh import Axis, between, gather_bytes, make_axes
-from blockwalk.plan import Timing
-from blockwalk.program import Lane, OpKind, Pool, Program, StepKind
-from blockwalk.state import DTYPE_BYTES, StateKind
+from blockwalk.plan import Plan, Timing
+from blockwalk.program import Lane, Op, OpKind, Pool, Program, StepKind
+from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind
 
 _USES_SLOT = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 _DIFFERENTIATES = (OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
@@ -56,10 +57,10 @@ class ShardedBuilder(Builder):
     _emptied: dict[int, int] = field(default_factory=dict)
     """The op that last emptied each gradient buffer."""
     _next_buffer: int = 0
+    keeps: frozenset[tuple[int, StateKind]] = frozenset()
+    """The adaptive cache: node slices that stay on the device from their first use to their last; see :func:`kept_slices`."""
     _kept: set[tuple[int, StateKind]] = field(default_factory=set)
-    """Node slices that stay on the device for now."""
-    _device: int = 0
-    """Device bytes that the ops so far hold."""
+    """Those of them that are there now."""
     _cached: dict[int, int] = field(default_factory=dict)
     """The op that last wrote each unit's node slice to the host."""
     _complete: dict[int, int] = field(default_factory=dict)
@@ -120,11 +121,7 @@ class ShardedBuilder(Builder):
         if kind is OpKind.UPDATE:
             lane = Lane.STORE if self._updates_behind else lane
             self.dirty.update({unit} if has_node_slice(self.plan) else ())
-        index = Builder.op(self, kind, unit, lane, deps, **details)
-        op = self.ops[index]
-        for sign, change in ((1, op.takes), (-1, op.frees)):
-            self._device += sum(sign * nbytes for pool, nbytes in change if pool is Pool.DEVICE)
-        return index
+        return Builder.op(self, kind, unit, lane, deps, **details)
 
     def _buffer(self, unit: int) -> int:
         if unit in (0, self.last):
@@ -253,7 +250,7 @@ class ShardedBuilder(Builder):
         node_bytes = self._node_bytes(unit, part)
         if (unit, part) in self._kept:
             return [self._gather(unit, part, slot, after, 1, mesh.z3, kept=True)]
-        keeps = self._keeps(node_bytes)
+        keeps = (unit, part) in self.keeps
         if has_node_slice(self.plan):
             if part is StateKind.TRAINABLE and unit in self.dirty:
                 self.dirty.discard(unit)
@@ -278,14 +275,6 @@ class ShardedBuilder(Builder):
 
     def _node_bytes(self, unit: int, part: StateKind) -> int:
         return self.layout(unit, part).nbytes // self.plan.mesh.z3
-
-    def _keeps(self, nbytes: int) -> bool:
-        """The adaptive cache: a node slice stays on the device where its use, at this point, is below the threshold."""
-        plan = self.plan
-        if not (hosts_node_slice(plan) and self.differentiates_ and plan.cache.threshold and plan.budget is not None):
-            return False
-        held = self._static(StepKind.TRAIN)[Pool.DEVICE] + self._device
-        return held + nbytes <= plan.cache.threshold * plan.budget
 
     def _gather(
         self, unit: int, part: StateKind, slot: int, after: Sequence[int], inner: int, outer: int, *, kept: bool = False
@@ -327,3 +316,37 @@ class ShardedBuilder(Builder):
             slot_bytes=max(slot_bytes, default=0),
             dirty=frozenset(self.dirty),
         )
+
+
+def adapts(plan: Plan) -> bool:
+    """Whether some node slices stay on the device instead of in host memory, as far as the budget allows."""
+    return hosts_node_slice(plan) and plan.cache.threshold > 0 and plan.budget is not None
+
+
+def kept_slices(plan: Plan, model: ModelSpec, plain: Program) -> frozenset[tuple[int, StateKind]]:
+    """The node slices that the adaptive cache keeps on the device, as (unit, part).
+
+    ``plain`` is the step's program with none of them kept. A slice is kept from its first use to its last if the device, with
+    what is kept already and the transients of every op in between, stays within ``cache.threshold × budget`` all that time:
+    so the peak is at most that, or the peak of ``plain`` where this is higher. First come those that save the most bytes on
+    the host's link for each byte that they hold; of these the largest, and of equal ones those that are held the shortest.
+    """
+    room = [plan.cache.threshold * (plan.budget or 0) - held for held in plain.device_bytes()]
+    first: dict[tuple[int, StateKind], Op] = {}
+    saved: Counter[tuple[int, StateKind]] = Counter()
+    last = {op.unit: op.index for op in plain.ops if op.kind is OpKind.EVICT}
+    for op in plain.ops:
+        if op.part in PARTS and op.kind in (OpKind.GATHER, OpKind.FETCH, OpKind.CACHE):
+            again = (op.unit, op.part) in first
+            first.setdefault((op.unit, op.part), op)
+            if op.kind is not OpKind.GATHER and again:
+                saved[op.unit, op.part] += op.nbytes
+    size = {key: part_layout(plan, model, model.units[key[0]], key[1]).nbytes // plan.mesh.z3 for key in saved}
+    span = {key: range(first[key].index, last[key[0]] + 1) for key in saved}
+    kept = set()
+    for key in sorted(saved, key=lambda key: (-saved[key] / size[key], -size[key], len(span[key]))):
+        if all(room[at] >= size[key] for at in span[key]):
+            kept.add(key)
+            for at in span[key]:
+                room[at] -= size[key]
+    return frozenset(kept)
