@@ -63,7 +63,7 @@ def save(
     Args:
         output_dir: the run's folder.
         step: optimizer steps done.
-        walker: ``Walker.state_dict()``: tensors (or what gives its rows one after the other), and scalars that JSON can hold.
+        walker: ``Walker.live_state()``: tensors (or what gives its rows one after the other), and scalars that JSON can hold.
         data: the loader's ``state_dict()``, as JSON.
         config: ``RunConfig.to_mapping()``.
         keep: whole checkpoints that stay, this one included.

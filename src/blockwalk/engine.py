@@ -7,6 +7,7 @@ states; the estimators compute with what it binds. It never decides when somethi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -22,12 +23,12 @@ from blockwalk.blocks import CutModel
 from blockwalk.compile.placement import bucket_states, epilogue_reads, streamed_trainables
 from blockwalk.heap import Slack, give_back
 from blockwalk.opening import open_model
-from blockwalk.plan import Estimator, Plan
+from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Op
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.scratch import ScratchMaps
 from blockwalk.tiers.weights import DenseWeight, EncodedWeight
-from blockwalk.updates import global_norm, make_rule
+from blockwalk.updates import global_norm, make_rule, sum_of_squares
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
@@ -89,6 +90,12 @@ class Engine:
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.gradients: dict[str, torch.Tensor] = {}
+        self._squares: dict[str, torch.Tensor] = {}
+        """Sums of squares of the gradients that this step has used up, 0-d float32, by name."""
+        self._before: dict[int, list[torch.Tensor]] = {}
+        """File maps for the values that :attr:`_changed` had, by unit."""
+        self._changed: dict[int, list[torch.Tensor]] = {}
+        """Masters and optimizer states, by unit, that a step has updated which may still be refused."""
         self.dirty: frozenset[int] = frozenset()
         """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
         self.rule = make_rule(plan.optimizer)
@@ -276,7 +283,12 @@ class Engine:
         """STORE: hand a unit's masters and optimizer states, written in place, to the kernel; a bucket to its tier."""
         if self._buckets is not None:
             return partial(self._buckets.store, op.unit)
-        return lambda: self.scratch.dont_need(op.unit)
+
+        def work() -> None:
+            self.scratch.dont_need(op.unit)
+            self.scratch.dont_need(("before", op.unit))
+
+        return work
 
     def evict(self, op: Op) -> Callable[[], None]:
         """EVICT: give the pages of a unit's frozen parameters back; with them, between two blocks, the heap's slack."""
@@ -355,6 +367,7 @@ class Engine:
     def begin(self) -> None:
         """A step begins."""
         self.gradients.clear()
+        self._squares.clear()
 
     def expect(self, op: Op) -> None:
         """A compute op is about to run."""
@@ -382,15 +395,54 @@ class Engine:
 
     def update(self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0) -> None:
         """UPDATE: apply the rule to a unit's masters with its accumulated gradients, which are used up."""
-        for param in self.spec.units[unit].params:
-            gradient = self.gradients.pop(param.name, None)
-            if gradient is None:
-                continue
+        names = [param.name for param in self.spec.units[unit].params if param.name in self.gradients]
+        self._remember(unit, [t for n in names for t in (self.masters[n], *self.moments.get(n, {}).values())])
+        for name in names:
+            gradient = self.gradients.pop(name)
+            if self.plan.update.timing is Timing.BLOCK:
+                self._squares[name] = sum_of_squares(gradient)
             if coefficient != 1.0:
                 gradient.mul_(coefficient)
-            master = self.masters[param.name]
-            moments = self.moments.get(param.name, {})
+            master, moments = self.masters[name], self.moments.get(name, {})
             self.rule.apply_(master, gradient.to(master.device), moments, step=step, lr=learning_rate)
+
+    # ---- a step counts, or changes nothing ---------------------------------------------------------------------------
+
+    def overflowed(self) -> list[str]:
+        """The trainables whose gradient of this step is not finite, or squared and summed is not in float32, as a moment
+        would hold it. The step's one wait for the device."""
+        squares = {**self._squares, **{name: sum_of_squares(gradient) for name, gradient in self.gradients.items()}}
+        finite = torch.stack([*squares.values()]).isfinite().tolist() if squares else []
+        return [name for name, is_finite in zip(squares, finite, strict=True) if not is_finite]
+
+    def not_finite(self) -> list[str]:
+        """The masters and optimizer states, by name, that hold a NaN or an infinity; they are read once."""
+        held = {name: t.aminmax() for name, t in self.state_dict().items() if t.numel()}
+        return [name.replace("\0", ".") for name, ends in held.items() if not all(map(math.isfinite, ends))]
+
+    def _remember(self, unit: int, tensors: list[torch.Tensor]) -> None:
+        """Copy what an update at the block's turn is about to change to file maps: whether the step counts is known only at
+        its end."""
+        if self.plan.update.timing is not Timing.BLOCK:
+            return
+        kept = self._before.get(unit, [])
+        if [t.shape for t in kept] != [t.shape for t in tensors]:
+            shapes = {str(k): (tuple(t.shape), t.dtype) for k, t in enumerate(tensors)}
+            kept = self._before[unit] = [*self.scratch.zeros(shapes, group=("before", unit)).values()]
+        for old, tensor in zip(kept, tensors, strict=True):
+            old.copy_(tensor)
+        self._changed[unit] = tensors
+
+    def commit(self) -> None:
+        """The step counts: what it has changed stays."""
+        self._changed.clear()
+
+    def undo(self) -> None:
+        """Give masters and optimizer states the values back that they had before a step that does not count."""
+        for unit, tensors in self._changed.items():
+            for old, tensor in zip(self._before[unit], tensors, strict=True):
+                tensor.copy_(old)
+        self._changed.clear()
 
     def weight(self, name: str) -> Weight:
         """A 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""

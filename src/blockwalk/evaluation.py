@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,8 +61,15 @@ class HeldOut:
         return HeldOut(rows, batch_size, settings.padding_multiple)
 
     def evaluate(self, walker: Walker) -> Evaluation:
-        """Measure the walker; its weights stay as they are."""
-        return self._classify(walker, self.rows) if isinstance(self.rows, Choices) else self._losses(walker, self.rows)
+        """Measure the walker; its weights stay as they are. Raises FloatingPointError where the loss is not finite."""
+        rows = self.rows
+        found = self._classify(walker, rows) if isinstance(rows, Choices) else self._losses(walker, rows)
+        if not math.isfinite(found.loss):
+            raise FloatingPointError(
+                f"the held-out loss is {found.loss} after step {walker.steps_done}: go on from an earlier checkpoint with a"
+                " lower optimizer.learning_rate, or set compute_dtype: float32"
+            )
+        return found
 
     def _losses(self, walker: Walker, rows: Encoded) -> Evaluation:
         loss_sum, tokens = 0.0, 0

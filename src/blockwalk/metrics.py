@@ -153,8 +153,9 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line; it is readable at once and safe after the next :meth:`sync`."""
-        self._file.write(f"{json.dumps(line)}\n")
+        """Append one line; it is readable at once and safe after the next :meth:`sync`. Every figure is finite: JSON has no
+        other."""
+        self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
         self.last_step = int(line["step"])
 
     def sync(self) -> None:

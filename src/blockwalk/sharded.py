@@ -30,7 +30,7 @@ from blockwalk.sharded_slices import frozen_shard, trainable_shard
 from blockwalk.state import ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.shards import Shard
 from blockwalk.tiers.weights import DenseWeight
-from blockwalk.updates import norm_of_sums, square_sums
+from blockwalk.updates import norm_of_sums, square_sums, sum_of_squares
 
 
 class ShardedEngine(Engine):
@@ -310,12 +310,27 @@ class ShardedEngine(Engine):
         if coefficient != 1.0:
             shard.gradient.mul_(coefficient)
         gradient = shard.gradient.to(shard.master.device)
+        self._remember(unit, [shard.master, *shard.moments.values()])
         self.rule.apply_(shard.master, gradient, shard.moments, step=step, lr=learning_rate)
         if shard.source is not shard.master:
             assert shard.source is not None
             shard.source.copy_(shard.master)
         if self.plan.optimizer_state.tier is Tier.DISK:
             self.scratch.dont_need(unit)
+
+    def overflowed(self) -> list[str]:
+        """Of the gradients that this rank has a slice of, by unit."""
+        self._squares = {
+            self.spec.units[unit].name: sum_of_squares(shard.gradient)
+            for (unit, _), shard in self.shards.items()
+            if shard.gradient is not None
+        }
+        return super().overflowed()
+
+    def undo(self) -> None:
+        if self._changed:
+            super().undo()
+            self.masters_changed()
 
     def _trained(self) -> list[Shard]:
         return [shard for (_, part), shard in self.shards.items() if part is StateKind.TRAINABLE and shard.numel]

@@ -328,7 +328,11 @@ class _Loop:
             tokens = batch.batch
         read = int(tokens["attention_mask"].sum())
         self.record.before_step(self.walker, self.walker.steps_done + 1, self.total)
-        result = self.walker.step(batch)
+        try:
+            result = self.walker.step(batch)
+        except FloatingPointError:
+            self.walker.wait_saved()  # the last checkpoint may be under way
+            raise
         self.record.after_step(self.walker, result.seconds)
         peak = self.memory.take()
         if result.step == 1:
@@ -383,7 +387,7 @@ class _Loop:
             self._prune()
             return
         weights = self.walker.steps_done > 0 and not on_disk
-        state = self.walker.state_dict() if weights else {}
+        state = self.walker.live_state() if weights else {}
         if self.walker.ranks.rank:
             if weights:
                 self.walker.lend()

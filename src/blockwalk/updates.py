@@ -174,6 +174,12 @@ def square_sums(tensor: Tensor) -> Tensor:
     return sums
 
 
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """The sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element is, or where it overflows."""
+    flat_P = gradient.reshape(-1)
+    return torch.dot(flat_P, flat_P)
+
+
 def norm_of_sums(sums: Iterable[Tensor]) -> float:
     """√(Σ sums). The sum is exactly rounded, so that neither the order of the chunks nor who computed them matters."""
     values = [value for each in sums for value in each.tolist()]

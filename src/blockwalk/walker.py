@@ -165,7 +165,7 @@ class Walker:
 
         Raises:
             ValueError: shapes that do not fit, or a step without a single label.
-            FloatingPointError: the loss is not finite; the weights are as they were where updates wait for the step's end.
+            FloatingPointError: the loss or a gradient is not finite; weights and optimizer states are as they were.
         """
         began = time.perf_counter()
         learning_rate = self._schedule(self.steps_done)
@@ -375,7 +375,11 @@ class Walker:
         self.estimator.begin(
             batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training, **options
         )
-        self._execute(program)
+        try:
+            self._execute(program)
+        except BaseException:
+            self.engine.undo()
+            raise
         return program
 
     def _execute(self, program: Program) -> list[Mark]:
@@ -412,10 +416,32 @@ class Walker:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Trainables' masters, optimizer states and the step counter: all that a resumed run needs of the walker. What the
-        ranks of a node hold together comes while rank 0 reads it, a block at a time: the others :meth:`lend`."""
+        """Copies of the trainables' masters, of optimizer states and of the step counter: all that a resumed run needs of the
+        walker. What the ranks of a node hold together comes while rank 0 reads it, block by block: the others :meth:`lend`."""
+        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.live_state().items()}
+
+    def live_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` copies, the tensors themselves: for a writer that is done before the next step.
+
+        Raises:
+            FloatingPointError: first order: a value is not finite.
+        """
         self.flush()
+        self._require_finite()
         return {"steps_done": self.steps_done, **self.engine.state_dict()}
+
+    def _require_finite(self) -> None:
+        """First order, all ranks together: masters and optimizer states have no NaN and no infinity. Raises FloatingPointError
+        on every rank where one has."""
+        if isinstance(self.estimator, ZerothOrder):
+            return
+        wrong = self.engine.not_finite()
+        (count,) = self.engine.total([float(len(wrong))])
+        if count:
+            raise FloatingPointError(
+                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step {self.steps_done}: an update"
+                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a lower optimizer.learning_rate"
+            )
 
     def lend(self) -> None:
         """Zeroth order, on ranks other than 0: bring this rank's share of what rank 0 saves."""
@@ -444,7 +470,9 @@ class Walker:
         """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
         False it is written behind the next steps; ``beside`` are further files of it, by name. See
         :class:`blockwalk.checkpoint_sharded.Saver`."""
-        self._state_saver().save(folder, self.steps_done, wait=wait, beside=beside)
+        saver = self._state_saver()
+        self._require_finite()
+        saver.save(folder, self.steps_done, wait=wait, beside=beside)
 
     def wait_saved(self) -> None:
         """Until a checkpoint that is being written behind the steps is whole."""
@@ -465,8 +493,13 @@ class Walker:
         return self._saver
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors."""
+        """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors.
+
+        Raises:
+            FloatingPointError: first order: a value is not finite.
+        """
         self.flush()
+        self._require_finite()
         if self.ranks.rank and isinstance(self.estimator, ZerothOrder):
             self.lend()
         else:

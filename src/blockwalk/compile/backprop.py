@@ -163,14 +163,14 @@ def backprop(b: Builder, *, update: bool) -> None:
         if b.model.prologue.numel(trainable=True):
             turns.append(Turn(0, prologue_backward(group)))
     b.walk(turns)
-    b.exchange()
+    done = b.completed(ops[-1] for ops in gradients.values())
+    counts = b.exchange(done, update=update)
     if not update and not plan.sharded:  # the caller takes the gradients over
         made = 4 * b.model.numel(trainable=True)
         b.ops[-1] = replace(b.ops[-1], frees=(*b.ops[-1].frees, (b.gradient_pool, made)))
     if update and plan.update.timing is Timing.STEP:
         norm = plan.optimizer.max_grad_norm > 0
-        done = b.completed(ops[-1] for ops in gradients.values())
-        after = [b.op(OpKind.REDUCE, last, Lane.COMPUTE, done, part=StateKind.GRADIENT)] if norm else done
+        after = [b.op(OpKind.REDUCE, last, Lane.COMPUTE, counts, part=StateKind.GRADIENT)] if norm else counts
         b.walk(
             [
                 Turn(u, update_at_end(b, u, after), updates=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from blockwalk.plan import Estimator, Plan
+from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Pool
 from blockwalk.state import (
     CODEC_DTYPE,
@@ -126,6 +126,9 @@ class Placements:
         moments = RULE_STATES[self.plan.optimizer.name] * 4 * trained
         tier = self.plan.optimizer_state.tier
         hold(Pool.MAPPED if tier is Tier.DISK and self.device == "cpu" else pools[tier], moments)
+        if self.plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
+            masters = sum(unit.nbytes(self.plan.trainable.codec, self.group_size, trainable=True) for unit in self.model.units)
+            hold(Pool.MAPPED if self.device == "cpu" else Pool.DISK, masters + moments)
         return held
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from blockwalk.compile.placement import RULE_STATES, compute_dtype
-from blockwalk.plan import Plan
+from blockwalk.plan import Plan, Timing
 from blockwalk.program import Pool
 from blockwalk.state import (
     DTYPE_BYTES,
@@ -147,6 +147,8 @@ def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
         elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):
             hold(Pool.DEVICE, size * trained // mesh.z1)
         hold(pools[plan.optimizer_state.tier], 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+        if plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
+            hold(Pool.DISK, 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
         in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
         hold(Pool.DEVICE, 4 * trained // (mesh.z2 if in_place else mesh.z1))
         if accumulates(plan) and not in_place:

@@ -11,6 +11,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from blockwalk.estimators.loss import chunked_cross_entropy
 from blockwalk.lazy_parameter import LazyParameter
 from blockwalk.noise import derive_seed
 from blockwalk.program import Op, OpKind
+from blockwalk.state import StateKind
 from blockwalk.tiers.scratch import Activations, SavedTensors
 from blockwalk.updates import clip_coefficient
 
@@ -331,7 +333,20 @@ class Backprop:
 
     def _exchange(self, op: Op, state: _State) -> Callable[[], None]:
         def work() -> None:
-            (state.loss_sum,) = self.engine.total([state.loss_sum])
+            updates = op.part is StateKind.GRADIENT
+            wrong = self.engine.overflowed() if updates else []
+            state.loss_sum, count = self.engine.total([state.loss_sum, float(len(wrong))])
+            if not updates:
+                return
+            if count or not math.isfinite(state.loss):
+                what = f"gradient of {', '.join(wrong[:3]) or 'a trainable on another rank'}"
+                what = what if math.isfinite(state.loss) else f"loss, {state.loss},"
+                raise FloatingPointError(
+                    f"the {what} is not finite at step {state.step}: nothing was updated. Lower optimizer.learning_rate"
+                    f" ({state.learning_rate:g} now), look at this step's data, or compute more exactly (compute_dtype:"
+                    f" {str(self.engine.compute_dtype).removeprefix('torch.')} now)"
+                )
+            self.engine.commit()
 
         return work
 

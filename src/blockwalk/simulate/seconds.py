@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from blockwalk.compile import Costs
 from blockwalk.compile.placement import RULE_STATES, epilogue_reads
 from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
-from blockwalk.plan import Estimator, Plan
+from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.memory import walk_kind
@@ -123,7 +123,10 @@ class CostModel:
             share = self.plan.mesh.z1 if self.plan.sharded else 1
             params = [p for p in self.model.units[op.unit].params if p.trainable]
             starts = UPDATE_STARTS * len(params) * self._start
-            return hw.op_seconds + starts + self._updated(trained / share) + self._lifted(trained / share)
+            seconds = hw.op_seconds + starts + self._updated(trained / share) + self._lifted(trained / share)
+            if self.plan.update.timing is Timing.BLOCK:  # the old values are copied first
+                seconds += 8 * (1 + RULE_STATES[self.plan.optimizer.name]) * trained / share / hw.memory_bandwidth
+            return seconds
         if op.kind is OpKind.PERTURB:
             return self.model.numel(trainable=True) / hw.noise_rate
         if op.kind is OpKind.REDUCE:

@@ -1,0 +1,155 @@
+"""Oracle: the tensors before a step whose loss or gradients are not finite, bit for bit, and a run that never met that step."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk import checkpoint, cli
+from blockwalk.config import LoraSettings
+from blockwalk.methods import method
+from blockwalk.walker import Walker
+from tests.conftest import TinyRun
+from tests.models import random_batch, tiny_model
+from tests.ranks.processes import run_ranks
+
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {"name": "plain"},
+    "clipped": {"name": "plain", "optimizer.max_grad_norm": 0.5},
+    "accumulated": {"name": "plain", "gradient_accumulation_steps": 2},
+    "at the block's turn, on disk": {"name": "mebp", "frozen": "disk × raw"},
+    "at the block's turn, on the device": {"name": "plain", "update.timing": "block"},
+}
+
+
+def poison(walker: Walker, layer: int | None) -> Callable[[], None]:
+    """Make the final norm's output NaN, or (with a finite loss) the gradient that leaves a layer; the answer ends it."""
+
+    def loss(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.nan
+
+    def gradient(_: Any, __: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: grad * torch.inf)
+
+    module = walker.engine.module
+    model: Any = module.get_submodule("base_model.model.model" if hasattr(module, "peft_config") else "model")
+    place, hook = (model.norm, loss) if layer is None else (model.layers[layer].mlp, gradient)
+    removed: Callable[[], None] = place.register_forward_hook(hook).remove
+    return removed
+
+
+def refused(walker: Walker, layer: int | None) -> None:
+    """A poisoned step changes nothing and is named."""
+    before, step = walker.state_dict(), walker.steps_done + 1
+    end = poison(walker, layer)
+    what = "loss" if layer is None else "gradient"
+    with pytest.raises(FloatingPointError, match=f"{what}.* not finite at step {step}: nothing was updated"):
+        walker.step(random_batch(seed=99))
+    end()
+    after = walker.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before if k != "steps_done")
+    assert after["steps_done"] == step - 1
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_step_that_is_not_finite_changes_nothing(
+    plan: dict[str, Any], lora: LoraSettings | None, tmp_path: Path
+) -> None:
+    model, ends = tiny_model("llama", tied=True), []
+    for bad in (False, True):
+        with Walker(
+            copy.deepcopy(model), method(**plan), lora=lora, workdir=tmp_path / str(bad), device="cpu"
+        ) as walker:
+            walker.step(random_batch(seed=0))
+            for layer in (None, 0, 1) if bad else ():
+                refused(walker, layer)
+            walker.step(random_batch(seed=1))
+            ends.append(walker.state_dict())
+    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0] if k != "steps_done")
+
+
+def _on_rank(rank: int, settings: dict[str, Any], bad: bool) -> tuple[dict[str, Any], list[float]]:
+    """State and losses of a run that one poisoned rank of two makes all refuse a step of."""
+    torch.set_num_threads(1)
+    plan = method("fcdp", mesh={"world": 2, "ranks_per_node": 1}, **settings)
+    losses = []
+    with Walker(tiny_model("llama", tied=True), plan, device="cpu") as walker:
+        losses.append(walker.step(random_batch(seed=0)).loss)
+        for layer in (None, 1) if bad else ():
+            before = walker.state_dict()
+            end = poison(walker, layer) if rank == 1 else lambda: None
+            with pytest.raises(FloatingPointError, match="not finite at step 2: nothing was updated"):
+                walker.step(random_batch(seed=99))
+            end()
+            after = walker.state_dict()
+            assert all(torch.equal(before[k], after[k]) for k in before if k != "steps_done")
+        losses += [walker.step(random_batch(seed=1)).loss, walker.evaluate(random_batch(seed=2)).loss]
+        return walker.state_dict(), losses
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"optimizer.max_grad_norm": 0.5}, {"update.timing": "block"}], ids=["", "clipped", "block"]
+)
+def test_ranks_refuse_a_step_together(settings: dict[str, Any]) -> None:
+    clean, met = (run_ranks(2, _on_rank, settings, bad) for bad in (False, True))
+    for (state, losses), (other, other_losses) in zip(clean, met, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(state[k], other[k]) for k in state if k != "steps_done")
+
+
+def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> None:
+    """Oracle: the folder of saved weights, which must not be there."""
+    plan = method("plain", optimizer={"name": "sgd", "learning_rate": 3e38})
+    with Walker(tiny_model("llama"), plan, device="cpu") as walker:
+        while all(tensor.isfinite().all() for tensor in walker.engine.masters.values()):
+            walker.engine.gradients.update({name: torch.ones_like(t) for name, t in walker.engine.masters.items()})
+            for unit in range(len(walker.spec.units)):
+                walker.engine.update(unit, step=1, learning_rate=3e38)
+        for save in (walker.save_pretrained, walker.save_state):
+            with pytest.raises(FloatingPointError, match="nothing was saved"):
+                save(tmp_path / "saved")
+        with pytest.raises(FloatingPointError, match="nothing was saved"):
+            walker.state_dict()
+    assert not (tmp_path / "saved").exists()
+
+
+def test_the_state_is_a_copy() -> None:
+    """Oracle: the run that the state was taken from, which took the step that the state is loaded for again."""
+    with Walker(tiny_model("llama"), method("plain", optimizer={"learning_rate": 1e-2}), device="cpu") as walker:
+        walker.step(random_batch(seed=0))
+        state = walker.state_dict()
+        walker.step(random_batch(seed=1))
+        expected = walker.state_dict()
+        walker.load_state_dict(state)
+        walker.step(random_batch(seed=1))
+        assert all(torch.equal(expected[k], v) for k, v in walker.state_dict().items() if k != "steps_done")
+
+
+def test_a_run_that_diverges_ends_with_its_checkpoints(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: a JSON reader that knows no NaN, and the values of the checkpoint that is left."""
+    rate = ["--optimizer.learning_rate", "1e12", "--max_steps", "9", "--save_every", "1"]
+    code = cli.main(["train", *tiny_run.arguments(tmp_path / "out"), "--method", "plain", *rate])
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert code == 1
+    assert "is not finite at step" in line
+    assert "optimizer.learning_rate" in line
+    (*_, last) = checkpoint.whole(tmp_path / "out")
+    assert all(value.isfinite().all() for value in checkpoint.load(last).walker.values() if isinstance(value, torch.Tensor))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for text in (tmp_path / "out" / name).read_text().splitlines():
+            json.loads(text, parse_constant=refuse)
