@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from blockwalk import files
 from blockwalk.engine import Engine
 from blockwalk.files import PARTIAL, fsync_folder
+from blockwalk.groups import gather_json
 from blockwalk.state import StateKind
 
 STEPS = "steps_done"
@@ -193,10 +194,7 @@ class Saver:
 
     def _require(self, folder: Path) -> None:
         """Every rank must see a folder."""
-        seen = [folder.is_dir()]
-        if self._group is not None:
-            seen = [False] * dist.get_world_size(self._group)
-            dist.all_gather_object(seen, folder.is_dir(), group=self._group)
+        seen = [folder.is_dir()] if self._group is None else gather_json(folder.is_dir(), self._group)
         if not all(seen):
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             raise ValueError(

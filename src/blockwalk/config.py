@@ -95,6 +95,8 @@ class RunConfig:
     keep_checkpoints: int = 2
     log_every: int = 10
     """Steps between lines where standard output is no terminal."""
+    start_timeout: float = 120.0
+    """Seconds that a rank waits at the start for all others to come."""
     output_dir: str = "runs/blockwalk"
     overwrite_output_dir: bool = False
     """Remove an earlier run's checkpoints and metrics that stand in the way."""
@@ -114,6 +116,8 @@ class RunConfig:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.start_timeout <= 0:
+            raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
         if self.data.max_length < 2:
             raise ValueError(f"data.max_length is {self.data.max_length}; it must be at least 2")
         if self.data.padding_multiple < 1:

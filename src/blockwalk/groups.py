@@ -8,6 +8,7 @@ groups of its own, so that collectives of different lanes never wait for each ot
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import signal
@@ -20,18 +21,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from blockwalk.launch import LOST
+from blockwalk.launch import LOST, LostRank, Place
 from blockwalk.mesh import Axis, between, make_axes, slice_of
 from blockwalk.plan import MeshSettings
 from blockwalk.program import Lane
 
 DEAD_AFTER = 20.0
 """Seconds without a sign of life after which a rank counts as dead; noticed within another five."""
+
+START_TIMEOUT = 120.0
+"""Seconds that a rank waits for the others to come."""
 
 STUCK_AFTER = 30.0
 """Seconds without a finished op after which a step counts as stuck, if ten usual steps are not longer."""
@@ -78,7 +82,9 @@ class Groups:
     def _swap(self, out: torch.Tensor, axis: Axis, lane: Lane) -> None:
         """Send this rank's piece of ``out`` to the others of an axis, and take theirs into place."""
         group, pieces = self._groups[axis, lane], out.chunk(axis.length)
-        others = [(each, piece) for each, piece in zip(axis.members(self.rank), pieces, strict=True) if each != self.rank]
+        others = [
+            (each, piece) for each, piece in zip(axis.members(self.rank), pieces, strict=True) if each != self.rank
+        ]
         own = pieces[axis.coordinate(self.rank)]
         works = [dist.irecv(piece, each, group=group) for each, piece in others]
         works += [dist.isend(own, each, group=group) for each, _ in others]
@@ -186,6 +192,33 @@ def versions() -> dict[str, str]:
     return found
 
 
+def gather_json(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's value, by rank; every rank calls this together. What other ranks send is parsed, never unpickled: a pickle
+    from another machine would run code here."""
+    text = json.dumps(value).encode()
+    where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=where)
+    all_gather(lengths, torch.tensor([len(text)], device=where), group=group)
+    longest = int(lengths.max())
+    out_WN = torch.empty(len(lengths), longest, dtype=torch.uint8, device=where)
+    all_gather(
+        out_WN.view(-1), torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(where), group=group
+    )
+    return [json.loads(bytes(row_N.cpu().numpy())) for row_N in out_WN]
+
+
+def first_json(value: Any) -> Any:
+    """Rank 0's value, on every rank, which call this together; what the others give is not looked at. See
+    :func:`gather_json`."""
+    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    length = torch.tensor([len(text)], device=where)
+    dist.broadcast(length, src=0)
+    text_N = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(where)
+    dist.broadcast(text_N, src=0)
+    return json.loads(bytes(text_N.cpu().numpy()))
+
+
 def require_agreement(facts: Mapping[str, str]) -> None:
     """Compare facts (plan, model, versions, ...) on all ranks; every rank calls this together.
 
@@ -194,8 +227,7 @@ def require_agreement(facts: Mapping[str, str]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(facts))
+    everyone = gather_json(dict(facts))
     wrong = []
     for key in sorted({key for each in everyone for key in each}):
         expected = everyone[0].get(key)
@@ -222,53 +254,105 @@ class Watch:
     """Ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store over a
     connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
 
-    Every three seconds a rank counts its own beat up and reads the others'. A rank whose beat stands still for
-    :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's host where it does not answer. Inside a
-    step (see :meth:`step`) the time since the last finished op is watched: more than :data:`STUCK_AFTER` seconds and ten usual
-    steps, and the step is stuck. A slow step whose ops finish is left alone, and so is a first step of any length.
+    It begins when every rank has come, which it waits for. Every three seconds a rank counts its own beat up and reads the
+    others'. A rank whose beat stands still for :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's
+    host where it does not answer for as long. Inside a step (see :meth:`begin_step`) the time since the last finished op is
+    watched: more than :data:`STUCK_AFTER` seconds and ten usual steps, and the step is stuck. A slow step whose ops finish is
+    left alone, and so is a first step of any length.
 
-    A silent rank of this node is killed: one that was stopped would not hear its launcher, which waits for it.
+    A silent rank of this node whose process has used its processor since is busy (a library can keep every other thread of
+    a process waiting): this rank counts its beat up for it. Any other is killed: one that was stopped would not hear its
+    launcher, which waits for it.
 
     Args:
-        ranks_per_node: neighbours in the numbering of ranks.
+        here: this process among the ranks.
+        store: of keys, the one that all ranks share.
         end: what to do, given the message; ends the process unless given.
+
+    Raises:
+        LostRank: a rank has not come within ``start_timeout`` seconds; its number and node are named.
     """
+
+    current: ClassVar[Watch | None] = None
+    """The one that watches this process."""
+    _made: ClassVar[int] = 0
 
     def __init__(
         self,
-        ranks_per_node: int = 1,
+        here: Place,
+        store: Any,
         *,
+        start_timeout: float = START_TIMEOUT,
         interval: float = 3.0,
         dead_after: float = DEAD_AFTER,
         stuck_after: float = STUCK_AFTER,
         end: Callable[[str], None] = _end_process,
     ) -> None:
         self.interval, self.dead_after, self.stuck_after, self.end = interval, dead_after, stuck_after, end
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._rank = dist.get_rank() if self._world > 1 else 0
+        self._here, self._rank = here, here.rank
         self._done = threading.Event()
         self._progress: float | None = None
         self._began = 0.0
         self._steps: list[float] = []
-        self._keys = [f"blockwalk/beat/{rank}" for rank in range(self._world)]
-        self._node = range(self._rank // ranks_per_node * ranks_per_node, (self._rank // ranks_per_node + 1) * ranks_per_node)
+        self._about = f"blockwalk/watch-{Watch._made}"
+        Watch._made += 1
+        self._keys = [f"{self._about}/beat/{rank}" for rank in range(here.world)]
+        first = here.rank // here.ranks_per_node * here.ranks_per_node
+        self._node = range(first, first + here.ranks_per_node)
         self._seen: dict[int, tuple[bytes, float]] = {}
         """Of each rank its newest beat, and when that was first seen."""
+        self._used: dict[int, int] = {}
+        """Of silent ranks of this node the processor time that they had used when that was last looked at."""
+        self._trouble = ""
+        self._store = store.clone()
+        self._meet(start_timeout)
+        self._store.set_timeout(timedelta(seconds=dead_after / 2))
         self._answered = time.monotonic()
         """When the store last answered."""
-        self._trouble = ""
-        self._threads: list[threading.Thread] = []
-        if self._world > 1:
-            store: Any = dist.distributed_c10d._get_default_store()
-            self._store = store.clone()
-            self._store.set_timeout(timedelta(seconds=dead_after / 2))
-            self._store.set(self._keys[self._rank], "0")
-            self._store.set(_process_key(self._rank), f"{os.getpid()} {_began(os.getpid())}")
-            dist.barrier()
-            self._answered = time.monotonic()
-            for work in (self._beat, self._look):
-                self._threads.append(threading.Thread(target=work, name="blockwalk watch", daemon=True))
-                self._threads[-1].start()
+        self._threads = [
+            threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in (self._beat, self._look)
+        ]
+        for thread in self._threads:
+            thread.start()
+        Watch.current = self
+
+    def _meet(self, timeout: float) -> None:
+        """Wait until every rank has come. What one rank says of those that are missing, all say."""
+        here, store, missing = self._here, self._store, f"{self._about}/missing"
+        count, wait, deadline = f"{self._about}/present", 0.01, time.monotonic() + timeout
+        try:
+            store.set(self._keys[here.rank], "0")
+            store.set(self._process(here.rank), f"{os.getpid()} {_began(os.getpid())} {platform.node()}")
+            store.add(count, 1)
+            while store.add(count, 0) < here.world:
+                if store.check([missing]):
+                    raise LostRank(store.get(missing).decode())
+                if time.monotonic() > deadline:
+                    store.set(missing, self._absent(timeout))
+                    time.sleep(min(1.0, timeout / 4))  # rank 0 may hold the store: let the others read it
+                time.sleep(wait)
+                wait = min(2 * wait, 0.2)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, LostRank):
+                raise
+            raise LostRank(
+                f"rank {here.rank} lost the store of ranks while it waited for the others: {error}"
+            ) from None
+
+    def _absent(self, timeout: float) -> str:
+        """What to say of the ranks that have not come."""
+        each = self._here.ranks_per_node
+        there = {rank for rank in range(self._here.world) if self._store.check([self._process(rank)])}
+        hosts = {rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there}
+        who = ", ".join(
+            f"rank {rank} (node {rank // each}, {hosts.get(rank // each, 'from which no rank has come')})"
+            for rank in range(self._here.world)
+            if rank not in there
+        )
+        return (
+            f"{who} did not come within {timeout:.0f} s (start_timeout): not started, stopped, or unable to reach the others."
+            f" rank {self._rank} on {platform.node()} waited for it"
+        )
 
     def begin_step(self) -> None:
         self._began = self._progress = time.monotonic()
@@ -284,12 +368,12 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching, when every rank has come this far."""
-        if self._threads:
+        if not self._done.is_set():
             dist.barrier()
             self._done.set()
             for thread in self._threads:
                 thread.join()
-            self._threads.clear()
+            Watch.current = None
 
     def stuck(self) -> str | None:
         """What to say where this rank's step is stuck."""
@@ -313,13 +397,22 @@ class Watch:
             try:
                 self._store.set(self._keys[self._rank], str(beats))
                 values = self._store.multi_get(self._keys)
-            except Exception as error:
+                now = self._answered = time.monotonic()
+                for rank, value in enumerate(values):
+                    if rank not in self._seen or self._seen[rank][0] != value:
+                        self._seen[rank] = (value, now)
+                    elif rank in self._node and now - self._seen[rank][1] > self.dead_after / 2 and self._works(rank):
+                        self._store.set(self._keys[rank], f"{beats} of rank {self._rank}")
+            except Exception as error:  # a store that fails once may answer again, over another connection
                 self._trouble = f" ({str(error).splitlines()[0]})"
-                return
-            now = self._answered = time.monotonic()
-            for rank, value in enumerate(values):
-                if rank not in self._seen or self._seen[rank][0] != value:
-                    self._seen[rank] = (value, now)
+                with contextlib.suppress(Exception):
+                    self._store = self._store.clone()
+
+    def _works(self, rank: int) -> bool:
+        """Whether the process of a silent rank of this node has used its processor since this was last asked."""
+        before, used = self._used.get(rank), _used(self._store.get(self._process(rank)).decode())
+        self._used[rank] = used
+        return before is not None and used > before
 
     def _look(self) -> None:
         """End the process where the clock says so."""
@@ -333,38 +426,57 @@ class Watch:
         """What to say where other ranks are silent; those of this node are killed."""
         now = time.monotonic()
         silence = now - self._answered
-        if self._trouble or silence > self.dead_after:
+        if silence > self.dead_after:
             return (
-                f"rank {self._rank}: the host of rank 0 does not answer{self._trouble or f' for {silence:.0f} s'}: the run"
-                " ends; start it again to resume"
+                f"rank {self._rank}: the host of rank 0 does not answer for {silence:.0f} s{self._trouble}: the run ends;"
+                " start it again to resume"
             )
         silent = [rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after]
         if not silent:
             return None
         for rank in silent:
             if rank in self._node:
-                _kill(self._store.clone().get(_process_key(rank)).decode())
+                _kill(self._store.clone().get(self._process(rank)).decode())
         return (
             f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for {self.dead_after:.0f} s: dead,"
             " stopped or unreachable. The run ends; start it again to resume"
         )
 
+    def _process(self, rank: int) -> str:
+        """The key of a rank's process: its number, when it began, and its host."""
+        return f"{self._about}/process/{rank}"
 
-def _process_key(rank: int) -> str:
-    return f"blockwalk/process/{rank}"
+
+def begin_watch(mesh: MeshSettings) -> Watch:
+    """A watch over ranks whose process group is there already; every rank calls this together."""
+    rank, node = dist.get_rank(), mesh.ranks_per_node
+    c10d: Any = dist.distributed_c10d
+    return Watch(Place(rank, mesh.world, rank % node, node), c10d._get_default_store())
+
+
+def _stat(process: int) -> list[str]:
+    """What the kernel says of a process of this machine, from the third field of proc(5)'s stat; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _began(process: int) -> str:
     """When a process of this machine began, in the kernel's ticks: with its number, it is that process and no other."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    return (_stat(process) or [""] * 20)[19]
+
+
+def _used(process: str) -> int:
+    """Processor time of a process, given as its number and its beginning, in the kernel's ticks; 0 where it is gone."""
+    number, began, *_ = process.split(" ")
+    found = _stat(int(number))
+    return int(found[11]) + int(found[12]) if found and found[19] == began else 0
 
 
 def _kill(process: str) -> None:
     """Kill a process, given as its number and its beginning, if it is still there."""
-    number, _, began = process.partition(" ")
+    number, began, *_ = process.split(" ")
     if began and _began(int(number)) == began:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(int(number), signal.SIGKILL)

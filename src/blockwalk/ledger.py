@@ -117,9 +117,9 @@ class Ledger:
 class LedgerCopy(Ledger):
     """What a rank other than the first keeps of the run's ledger: in memory, each step compared by its caller."""
 
-    def __init__(self, path: Path, header: dict[str, Any], entries: list[Entry]) -> None:
-        self.path, self.header, self.entries = path, header, entries
-        self._fd = -1
+    def __init__(self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+        self.path, self.header, self._fd = path, header, -1
+        self.entries = [_entry(value, number, path) for number, value in enumerate(entries, 1)]
 
     def append(self, entry: Entry) -> None:
         assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in the copy of {self.path}"

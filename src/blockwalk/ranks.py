@@ -13,17 +13,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from blockwalk.groups import Groups, make_groups, started
+from blockwalk.groups import Groups, first_json, make_groups, started
 from blockwalk.plan import MeshSettings, Plan
 from blockwalk.program import Lane
 from blockwalk.scalars import Scalars, make_scalars
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -125,8 +123,8 @@ class Ranks:
         rows: list[list[float]] = self._all(torch.tensor(values, dtype=torch.float64)).tolist()
         return rows
 
-    def first(self, ask: Callable[[], Answer]) -> Answer:
-        """What rank 0 answers, on every rank: values that pickle, as few as a ledger.
+    def first(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 answers, on every rank: a value that JSON carries, as small as a ledger.
 
         Raises:
             ValueError: on every rank, what rank 0 raised.
@@ -187,7 +185,7 @@ class Ranks:
             self._scalars = None
 
 
-def first(ask: Callable[[], Answer]) -> Answer:
+def first(ask: Callable[[], Any]) -> Any:
     """What rank 0 answers, on every rank; see :meth:`Ranks.first`."""
     if not dist.is_initialized():
         return ask()
@@ -197,10 +195,9 @@ def first(ask: Callable[[], Answer]) -> Answer:
             told[0] = ask()
         except (ValueError, OSError) as error:
             told[1] = str(error)
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise ValueError(told[1])
-    answer: Answer = told[0]
+    answer, wrong = first_json(told)
+    if wrong is not None:
+        raise ValueError(wrong)
     return answer
 
 

@@ -114,9 +114,12 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         if not plan.optimizer.total_steps:
             plan = override(plan, {"optimizer.total_steps": total})
         output_dir = Path(run.output_dir)
-        start = first(
-            lambda: checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
-        )
+
+        def prepare() -> str | None:
+            found = checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
+            return None if found is None else str(found)
+
+        start = first(prepare)
         ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
@@ -126,7 +129,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             forecast.check(lambda: next_plan(run, plan.budget or 0, shape, device=walker.device.type))
             loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory, record)
             if start is not None:
-                loop.resume(_saved(start))
+                loop.resume(_saved(Path(start)))
             if walker.ranks.rank == 0:
                 files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 record.write(output_dir, trace)
@@ -166,10 +169,14 @@ def _grown(walker: Walker, process: int) -> int:
 def _saved(start: Path) -> checkpoint.Checkpoint:
     """A checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
 
-    def ask() -> checkpoint.Checkpoint:
-        return dataclasses.replace(checkpoint.load(start), walker={})
+    def ask() -> dict[str, Any]:
+        found = checkpoint.load(start)
+        slices = None if found.slices is None else str(found.slices)
+        return {"step": found.step, "data": found.data, "config": found.config, "slices": slices}
 
-    small = first(ask)
+    told = first(ask)
+    slices = None if told["slices"] is None else Path(told["slices"])
+    small = checkpoint.Checkpoint(**{**told, "walker": {}, "slices": slices})
     return checkpoint.load(start) if start.is_dir() else small
 
 

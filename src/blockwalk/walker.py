@@ -22,7 +22,7 @@ from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.objectives import as_objective
 from blockwalk.estimators.zeroth_order import ZerothOrder
-from blockwalk.groups import Watch, require_agreement, versions
+from blockwalk.groups import Watch, begin_watch, require_agreement, started, versions
 from blockwalk.lanes import Lanes, Mark
 from blockwalk.ledger import Entry, Ledger, LedgerCopy
 from blockwalk.metrics import page_cache
@@ -111,8 +111,10 @@ class Walker:
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
         zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+        started(plan.mesh)
+        self._begins_watch = plan.mesh.world > 1 and Watch.current is None
+        self._watch = begin_watch(plan.mesh) if self._begins_watch else Watch.current
         self.ranks = make_ranks(plan, self.device)
-        self._watch = Watch(plan.mesh.ranks_per_node) if plan.mesh.world > 1 else None
         if self.ranks.world > 1:
             folder = folder / f"rank-{self.ranks.rank}"
         run = self.ranks.first(lambda: run_of(ledger))
@@ -219,9 +221,9 @@ class Walker:
         """The run's ledger: rank 0's file, of which the others keep a copy in memory."""
         opened: list[Ledger] = []
 
-        def ask() -> tuple[dict[str, Any], list[Entry]]:
+        def ask() -> tuple[dict[str, Any], list[dict[str, Any]]]:
             opened.append(Ledger(path, head))
-            return opened[0].header, opened[0].entries
+            return opened[0].header, [asdict(entry) for entry in opened[0].entries]
 
         found, entries = self.ranks.first(ask)
         return opened[0] if opened else LedgerCopy(path, found, entries)
@@ -507,7 +509,7 @@ class Walker:
 
     def close(self) -> None:
         """Let go of threads, files and scratch; all ranks together."""
-        if self._watch is not None:
+        if self._watch is not None and self._begins_watch:
             self._watch.close()
         self.lanes.close()
         if self._saver is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockwalk.groups import Watch, make_groups, require_agreement
+from blockwalk.groups import Watch, gather_json, make_groups, require_agreement
+from blockwalk.launch import Place
 from blockwalk.mesh import between, gather_bytes, make_axes, slice_of
 from blockwalk.plan import MeshSettings
 from blockwalk.program import Lane
+from blockwalk.ranks import first
 from tests.ranks.cluster import cluster, sent_payload
 from tests.ranks.processes import run_ranks
 
@@ -36,8 +39,8 @@ def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
     axes = make_axes(mesh)
     numel = mesh.world * 5
     for size in (mesh.z3, mesh.z2, mesh.z1, mesh.world):
-        for first in range(0, mesh.world, size):
-            pieces = sorted(slice_of(axes, rank, numel, size) for rank in range(first, first + size))
+        for lowest in range(0, mesh.world, size):
+            pieces = sorted(slice_of(axes, rank, numel, size) for rank in range(lowest, lowest + size))
             assert pieces == [(i * numel // size, (i + 1) * numel // size) for i in range(size)]
     for rank in range(mesh.world):
         inner, outer = slice_of(axes, rank, numel, mesh.z3), slice_of(axes, rank, numel, mesh.z1)
@@ -49,6 +52,10 @@ def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
 def test_groups_that_do_not_nest_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mesh.z3 = 2 does not divide mesh.ranks_per_node = 3"):
         make_axes(MeshSettings(z3=2, z2=6, z1=6, world=6, ranks_per_node=3))
+
+
+def _refuse(why: str) -> None:
+    raise ValueError(why)
 
 
 def _collectives(rank: int) -> None:
@@ -73,7 +80,12 @@ def _collectives(rank: int) -> None:
     groups.sum_(replica, outer, Lane.INTER)
     assert torch.equal(replica, everyone[rank % 2] + everyone[rank % 2 + 2])
     assert groups.exchange([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
+    dist.distributed_c10d._tensor_to_object = None  # type: ignore[assignment]  # what torch unpickles objects with
     require_agreement({"plan": "same", "torch": torch.__version__})
+    assert gather_json({"rank": rank, "é": [0.1, None]}) == [{"rank": r, "é": [0.1, None]} for r in range(4)]
+    assert first(lambda: {"rank": rank}) == {"rank": 0}
+    with pytest.raises(ValueError, match="rank 0 says no"):
+        first(partial(_refuse, f"rank {rank} says no"))
     with pytest.raises(ValueError, match=r"plan: rank 0 has 'a', rank 3 has 'b'"):
         require_agreement({"plan": "b" if rank == 3 else "a"})
     groups.close()
@@ -112,8 +124,12 @@ def test_a_gather_and_a_reduction_send_half_of_the_buffer_between_two_nodes() ->
                 assert 4 * numel / 2 <= sent <= 1.02 * 4 * numel / 2 + 16_384
 
 
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+
+
 def _watched(rank: int, how: str) -> Any:
-    watch = Watch(dist.get_world_size(), interval=0.2, dead_after=2.0, stuck_after=1.0)
+    watch = Watch(Place(rank, 2, rank, 2), store(), interval=0.2, dead_after=2.0, stuck_after=1.0)
     began = time.monotonic()
     if how == "fine":
         for _ in range(3):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from blockwalk import cli
+from blockwalk import cli, launch
 from blockwalk.launch import LOST, Place, first_failure, place
 from tests.conftest import TinyRun
 
@@ -91,6 +93,71 @@ def kill_rank_1(process: subprocess.Popen[str], output_dir: Path, after: int) ->
         raise AssertionError("".join(process.communicate(timeout=60)))
     os.kill(int(match[1]), signal.SIGKILL)
     return int(match[1])
+
+
+def processes(launcher: int) -> list[int]:
+    """A process and its children."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [launcher, *map(int, children)]
+
+
+def listening(process: int) -> set[str]:
+    """The addresses, as the kernel writes them, of the TCP sockets on which a process listens."""
+    held = set()
+    for fd in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(fd))
+    lines = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()
+    ]
+    return {fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in held}
+
+
+def test_ranks_of_one_machine_are_reached_by_nobody_else_and_end_with_their_launcher(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operating system: every listening socket of the run is on a loopback address, also where the user's environment names
+    another interface; the folder through which ranks meet is their user's alone; ranks whose launcher is killed save a
+    checkpoint and are gone."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
+    output_dir = tmp_path / "run"
+    process = start(tiny_run, output_dir, ranks=2, steps=100_000, settings="--save_every 100000")
+    ledger = output_dir / "ledger.jsonl"
+    while not (ledger.exists() and ledger.read_bytes().count(b"\n") > 2) and process.poll() is None:
+        time.sleep(0.05)
+    assert process.poll() is None, process.communicate()
+    everyone = processes(process.pid)
+    assert len(everyone) == 3
+    assert set().union(*map(listening, everyone)) == {"0100007F"}  # 127.0.0.1: gloo's
+    (folder,) = tmp_path.glob("blockwalk-ranks-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{each}").exists() for each in everyone) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{each}").exists() for each in everyone)
+    assert max(output_dir.glob("checkpoint-*")).name > "checkpoint-000000"
+
+
+def test_a_launcher_passes_signals_on_and_names_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Operating system: exit codes of shells in the place of ranks, which end as ranks do."""
+
+    def attended(*scripts: str, sent: int = 0) -> int:
+        ranks = [subprocess.Popen(["sh", "-c", script], process_group=0) for script in scripts]
+        if sent:
+            threading.Timer(0.3, os.kill, (os.getpid(), sent)).start()
+        code = launch._attend(ranks)
+        assert all(each.returncode is not None for each in ranks)
+        return code
+
+    saves = "trap 'exit 143' TERM; while :; do sleep 0.05; done"
+    assert attended(saves, saves, sent=signal.SIGTERM) == 143
+    assert attended("exit 0", "sleep 0.2") == 0
+    assert attended("trap 'exit 13' TERM; while :; do sleep 0.05; done", "sleep 0.1; kill -9 $$") == 128 + signal.SIGKILL
+    assert "rank 1" in capfd.readouterr().err
+    assert attended("exit 3", saves) == 3
 
 
 def test_torchrun_starts_a_run_again_where_its_ledger_ends(

@@ -24,7 +24,7 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk import train as training
 
-    with launch.joined(launch.place(), Path(run.output_dir)):
+    with launch.joined(launch.place(), Path(run.output_dir), run.start_timeout):
         outcome = training.train(run, trace=arguments.trace)
         print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
         if outcome.stopped_by is not None:
