@@ -22,6 +22,7 @@ from blockwalk.anatomy import canonical_name
 from blockwalk.estimators.lazy import lora_linear
 from blockwalk.lazy_parameter import LazyParameter
 from blockwalk.settings import did_you_mean
+from blockwalk.skeleton import persistent_buffers
 
 if TYPE_CHECKING:
     from blockwalk.config import LoraSettings
@@ -185,10 +186,13 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *
     return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=keeps_in_out)
 
 
-def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The plain model's own parameters of a ``PeftModel``, by canonical name."""
-    base, adapters = model.get_base_model(), tuple(model.peft_config)
-    return {canonical_name(n, adapters, ""): p for n, p in base.named_parameters() if ".lora_" not in n}
+def base_tensors(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The plain model in a model in memory (itself, or the base of a ``PeftModel``), and the base's own parameters and
+    persistent buffers, by canonical name."""
+    adapters = tuple(getattr(model, "peft_config", ()))
+    base = model.get_base_model() if adapters else model
+    tensors = {**dict(base.named_parameters()), **{name: base.get_buffer(name) for name in persistent_buffers(base)}}
+    return base, {canonical_name(n, adapters, ""): t for n, t in tensors.items() if ".lora_" not in n}
 
 
 def adapt_alike(model: nn.Module, adapted: Any) -> Any:

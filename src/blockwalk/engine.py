@@ -25,6 +25,7 @@ from blockwalk.heap import Slack, give_back
 from blockwalk.opening import open_model
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Op
+from blockwalk.skeleton import persistent_buffers
 from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.scratch import ScratchMaps
 from blockwalk.tiers.weights import DenseWeight, EncodedWeight
@@ -495,7 +496,13 @@ class Engine:
         stored = {}
         if self.source is not None:  # a slot holds the last that visited it
             stored = self.source.weights([p.name for unit in self._visiting.values() for p in unit])
-        save_model(folder, self.module, {**self._bound, **stored, **trained})
+        save_model(folder, self.module, {**self._bound, **stored, **trained, **self.stored_buffers()})
+
+    def stored_buffers(self) -> dict[str, torch.Tensor | Weight]:
+        """The persistent buffers, by name, as the model came with them: the walk may hold them in another dtype."""
+        known = () if self.source is None else self.source.names()
+        own = {name: self.module.get_buffer(name) for name in persistent_buffers(self.module)}
+        return {**own, **({} if self.source is None else self.source.weights(own.keys() & known))}
 
     def close(self) -> None:
         if self._buckets is not None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from blockwalk.identity import weights_digest
 from blockwalk.plan import Estimator, Plan
 from blockwalk.state import CODEC_DTYPE, Codec, Tier
 from blockwalk.tiers.disk import CheckpointFolder
 from blockwalk.tiers.store import BlockStore, is_store
 
 if TYPE_CHECKING:
+    from blockwalk.skeleton import Skeleton
     from blockwalk.tiers import WeightSource
 
 log = logging.getLogger(__name__)
@@ -26,7 +31,8 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
     """The weights of the model at ``path`` in the codec that a plan asks for.
 
     A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for int4, int8 and
-    fp8 it is packed once into ``workdir`` and found there again. ``model`` is its skeleton.
+    fp8 it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. What is
+    packed there of a model of the same name goes when its weights are other ones. ``model`` is the skeleton.
 
     Raises:
         ValueError: the folder holds no weights that fit, or a store in another codec.
@@ -42,14 +48,20 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
     folder = CheckpointFolder(path, model)
     if codec is Codec.RAW or codec in CODEC_DTYPE:
         return folder
-    folder.close()
-    from blockwalk.pack import pack
+    try:
+        name = f"{path.resolve().name}-{codec}"
+        packed = workdir / f"{name}-{weights_digest(path)}"
+        if not is_store(packed):
+            log.info("packing %s to %s, once, into %s", path, codec, packed)
+            from blockwalk.blocks import CutModel
+            from blockwalk.tiers.store_writer import write_store
 
-    packed = workdir / f"{path.resolve().name}-{codec}"
-    if not is_store(packed):
-        log.info("packing %s to %s, once, into %s", path, codec, packed)
-        workdir.mkdir(parents=True, exist_ok=True)
-        pack(path, packed, codec)
+            for other in workdir.glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
+                shutil.rmtree(other)
+            workdir.mkdir(parents=True, exist_ok=True)
+            write_store(packed, folder, CutModel(model).spec(), codec, copy_from=path)
+    finally:
+        folder.close()
     return BlockStore(packed)
 
 
@@ -61,7 +73,10 @@ def open_model(
     Raises:
         ValueError: the folder holds no weights that fit the plan.
     """
-    adapted: nn.Module | None = None
+    from blockwalk.adapters import adapt_alike, base_tensors
+    from blockwalk.skeleton import build_skeleton, load_config
+
+    path, cls = Path(workdir / "in-memory" if isinstance(model, nn.Module) else model), None
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
         if plan.frozen.tier is Tier.DEVICE:
@@ -71,27 +86,48 @@ def open_model(
                     if param.is_floating_point():
                         param.data = param.data.to(dtype)
             return model, None, dtype
-        folder = workdir / "model"
-        from blockwalk.adapters import base_weights
         from blockwalk.safetensors_file import save_model
 
-        adapted = model if hasattr(model, "peft_config") else None
-        weights = dict(model.named_parameters()) if adapted is None else base_weights(adapted)
-        # transformers' own writes on rank 0 alone
-        save_model(folder, model if adapted is None else model.get_base_model(), weights)  # type: ignore[operator]
-        model = folder
-    from blockwalk.skeleton import build_skeleton, load_config
-
-    config = load_config(model)
-    stored = config.dtype or torch.float32
-    dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
-    skeleton = build_skeleton(config, dtype)
-    source = open_source(Path(model), plan.frozen.codec, skeleton.model, workdir)
-    if adapted is None:
+        base, tensors = base_tensors(model)
+        config, cls = base.config, type(base)
+        shutil.rmtree(path, ignore_errors=True)  # another model's: whoever has its files mapped keeps them
+        save_model(path, base, tensors)  # transformers' own writes on rank 0 alone
+    else:
+        config = load_config(path)
+        stored = config.dtype or torch.float32
+        dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
+    skeleton = build_skeleton(config, dtype, cls)
+    source = open_source(path, plan.frozen.codec, skeleton.model, workdir)
+    _fill_buffers(skeleton, source)
+    if not hasattr(model, "peft_config"):
         return skeleton.model, source, dtype
-    from blockwalk.adapters import adapt_alike
+    return adapt_alike(skeleton.model, model), source, dtype
 
-    return adapt_alike(skeleton.model, adapted), source, dtype
+
+def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
+    """Give a skeleton's persistent buffers the values of ``source``, in the dtype that ``from_pretrained`` loads each in.
+
+    Raises:
+        ValueError: the source lacks a buffer, or has it in another shape. One that transformers lets a checkpoint leave out
+            keeps the value that the constructor gave it.
+    """
+    from blockwalk.tiers.conversion import optional
+
+    model: Any = skeleton.model
+    kept = model._get_dtype_plan(model.dtype)
+    known, done = set(source.names()), set()
+    for name in skeleton.persistent_buffers:
+        buffer = model.get_buffer(name)
+        if id(buffer) in done or (name not in known and optional(model, name)):
+            continue
+        found = source.shape(name) if name in known else "absent"
+        if found != tuple(buffer.shape):
+            raise ValueError(f"the buffer {name} is {tuple(buffer.shape)} in {type(model).__name__} and {found} in its files")
+        done.add(id(buffer))  # two modules may share one
+        dtype = next((kept[glob] for glob in kept if re.search(glob.replace("*", ".*"), name)), buffer.dtype)
+        value = source.weights([name])[name]
+        assert isinstance(value, torch.Tensor), f"{name} is encoded"
+        buffer.data = value.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:

@@ -156,8 +156,8 @@ def save_model(
 
     Args:
         folder: made where it is not there; nothing in it is synced.
-        model: the transformers model, for its configurations and persistent buffers; its parameters are not read.
-        weights: every parameter once, in the order of the files.
+        model: the transformers model, for its configurations alone.
+        weights: every parameter and persistent buffer once, in the order of the files.
         max_bytes: of tensors in one file.
     """
     folder = Path(folder)
@@ -166,13 +166,10 @@ def save_model(
     for config in (configured.config, getattr(configured, "generation_config", None)):
         if config is not None:
             config.save_pretrained(folder)
-    stored = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    everything: dict[str, torch.Tensor | Weight] = {**weights, **buffers}
-    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in everything.items()}
+    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
     parts = dict(shards(entries, max_bytes))
     for file, part in parts.items():
-        write(folder / file, part, (piece for name in part for piece in pieces(everything[name])))
+        write(folder / file, part, (piece for name in part for piece in pieces(weights[name])))
     if len(parts) > 1:
         (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
 

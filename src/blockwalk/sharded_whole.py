@@ -82,7 +82,7 @@ def save_pretrained(engine: ShardedEngine, folder: Path) -> None:
     units = _Units(engine)
     weights = {p.name: _Gathered(units, p) for p in engine.spec.params()}
     if engine.rank == 0:
-        save_model(folder, engine.module, weights)
+        save_model(folder, engine.module, {**weights, **engine.stored_buffers()})
         return
     for weight in weights.values():  # its turn in the same gathers
         for _ in pieces(weight):

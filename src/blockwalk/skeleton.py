@@ -25,7 +25,7 @@ class Skeleton(NamedTuple):
     model: nn.Module
     """The ``transformers`` causal language model; its parameters are on the meta device."""
     persistent_buffers: tuple[str, ...]
-    """Buffers that a checkpoint stores (``state_dict`` names): they hold initial values until a tier fills them."""
+    """Buffers that a checkpoint stores (``state_dict`` names): they hold initial values until a source fills them."""
 
 
 def load_config(path_or_config: Any) -> Any:
@@ -113,15 +113,17 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None) -> Skeleton:
+def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None, cls: type[nn.Module] | None = None) -> Skeleton:
     """Build the causal language model of a checkpoint folder or configuration without its weights.
 
-    ``dtype`` is that of the parameters (None: the configuration's own). The model is in training mode, as a constructor
+    ``dtype`` is that of the parameters (None: the configuration's own), ``cls`` the model's class where it is not the one
+    that ``transformers`` has for the configuration. The model is in training mode, as a constructor
     leaves it. Raises ValueError for a model that is no causal language model of ``transformers``.
     """
     config = load_config(path_or_config)
-    cls = model_class(config)
-    config = model_config(config, cls)
+    if cls is None:
+        cls = model_class(config)
+        config = model_config(config, cls)
     dtype = dtype or config.dtype or torch.float32
     with _parameters_on_meta():
         model: nn.Module = cls._from_config(config, dtype=dtype)  # type: ignore[attr-defined]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -23,10 +25,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from blockwalk import anatomy as anatomy_room
-from blockwalk import arguments, blocks, calls, heads, skeleton, units
+from blockwalk import arguments, blocks, calls, files, heads, skeleton, units
 from blockwalk import unread as unread_room
 from blockwalk.anatomy import Anatomy, Trace, dissect, layer_candidates, watch
 from blockwalk.blocks import CutModel
+from blockwalk.report.advice import is_out_of_memory
 from blockwalk.unread import unread_outputs
 
 TOLERANCE = 1e-4
@@ -70,6 +73,8 @@ def _key(model: Any, verify: bool) -> str:
     }
     rooms = (anatomy_room, arguments, blocks, calls, heads, skeleton, units, unread_room)
     code = [Path(str(room.__file__)).read_bytes() for room in rooms] + [Path(__file__).read_bytes()]
+    with suppress(OSError, TypeError):  # a class that was typed in has no file
+        code.append(Path(inspect.getfile(type(model))).read_bytes())
     facts = [
         type(model).__name__,
         model.config._attn_implementation,
@@ -82,7 +87,7 @@ def _key(model: Any, verify: bool) -> str:
 
 
 def _file(key: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk" / f"anatomy-{key}.json"
+    return files.cache_folder() / f"anatomy-{key}.json"
 
 
 def _read(key: str) -> Anatomy | str | None:
@@ -101,6 +106,8 @@ def _study_and_keep(key: str, model: Any, verify: bool) -> Anatomy | str:
     try:
         verdict = study(type(model), model.config, verify=verify)
     except Exception as error:  # whatever a model raises when it is run in pieces is the reason to refuse it
+        if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
+            raise  # of the machine as it is now, not of the model
         verdict = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         if "meta" in verdict:
             verdict = f"a unit reads a parameter that another one owns ({verdict})"

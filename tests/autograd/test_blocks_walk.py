@@ -269,6 +269,20 @@ def test_a_step_that_calls_its_layers_otherwise_is_refused(order: tuple[int, ...
         cut.prologue({"input_ids": torch.arange(4)[None]})
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(24, "too many open files"), RuntimeError("can't allocate memory")])
+def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) -> None:
+    """Oracle: the study itself, once the machine has room again; in this process and in one that reads its file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(verification, "_known", {})
+    model = build_skeleton(tiny_config("gpt2")).model
+    with monkeypatch.context() as full:
+        full.setattr(verification, "compare", lambda *_: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            verification.certified_anatomy(model)
+    assert not list(tmp_path.rglob("*.json"))
+    assert verification.certified_anatomy(model) == verification.study(type(model), model.config)
+
+
 def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     """Oracle: the verdict of the study itself; a second process would read the same file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

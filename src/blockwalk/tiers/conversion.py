@@ -148,6 +148,11 @@ def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
     return tuple(getattr(model, attribute, None) or ())
 
 
+def optional(model: nn.Module, name: str) -> bool:
+    """Whether transformers lets a checkpoint of ``model`` leave a tensor out without a word."""
+    return not _without([name], _patterns(model, "_keys_to_ignore_on_load_missing"))
+
+
 def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
     """The names that none of the regular expressions finds."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
