@@ -14,8 +14,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from blockwalk import ledger as ledger_module
 FORMAT = 1
 SCRATCH = "scratch"
 """The walker's working folder below the run's: packed weights, and those of a zeroth-order run on disk."""
+REPLACED = "replaced"
+"""Where a run that another one replaces stays until that one's first checkpoint is whole."""
+LOGS = ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "forecast.json", "trace.json")
+"""What a run writes of itself beside its checkpoints and its ledger."""
 TENSORS, SCALARS = "state.safetensors", "state.json"
 SLICES = ".metadata"
 """What torch.distributed.checkpoint writes when every rank's slices are there."""
@@ -102,9 +107,14 @@ def scalars_text(step: int, walker: Mapping[str, Any], data: Mapping[str, Any], 
 
 
 def prune(output_dir: Path, keep: int) -> None:
-    """Remove all whole checkpoints but the newest ``keep``."""
-    for old in whole(output_dir)[:-keep]:
-        _remove(old)
+    """Remove all whole checkpoints but the newest ``keep``, and the run that they replace."""
+    found = whole(output_dir)
+    for old in found[:-keep]:
+        hidden = old.with_name(f".{old.name}{files.PARTIAL}")  # it stops being named like a checkpoint first
+        os.rename(old, hidden)
+        shutil.rmtree(hidden)
+    if found:
+        shutil.rmtree(output_dir / REPLACED, ignore_errors=True)
 
 
 def load(path: Path) -> Checkpoint:
@@ -147,13 +157,81 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -> Path | None:
-    """Decide where a run starts, and clear the way for it: the checkpoint to resume from, or None for a fresh start.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run starts, and what of an earlier run stands in its way; nothing has been touched yet."""
+
+    output_dir: str
+    checkpoint: str | None
+    """Where it resumes; None: a fresh start."""
+    in_the_way: Sequence[str]
+
+    def told(self) -> dict[str, Any]:
+        """What rank 0 tells the others, as JSON values."""
+        return asdict(self)
+
+    @property
+    def ledger(self) -> Path:
+        """The ledger that the walker opens: a fresh run's has a name beside the earlier run's until :meth:`clear`."""
+        name = ledger_module.NAME
+        return Path(self.output_dir) / (name if self.checkpoint is not None else f".{name}{files.PARTIAL}")
+
+    def clear(self) -> None:
+        """Clear the way, when the run really starts: an earlier run goes to :data:`REPLACED`, newest checkpoint first, its
+        ledger after them, so that what a kill leaves is a run that can be resumed. :func:`prune` removes it."""
+        if not self.in_the_way:
+            return
+        folder = Path(self.output_dir)
+        replaced, logs = folder / REPLACED, [folder / name for name in LOGS]
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        replaced.mkdir()
+        for path in (*map(Path, reversed(self.in_the_way)), *(logs if self.checkpoint is None else [])):
+            if path.exists():
+                os.rename(path, replaced / path.name)
+        files.fsync_folder(replaced)
+        files.fsync_folder(folder)
+
+
+@contextmanager
+def one_run(output_dir: Path) -> Iterator[None]:
+    """Hold a run's folder for the time of one run, and sweep what runs that ended before they began have left there.
+
+    Raises:
+        ValueError: another run is at work in it.
+    """
+    with files.locked(output_dir):
+        sweep(output_dir)
+        try:
+            yield
+        finally:
+            sweep(output_dir)
+
+
+def sweep(output_dir: Path) -> None:
+    """Remove what nobody will ask for again: files half written, and weights on disk of another run than the ledger's."""
+    ledger, scratch = output_dir / ledger_module.NAME, output_dir / SCRATCH
+    kept = "weights-*"
+    with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
+        kept = f"weights-{ledger_module.read_ledger(ledger)[0]['run'] if ledger.exists() else ''}"
+    for folder in (*scratch.glob("rank-*"), scratch, output_dir):
+        if not folder.is_dir():
+            continue
+        files.remove_leftovers(folder)
+        for weights in folder.glob("weights-*"):
+            if not weights.match(kept):
+                shutil.rmtree(weights)
+        if folder != output_dir and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def prepare(folder: str | os.PathLike[str], resume_from_checkpoint: str, overwrite: bool) -> Start:
+    """Decide where a run starts: nothing is changed before :meth:`Start.clear`.
 
     Raises:
         ValueError: there is no such checkpoint, or an earlier run stands in the way and ``overwrite`` is false.
     """
-    output_dir.mkdir(parents=True, exist_ok=True)
+    output_dir = Path(folder)
     ledger = output_dir / ledger_module.NAME
     start: Path | None = None
     in_the_way: list[Path] = []
@@ -176,13 +254,7 @@ def prepare(output_dir: Path, resume_from_checkpoint: str, *, overwrite: bool) -
             f"{output_dir} holds an earlier run's {in_the_way[-1].name}; continue it with resume_from_checkpoint:"
             " latest, choose another output_dir, or set overwrite_output_dir: true"
         )
-    files.remove_leftovers(output_dir)
-    for path in reversed(in_the_way):
-        _remove(path)
-    if start is None:  # what a run left that did not come to its first checkpoint
-        ledger.unlink(missing_ok=True)
-        shutil.rmtree(output_dir / SCRATCH, ignore_errors=True)
-    return start
+    return Start(str(output_dir), None if start is None else str(start), [str(path) for path in in_the_way])
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
@@ -221,13 +293,3 @@ def versions() -> dict[str, str]:
 
 def _is_whole(path: Path) -> bool:
     return (path / SCALARS).is_file() and ((path / TENSORS).is_file() or (path / SLICES).is_file())
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, which stops being named like one first, or a file."""
-    if path.is_file():
-        path.unlink()
-    else:
-        hidden = path.with_name(f".{path.name}{files.PARTIAL}")
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)

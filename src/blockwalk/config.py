@@ -99,7 +99,8 @@ class RunConfig:
     """Seconds that a rank waits at the start for all others to come."""
     output_dir: str = "runs/blockwalk"
     overwrite_output_dir: bool = False
-    """Remove an earlier run's checkpoints and metrics that stand in the way."""
+    """Replace an earlier run's checkpoints, ledger and metrics; they stay in ``output_dir/replaced`` until this run's first
+    checkpoint is whole."""
     resume_from_checkpoint: str = ""
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from blockwalk.config import DataSettings
 from blockwalk.data.batching import in_order, label_word_batch, loss_tokens
@@ -23,6 +24,11 @@ class Evaluation:
     tokens: int
     examples: int
     accuracy: float | None = None
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Evaluation:
+        """The evaluation that a line of ``evaluations.jsonl`` tells of."""
+        return cls(**{each.name: line[each.name] for each in fields(cls)})
 
     def __str__(self) -> str:
         accuracy = "" if self.accuracy is None else f"accuracy {100 * self.accuracy:.1f}%  "

@@ -10,13 +10,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial"
+LOCK = ".lock"
+"""The file in a folder that :func:`locked` holds; it says who does."""
 
 
 def _beside(path: Path) -> Path:
@@ -112,6 +116,48 @@ def refuse_existing(path: str | os.PathLike[str]) -> None:
     """Raise ValueError where an output exists already."""
     if os.path.lexists(path):
         raise ValueError(f"{os.fspath(path)} exists already and is not overwritten: choose another output or remove it")
+
+
+@contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a folder, made where it is not there, against every other process. The lock ends with this process, however that
+    ends; a folder that was made here and stays empty goes again.
+
+    Raises:
+        ValueError: the folder is a file, or another process holds it; the message says which, where and since when.
+    """
+    import fcntl
+
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, and a folder is needed: choose another name")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    while True:
+        with path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder") from None
+            try:
+                if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                    continue
+            except FileNotFoundError:  # whoever held the lock has just removed it: this file has no name any more
+                continue
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                if made:
+                    with suppress(OSError):  # not empty
+                        folder.rmdir()
+            return
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:

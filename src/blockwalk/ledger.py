@@ -19,6 +19,7 @@ import gzip
 import hashlib
 import json
 import os
+import statistics
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -50,6 +51,16 @@ class Entry:
     """gᵢ, one for each query; the update's direction is their mean-weighted noise (1/q)·Σ gᵢ·zᵢ."""
     curvatures: tuple[float, ...] = ()
     """hizoo: |l₊ + l₋ − 2l₀| / 2ε² of each query."""
+
+    @property
+    def loss(self) -> float:
+        """The step's reported loss: its first forward's."""
+        return self.losses[0]
+
+    @property
+    def projected_grad(self) -> float:
+        """g; of several queries their mean."""
+        return statistics.fmean(self.projected_grads)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -92,6 +103,12 @@ class Ledger:
         """Steps that count as done."""
         return len(self.entries)
 
+    def rename(self, path: Path) -> None:
+        """Give the file another name, atomically, in place of one that is there."""
+        os.replace(self.path, path)
+        files.fsync_folder(path.parent)
+        self.path = path
+
     def append(self, entry: Entry) -> None:
         """Write one step's line and wait until it is on the disk."""
         assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in {self.path}"
@@ -120,6 +137,9 @@ class LedgerCopy(Ledger):
     def __init__(self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
         self.path, self.header, self._fd = path, header, -1
         self.entries = [_entry(value, number, path) for number, value in enumerate(entries, 1)]
+
+    def rename(self, path: Path) -> None:
+        self.path = path
 
     def append(self, entry: Entry) -> None:
         assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in the copy of {self.path}"

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from blockwalk import files
+
 DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
@@ -138,25 +140,30 @@ class PeakMemory:
 class MetricsLog:
     """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on."""
 
-    def __init__(self, path: Path, *, keep_until: int = -1) -> None:
+    def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
         """
         Args:
             path: the file; made if it is not there.
-            keep_until: the step of the checkpoint that the run resumes from: later lines are dropped. −1 drops all.
+            source: the log that is gone on with, if any: of this file, or of the run that is resumed in another folder.
+            keep_until: the step that the run goes on from: later lines are dropped.
         """
-        kept = [line for line in _whole_lines(path) if int(line["step"]) <= keep_until]
-        beside = path.with_name(f".{path.name}.partial")
-        beside.write_text("".join(f"{json.dumps(line)}\n" for line in kept), encoding="utf-8")
-        os.replace(beside, path)
-        self.last_step = int(kept[-1]["step"]) if kept else 0
-        """Of the last line."""
+        kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
+        with files.atomic_open(path, "w") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in kept)
+        self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
+        self.last_line: Mapping[str, Any] | None = kept[-1] if kept else None
         self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def last_step(self) -> int:
+        """Of the last line; −1 where there is none."""
+        return int(self.last_line["step"]) if self.last_line else -1
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; it is readable at once and safe after the next :meth:`sync`. Every figure is finite: JSON has no
         other."""
         self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
-        self.last_step = int(line["step"])
+        self.first_line, self.last_line = self.first_line or line, line
 
     def sync(self) -> None:
         """Make every line so far survive a power cut."""
@@ -168,13 +175,17 @@ class MetricsLog:
         self._file.close()
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines; one that a kill cut short, always the last, is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not text.endswith("\n"):
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines up to one that a kill or a loss of power left torn; none where there is no file."""
+    lines: list[dict[str, Any]] = []
+    if not path.is_file():
+        return lines
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text) if text.endswith("\n") else None
+        except ValueError:
             break
-        lines.append(json.loads(text))
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
     return lines

@@ -15,28 +15,30 @@ import dataclasses
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 
 from blockwalk import checkpoint, config, files
 from blockwalk.config import RunConfig
 from blockwalk.data import batching
-from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
+from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch, loss_tokens
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import read_records
 from blockwalk.evaluation import Evaluation, HeldOut, template_of
 from blockwalk.ledger import NAME as LEDGER
+from blockwalk.ledger import Entry
 from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
 from blockwalk.plan import Estimator
 from blockwalk.program import Shape, human_bytes
 from blockwalk.ranks import first
 from blockwalk.report.advice import OutOfMemory, is_out_of_memory, next_plan
-from blockwalk.report.forecast import Forecast, zeroth_order_advice
+from blockwalk.report.forecast import Forecast, foresee, zeroth_order_advice
 from blockwalk.report.progress import Progress
 from blockwalk.report.record import Record
 from blockwalk.settings import override
@@ -102,7 +104,12 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             f"frozen: {run.plan.frozen} keeps weights in {run.plan.frozen.codec}, and without adapters every weight is"
             " trained: it would start from rounded values; set lora.rank, or frozen: disk × raw"
         )
-    with PeakMemory() as memory, _stop_signals() as stop:
+    output_dir, device = Path(run.output_dir), "cuda" if torch.cuda.is_available() else "cpu"
+    with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
+        first(lambda: folder.enter_context(checkpoint.one_run(output_dir)))
+        start = checkpoint.Start(
+            **first(lambda: checkpoint.prepare(run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir).told())
+        )
         tokenizer = load_tokenizer(run.model)
         rows, choices = read_training_rows(run, tokenizer)
         batches = Batches(
@@ -113,23 +120,17 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         plan = run.plan
         if not plan.optimizer.total_steps:
             plan = override(plan, {"optimizer.total_steps": total})
-        output_dir = Path(run.output_dir)
-
-        def prepare() -> str | None:
-            found = checkpoint.prepare(output_dir, run.resume_from_checkpoint, overwrite=run.overwrite_output_dir)
-            return None if found is None else str(found)
-
-        start = first(prepare)
-        ledger = output_dir / LEDGER if plan.estimator is Estimator.ZEROTH_ORDER else None
+        shape = Shape(_rows(run), _longest(rows, run))
+        foresee(run, shape, device=device).check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
+        loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory)
+        if start.checkpoint is not None:
+            loop.read(_saved(Path(start.checkpoint)))
+        ledger = start.ledger if plan.estimator is Estimator.ZEROTH_ORDER else None
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
-            shape = Shape(_rows(run), _longest(rows, run))
             record = Record.of(walker, shape, adapters=run.lora is not None)
             forecast = Forecast(plan, walker.spec, record.program)
-            forecast.check(lambda: next_plan(run, plan.budget or 0, shape, device=walker.device.type))
-            loop = _Loop(run, walker, batches, choices, held_out, total, tokenizer, memory, record)
-            if start is not None:
-                loop.resume(_saved(Path(start)))
+            loop.begin(walker, record, start)
             if walker.ranks.rank == 0:
                 files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 record.write(output_dir, trace)
@@ -161,8 +162,6 @@ def _grown(walker: Walker, process: int) -> int:
     """Bytes that training took: on a GPU the allocator's own peak, else those of the process."""
     if walker.device.type != "cuda":
         return max(process, 0)
-    import torch
-
     return int(torch.cuda.max_memory_allocated(walker.device))
 
 
@@ -218,35 +217,70 @@ def _longest(rows: Encoded, run: RunConfig) -> int:
 class _Loop:
     """A run in progress."""
 
+    walker: Walker
+    record: Record
+    metrics: MetricsLog
+    evaluations: MetricsLog
+
     def __init__(
         self,
         run: RunConfig,
-        walker: Walker,
         batches: Batches,
         choices: Choices | None,
         held_out: HeldOut | None,
         total: int,
         tokenizer: Tokenizer,
         memory: PeakMemory,
-        record: Record,
     ) -> None:
-        self.record = record
-        self.config, self.walker, self.batches, self.choices, self.held_out = run, walker, batches, choices, held_out
+        self.config, self.batches, self.choices, self.held_out = run, batches, choices, held_out
         self.total, self.tokenizer, self.memory = total, tokenizer, memory
         self.output_dir = Path(run.output_dir)
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
-        self.first_loss: float | None = None
-        self.last_loss: float | None = None
+        self.saved: checkpoint.Checkpoint | None = None
         self.changes: list[str] = []
-        self.resumed = False
+        self.evaluated = -1
+        """The step of the last evaluation, on every rank as in rank 0's log."""
         self.stopped_by: signal.Signals | None = None
 
-    def resume(self, saved: checkpoint.Checkpoint) -> None:
-        """Go on where a checkpoint ends."""
-        self.resumed = True
-        portable = saved.slices is not None or self.walker.plan.sharded
+    def read(self, saved: checkpoint.Checkpoint) -> None:
+        """Take over what a checkpoint has beside weights.
+
+        Raises:
+            ValueError: settings or data differ from those that the saved state builds on.
+        """
+        portable = saved.slices is not None or self.config.plan.sharded
         self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=portable)
+        self.batches.load_state_dict(saved.data["batches"])
+        self.saved = saved
+
+    def begin(self, walker: Walker, record: Record, start: checkpoint.Start) -> None:
+        """Load the checkpoint's weights, then make the folder this run's: nothing refuses the run from here on."""
+        self.walker, self.record = walker, record
+        if self.saved is not None:
+            self._load(self.saved)
+        rank = walker.ranks.rank
+        if rank == 0:
+            start.clear()
+        if walker.ledger is not None:
+            walker.ledger.rename(self.output_dir / LEDGER)
+        own = Path() if rank == 0 else Path("logs") / f"rank-{rank:04d}"
+        before = Path(start.checkpoint).parent / own if start.checkpoint else None
+        (self.output_dir / own).mkdir(parents=True, exist_ok=True)
+
+        def log(name: str) -> MetricsLog:
+            path = self.output_dir / own / name
+            return MetricsLog(path, source=before and before / name, keep_until=walker.steps_done)
+
+        self.metrics, self.evaluations = log("metrics.jsonl"), log("evaluations.jsonl")
+        self.evaluated = first(lambda: self.evaluations.last_step)
+        if self.saved is not None and walker.ledger is not None:
+            # Steps that the ledger has and the checkpoint not yet; a kill may have come before their lines.
+            for entry in walker.ledger.entries[self.saved.step :]:
+                _, tokens = self._next_batch()
+                if entry.step > self.metrics.last_step:
+                    self.metrics.write(_line(entry, tokens))
+
+    def _load(self, saved: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint's weights."""
         if saved.slices is not None:
             self.walker.load_state(saved.slices)
         elif self.walker.plan.sharded:
@@ -256,12 +290,6 @@ class _Loop:
             self.walker.load_state_dict(saved.walker)
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
-        self.batches.load_state_dict(saved.data["batches"])
-        for _ in range(self.walker.steps_done - saved.step):  # the ledger of a zeroth-order run may have gone further
-            self.batches.next_rows()
-        before = saved.data["before"]
-        self.before = Evaluation(**before) if before is not None else None
-        self.first_loss, self.last_loss = saved.data["losses"]
 
     def _require_seen(self, sees: bool) -> None:
         """Raise ValueError on every rank where one of them has not got the checkpoint of a single process."""
@@ -276,26 +304,19 @@ class _Loop:
         """Step until the last step or a signal; save at the end either way."""
         done = self.walker.steps_done
         self.walker.ranks.signal = lambda: int(stop[0]) if stop else 0
-        keep_until = done if self.resumed else -1
-        rank = self.walker.ranks.rank
-        folder = self.output_dir if rank == 0 else self.output_dir / "logs" / f"rank-{rank:04d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.metrics = MetricsLog(folder / "metrics.jsonl", keep_until=keep_until)
-        self.evaluations = MetricsLog(folder / "evaluations.jsonl", keep_until=keep_until)
-        if self.resumed:
+        if self.saved is not None:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
             progress.say(f"note: changed since the checkpoint: {change}")
-        saved_at = keep_until
-        if not self.resumed and not self._agreed(stop):
-            self.before = self._evaluate(progress)
-            if self.walker.ledger is not None:
+        saved_at = -1 if self.saved is None else done
+        if not self._agreed(stop):
+            self._evaluate(progress)
+            if self.saved is None and self.walker.ledger is not None:
                 self._save()  # without weights: from here on the ledger has every step
-        self._fill_in_metrics()
         while self.walker.steps_done < self.total and not self._agreed(stop):
             self._step(progress)
             done = self.walker.steps_done
-            if self._due(self.config.eval_every) and done < self.total:
+            if done < self.total:
                 self._evaluate(progress)
             if self._due(self.config.save_every):
                 self._save()
@@ -306,7 +327,7 @@ class _Loop:
             self.walker.wait_saved()
             self._prune()
         if self.stopped_by is None:
-            self.after = self._evaluate(progress)
+            self._evaluate(progress)
         self.metrics.close()
         self.evaluations.close()
         return self._outcome()
@@ -326,14 +347,16 @@ class _Loop:
     def _due(self, every: int) -> bool:
         return every > 0 and self.walker.steps_done % every == 0
 
-    def _step(self, progress: Progress) -> None:
-        batch: Batch | LabelWordBatch
+    def _next_batch(self) -> tuple[Batch | LabelWordBatch, Batch]:
+        """What the walker takes next, and its tokens."""
         if self.choices is None:
-            batch = tokens = next(self.batches)
-        else:
-            batch = label_word_batch(self.choices, self.batches.next_rows(), self.batches.padding_multiple)
-            tokens = batch.batch
-        read = int(tokens["attention_mask"].sum())
+            batch = next(self.batches)
+            return batch, batch
+        words = label_word_batch(self.choices, self.batches.next_rows(), self.batches.padding_multiple)
+        return words, words.batch
+
+    def _step(self, progress: Progress) -> None:
+        batch, tokens = self._next_batch()
         self.record.before_step(self.walker, self.walker.steps_done + 1, self.total)
         try:
             result = self.walker.step(batch)
@@ -342,36 +365,33 @@ class _Loop:
             raise
         self.record.after_step(self.walker, result.seconds)
         peak = self.memory.take()
-        if result.step == 1:
-            self.first_loss = result.loss
-        self.last_loss = result.loss
-        self.metrics.write(_line(result, read, peak))
+        line = _line(result, tokens)
+        line["tokens_per_second"] = line["tokens"] / result.seconds
+        line |= {"seconds": result.seconds, "peak_bytes": peak}
+        line["bytes_moved"] = {str(lane): nbytes for lane, nbytes in result.bytes.items()}
+        self.metrics.write(line)
         progress.step(
             result.step,
             loss=result.loss,
             seconds=result.seconds,
-            tokens_per_second=read / result.seconds,
+            tokens_per_second=line["tokens_per_second"],
             peak_bytes=peak,
         )
 
-    def _fill_in_metrics(self) -> None:
-        """Lines of steps that the ledger has and ``metrics.jsonl`` has not: a kill came between the two."""
-        if self.walker.ledger is None:
+    def _evaluate(self, progress: Progress) -> None:
+        """Evaluate where it is due and not in the log yet: before the first step, every ``eval_every``, after the last."""
+        step, every = self.walker.steps_done, self.config.eval_every
+        due = step in (0, self.total) or (every > 0 and step % every == 0)
+        if self.held_out is None or not due or self.evaluated == step:
             return
-        for entry in self.walker.ledger.entries[self.metrics.last_step :]:
-            line = {"step": entry.step, "loss": entry.losses[0], "learning_rate": entry.learning_rate}
-            self.metrics.write(line)
-
-    def _evaluate(self, progress: Progress) -> Evaluation | None:
-        if self.held_out is None:
-            return None
         began = time.perf_counter()
         found = self.held_out.evaluate(self.walker)
-        step = self.walker.steps_done
         seconds = time.perf_counter() - began
-        self.evaluations.write({"step": step, **dataclasses.asdict(found), "seconds": seconds})
+        if self.walker.ranks.rank == 0:
+            self.evaluations.write({"step": step, **dataclasses.asdict(found), "seconds": seconds})
+            self.evaluations.sync()  # it cannot be made any more once the ledger has gone on
+        self.evaluated = step
         progress.say(f"evaluation at step {step}: {found}")
-        return found
 
     def _save(self) -> None:
         """A checkpoint, with every line about the steps before it on the disk.
@@ -380,12 +400,7 @@ class _Loop:
         """
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
         self.metrics.sync()
-        self.evaluations.sync()
-        data = {
-            "batches": self.batches.state_dict(),
-            "before": None if self.before is None else dataclasses.asdict(self.before),
-            "losses": [self.first_loss, self.last_loss],
-        }
+        data = {"batches": self.batches.state_dict()}
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.plan.sharded:
             path = checkpoint.path_of(self.output_dir, step)
@@ -421,34 +436,33 @@ class _Loop:
             self.walker.save_pretrained(saved_to)
             if self.walker.ranks.rank == 0:
                 self.tokenizer.save_pretrained(saved_to)
+        began, ended = self.metrics.first_line, self.metrics.last_line
+        before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(
             steps=self.walker.steps_done,
-            first_loss=self.first_loss,
-            last_loss=self.last_loss,
-            before=self.before,
-            after=self.after,
+            first_loss=began["loss"] if began else None,
+            last_loss=ended["loss"] if ended else None,
+            before=Evaluation.of(before) if before and before["step"] == 0 else None,
+            after=Evaluation.of(after) if after and after["step"] == self.total else None,
             peak_bytes=self.memory.highest,
             saved_to=saved_to,
             stopped_by=self.stopped_by,
         )
 
 
-def _line(result: StepResult, tokens: int, peak_bytes: int) -> dict[str, Any]:
-    """A step's line of ``metrics.jsonl``; what an estimator does not have is left out.
+def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says of a step whoever took it: of a step just done, or of one that a ledger has.
 
-    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over.
+    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over; what an estimator does
+    not have is left out.
     """
     line = {
         "step": result.step,
         "loss": result.loss,
         "learning_rate": result.learning_rate,
-        "tokens": tokens,
-        "loss_tokens": result.tokens,
-        "tokens_per_second": tokens / result.seconds,
-        "seconds": result.seconds,
-        "peak_bytes": peak_bytes,
-        "bytes_moved": {str(lane): nbytes for lane, nbytes in result.bytes.items()},
-        "grad_norm": result.grad_norm,
+        "tokens": int(batch["attention_mask"].sum()),
+        "loss_tokens": loss_tokens(batch),
+        "grad_norm": None if isinstance(result, Entry) else result.grad_norm,
         "projected_grad": result.projected_grad,
     }
     return {name: value for name, value in line.items() if value is not None}

@@ -57,7 +57,8 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
         (tmp_path / name / checkpoint.TENSORS).write_bytes(b"")
     (tmp_path / "checkpoint-old").mkdir()
     assert checkpoint.latest(tmp_path) == good
-    assert checkpoint.prepare(tmp_path, "latest", overwrite=False) == good
+    with checkpoint.one_run(tmp_path):
+        assert checkpoint.prepare(tmp_path, "latest", overwrite=False).checkpoint == str(good)
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
     with pytest.raises(ValueError, match="no checkpoint"):
         checkpoint.load(tmp_path / "checkpoint-000009")
@@ -74,11 +75,22 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     for resume in ("", str(first)):
         with pytest.raises(ValueError, match="overwrite_output_dir: true"):
             checkpoint.prepare(tmp_path, resume, overwrite=False)
-    assert checkpoint.prepare(tmp_path, str(second), overwrite=False) == second
-    assert checkpoint.prepare(tmp_path, str(first), overwrite=True) == first
+    def start(resume: str, overwrite: bool) -> str | None:
+        found = checkpoint.prepare(tmp_path, resume, overwrite=overwrite)
+        assert checkpoint.whole(tmp_path) == there, "nothing is touched before the run starts"
+        found.clear()
+        return found.checkpoint
+
+    there = [first, second]
+    assert start(str(second), False) == str(second)
+    assert start(str(first), True) == str(first)
     assert checkpoint.whole(tmp_path) == [first], "what came after the checkpoint is another run's future"
-    assert checkpoint.prepare(tmp_path, "", overwrite=True) is None
+    there = [first]
+    assert start("", True) is None
     assert checkpoint.whole(tmp_path) == []
+    assert checkpoint.whole(tmp_path / checkpoint.REPLACED) == [tmp_path / checkpoint.REPLACED / first.name]
+    third = write(tmp_path, 2)
+    assert {p for p in tmp_path.iterdir()} == {third}, "what it replaced goes when it is whole"
     with pytest.raises(ValueError, match="no whole checkpoint"):
         checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 

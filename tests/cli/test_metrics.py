@@ -51,10 +51,11 @@ def lines(path: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize(("keep_until", "kept"), [(-1, []), (2, [1, 2]), (9, [1, 2, 3])])
-def test_a_resumed_log_ends_at_the_checkpoint(tmp_path: Path, keep_until: int, kept: list[int]) -> None:
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', "\0\0\n", '{"loss": 4}\n', "[4]\n"])
+def test_a_resumed_log_ends_at_the_checkpoint(tmp_path: Path, torn: str, keep_until: int, kept: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
-    log = MetricsLog(path, keep_until=keep_until)
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + torn)
+    log = MetricsLog(path, source=path, keep_until=keep_until)
     assert [line["step"] for line in lines(path)] == kept
     log.write({"step": 7})
     assert lines(path)[-1] == {"step": 7}, "a line can be read as soon as it is written"

@@ -7,17 +7,12 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockwalk import launch
 from blockwalk.config import RunConfig
-from blockwalk.metrics import page_cache
-from blockwalk.program import Shape, StepKind
+from blockwalk.program import Shape
 from blockwalk.report.advice import next_plan
-from blockwalk.report.forecast import Forecast, zeroth_order_advice
-
-if TYPE_CHECKING:
-    from blockwalk.state import ModelSpec
+from blockwalk.report.forecast import foresee, zeroth_order_advice
 
 
 def train(run: RunConfig, arguments: argparse.Namespace) -> int:
@@ -42,20 +37,13 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
         return plan_for(run, arguments)
     import torch
 
-    from blockwalk.compile import compile
-    from blockwalk.costs import unit_costs
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = Shape(run.batch_size // run.plan.gradient_accumulation_steps, run.data.max_length)
-    model = model_spec(run)
-    costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=not run.data.packing)
-    room = page_cache(Path(run.output_dir))
-    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
-    forecast = Forecast(run.plan, model, program)
+    forecast = foresee(run, shape, device=device, padded=not run.data.packing)
     for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
         print(line)
     if arguments.program:
-        print(program)
+        print(forecast.program)
     forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
     return 0
 
@@ -96,19 +84,6 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
     print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
     return 0
-
-
-def model_spec(run: RunConfig) -> ModelSpec:
-    """The model of a run as the walk will see it, adapters included; built without weights."""
-    from blockwalk.blocks import CutModel
-    from blockwalk.skeleton import build_skeleton
-
-    model = build_skeleton(run.model).model
-    if run.lora is not None:
-        from blockwalk.adapters import adapt
-
-        model = adapt(model, run.lora)
-    return CutModel(model).spec()
 
 
 def _require(run: RunConfig, *names: str) -> None:

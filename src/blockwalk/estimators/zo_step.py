@@ -72,15 +72,13 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The step's reported loss: its first forward's."""
         assert self.entry is not None
-        return self.entry.losses[0]
+        return self.entry.loss
 
     @property
     def projected_grad(self) -> float:
-        """g; of several queries their mean."""
         assert self.entry is not None
-        return statistics.fmean(self.entry.projected_grads)
+        return self.entry.projected_grad
 
 
 def scalars_of(zo: ZerothOrderSettings, losses: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,17 +1,23 @@
 """What a plan will take, before it starts: bytes of each kind of state on its tier, the predicted peak, the traffic.
 
-Everything is read off the program that the run will execute. Nothing here imports torch.
+Everything is read off the program that the run will execute. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blockwalk.compile.placement import RULE_STATES
+from blockwalk.metrics import page_cache
 from blockwalk.plan import Estimator, Plan, Timing
-from blockwalk.program import OpKind, Pool, Program, human_bytes
+from blockwalk.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.state import ModelSpec, Placement
+
+if TYPE_CHECKING:
+    from blockwalk.config import RunConfig
 
 
 class DoesNotFit(ValueError):
@@ -100,6 +106,32 @@ class Forecast:
             f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(plan.budget)}: raise budget,"
             f" lower batch_size or data.max_length, {other}{otherwise()}"
         )
+
+
+def foresee(run: RunConfig, shape: Shape, *, device: str, padded: bool = True) -> Forecast:
+    """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
+    weight is touched."""
+    from blockwalk.compile import compile
+    from blockwalk.costs import unit_costs
+
+    model = model_spec(run)
+    costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=padded)
+    room = page_cache(Path(run.output_dir))
+    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
+    return Forecast(run.plan, model, program)
+
+
+def model_spec(run: RunConfig) -> ModelSpec:
+    """The model of a run as the walk will see it, adapters included; built without weights."""
+    from blockwalk.blocks import CutModel
+    from blockwalk.skeleton import build_skeleton
+
+    model = build_skeleton(run.model).model
+    if run.lora is not None:
+        from blockwalk.adapters import adapt
+
+        model = adapt(model, run.lora)
+    return CutModel(model).spec()
 
 
 def _when(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from blockwalk.files import PARTIAL
 from blockwalk.state import Tier
 from blockwalk.tiers.disk import MappedFile
 
@@ -70,7 +71,7 @@ class ScratchMaps:
             file.dont_need([(0, file.nbytes)])
 
     def _new_file(self, nbytes: int) -> MappedFile:
-        handle, path = tempfile.mkstemp(prefix="blockwalk-", suffix=".scratch", dir=self.folder)
+        handle, path = tempfile.mkstemp(prefix=".scratch-", suffix=PARTIAL, dir=self.folder)
         os.close(handle)
         try:
             return MappedFile(path, writable=True, length=nbytes)
