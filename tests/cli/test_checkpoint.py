@@ -90,7 +90,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert checkpoint.whole(tmp_path) == []
     assert checkpoint.whole(tmp_path / checkpoint.REPLACED) == [tmp_path / checkpoint.REPLACED / first.name]
     third = write(tmp_path, 2)
-    assert {p for p in tmp_path.iterdir()} == {third}, "what it replaced goes when it is whole"
+    assert set(tmp_path.iterdir()) == {third}, "what it replaced goes when it is whole"
     with pytest.raises(ValueError, match="no whole checkpoint"):
         checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 
