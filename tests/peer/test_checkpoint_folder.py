@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from blockwalk.safetensors_file import read_header
-from blockwalk.skeleton import build_skeleton
+from blockwalk.skeleton import build_skeleton, shrink
 from blockwalk.tiers.disk import CheckpointFolder
 
 SIZES = {
@@ -233,6 +235,50 @@ def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="quantised already"):
         CheckpointFolder(folder, model)
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_codes_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Oracle: the tensor that the test stored in another dtype; fused experts, too."""
+    for family, key in (("llama", QUERY), ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight")):
+        folder = save_model(family, tmp_path / family)
+        rewrite(folder, lambda tensors, key=key: tensors.update({key: tensors[key].to(dtype)}))  # type: ignore[misc]
+        text = f"model.safetensors: {key} is stored in {str(dtype)[6:]}, and model.layers"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            CheckpointFolder(folder, build_skeleton(folder).model)
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "input_scale", "scales"])
+def test_a_scale_beside_a_weight_is_no_spare_tensor(scale: str, tmp_path: Path) -> None:
+    """Oracle: the scale that the test added; one of a module that is not the model's is a warning still."""
+    folder, key = save_model("llama", tmp_path / "model"), QUERY.replace("weight", scale)
+    rewrite(folder, lambda tensors: tensors.update({"vision.norm.scale": torch.ones(2)}))
+    with pytest.warns(UserWarning, match=r"vision\.norm\.scale"):
+        CheckpointFolder(folder, build_skeleton(folder).model)
+    rewrite(folder, lambda tensors: tensors.update({key: torch.ones(1)}))
+    with pytest.raises(ValueError, match=re.escape(f"{key} (float32) scales {QUERY}, which would be read without it")):
+        CheckpointFolder(folder, build_skeleton(folder).model)
+
+
+def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> None:
+    """Oracle: the setting that the test added; the class is built from the text part, which does not have it."""
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if "qwen3_5" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no qwen3_5")
+    config = shrink(AutoConfig.for_model("qwen3_5"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    model = build_skeleton(tmp_path).model
+    assert type(model.config) is not type(config)
+    CheckpointFolder(tmp_path, model).close()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="quantised already"):
+        CheckpointFolder(tmp_path, build_skeleton(tmp_path).model)
 
 
 def test_the_opened_folder_needs_no_skeleton_any_more(tmp_path: Path) -> None:

@@ -119,10 +119,11 @@ def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, wh
         where: the checkpoint's name in messages.
 
     Raises:
-        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ.
+        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ; numbers that are codes.
     """
     wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     recipes, extra = _match(model, wanted, stored)
+    _refuse_codes(wanted, recipes, [stored[key] for key in extra], where)
     misshaped = [text for text in (recipe.misfit() for recipe in recipes.values()) if text]
     recipes, missing = _untie(model, wanted, recipes, None if misshaped else view)
 
@@ -137,6 +138,35 @@ def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, wh
         text = f"{where} has {len(extra)} tensors that {type(model).__name__} does not use: {_some(extra)}"
         warnings.warn(text, stacklevel=3)
     return recipes
+
+
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SCALE = re.compile(r"(.*_)?(scales?|zeros?|zero_points?|absmax)(_inv|_\d)?")
+"""Names of tensors that say what a quantised neighbour's codes stand for."""
+
+
+def _refuse_codes(
+    wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], extra: Sequence[StoredTensor], where: str
+) -> None:
+    """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale that nothing reads. (A
+    buffer is converted, as transformers does it.)"""
+    sources = {source.key: (name, source) for name, recipe in recipes.items() for source in recipe.sources}
+    advice = "give the model in bfloat16, float16 or float32, not a quantised one"
+    for name, source in sources.values():
+        param = wanted[name]
+        if isinstance(param, torch.nn.Parameter) and param.is_floating_point() and source.dtype not in _PLAIN:
+            raise ValueError(
+                f"{where}/{source.file}: {source.key} is stored in {str(source.dtype).removeprefix('torch.')}, and"
+                f" {name} would read its codes as if they were the weights; {advice}"
+            )
+    owners = {key.rpartition(".")[0]: key for key in sources}
+    for scale in extra:
+        owner, _, leaf = scale.key.rpartition(".")
+        if _SCALE.fullmatch(leaf) and owner in owners:
+            raise ValueError(
+                f"{where}/{scale.file}: {scale.key} ({str(scale.dtype).removeprefix('torch.')}) scales {owners[owner]}, which"
+                f" would be read without it; {advice}"
+            )
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -193,6 +193,16 @@ def checkpoint_files(folder: str | os.PathLike[str]) -> list[str]:
     return files
 
 
+def _is_quantised(config: Path) -> bool:
+    """Whether a model's configuration, or that of a part of it, names a quantisation: a class that is built from the text
+    part alone does not have the outer one's."""
+    if not config.is_file():
+        return False
+    values = json.loads(config.read_text(encoding="utf-8"))
+    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+    return any(part.get("quantization_config") or part.get("compression_config") for part in parts)
+
+
 class CheckpointFolder:
     """An unmodified Hugging Face model folder as a read-only tier (WeightSource): codec raw, zero copy.
 
@@ -213,8 +223,7 @@ class CheckpointFolder:
         from blockwalk.tiers import conversion
 
         self.path = Path(path)
-        config: Any = model.config
-        if getattr(config, "quantization_config", None) is not None:
+        if getattr(model.config, "quantization_config", None) is not None or _is_quantised(self.path / "config.json"):
             raise ValueError(
                 f"{self.path} is quantised already (quantization_config in its config.json): give the original one"
             )
