@@ -107,6 +107,9 @@ class Walker:
         objective: Callable[[torch.Tensor, Batch], Any] | None = None,
     ) -> None:
         self.plan = plan
+        rate = plan.optimizer
+        schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
+        self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
@@ -144,10 +147,6 @@ class Walker:
             raise ValueError(f"method {plan.method!r} differentiates: ledger and objective belong to zeroth order")
         else:
             self.estimator = Backprop(self.engine)
-        options = plan.optimizer
-        self._schedule = make_schedule(
-            options.schedule, options.learning_rate, options.warmup_steps, options.total_steps, options.min_ratio
-        )
 
     @property
     def spec(self) -> Any:
@@ -170,6 +169,8 @@ class Walker:
             FloatingPointError: the loss or a gradient is not finite; weights and optimizer states are as they were.
         """
         began = time.perf_counter()
+        if self._schedule is None:
+            raise ValueError("this walker was made with training=False, to evaluate and to generate; make another to train")
         learning_rate = self._schedule(self.steps_done)
         options: dict[str, Any] = {}
         if isinstance(self.estimator, ZerothOrder):

@@ -151,3 +151,16 @@ def test_a_compute_dtype_leaves_the_rotary_frequencies_alone(tmp_path: Path) -> 
     with Walker(model, plan, workdir=tmp_path, device="cpu") as walker:
         assert walker.evaluate(batch).loss == pytest.approx(expected, rel=1e-3)
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_schedule_belongs_to_training(tmp_path: Path) -> None:
+    """Oracle: the model's own loss; and the order: what cannot be trained is refused before the model is opened."""
+    plan = method("plain", optimizer={"schedule": "cosine"})
+    with pytest.raises(ValueError, match=r"optimizer.total_steps is 0"):
+        Walker(tmp_path / "absent", plan)
+    model, batch = tiny_model("llama"), random_batch()
+    loss, _ = own_gradients(model, batch)
+    with Walker(model, plan, training=False, device="cpu") as walker:
+        assert walker.evaluate(batch).loss == pytest.approx(loss, rel=1e-6)
+        with pytest.raises(ValueError, match="training=False"):
+            walker.step(batch)
