@@ -61,7 +61,7 @@ class DataSettings:
     max_length: int = 512
     """Tokens a sequence; longer records are cut, and counted."""
     packing: bool = False
-    """Join records end to end and cut them to ``max_length``, so that no token is padding."""
+    """Join records end to end, whatever their length, and cut that into rows of ``max_length``: no token is padding or lost."""
     padding_multiple: int = 8
     """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True

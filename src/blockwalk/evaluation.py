@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from blockwalk.config import DataSettings
-from blockwalk.data.batching import in_order, label_word_batch, loss_tokens
+from blockwalk.data.batching import in_order, label_word_batch, loss_tokens, pack
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode, encode_choices
-from blockwalk.data.formats import Format, Template, read_records
+from blockwalk.data.formats import Format, Record, Template, read_records
 
 if TYPE_CHECKING:
     from blockwalk.walker import Walker
@@ -42,6 +42,13 @@ def template_of(settings: DataSettings) -> Template | None:
     return Template(settings.template, settings.label_words, settings.label_field)
 
 
+def encode_rows(settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer, template: Template | None) -> Encoded:
+    """Records as rows of tokens: each cut to ``data.max_length``, or with ``data.packing`` all of them joined, then cut."""
+    length = None if settings.packing else settings.max_length
+    rows = encode(records, tokenizer, max_length=length, format=settings.format or None, template=template)
+    return pack(rows, settings.max_length) if settings.packing else rows
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out records as tokens."""
@@ -58,12 +65,12 @@ class HeldOut:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
         records = read_records(settings.eval, split=settings.eval_split, subset=settings.subset or None)
-        template, length = template_of(settings), settings.max_length
+        template = template_of(settings)
         rows: Encoded | Choices
         if template is not None and settings.format in ("", Format.CLASSIFICATION):
-            rows = encode_choices(records, tokenizer, template, max_length=length)
+            rows = encode_choices(records, tokenizer, template, max_length=settings.max_length)
         else:
-            rows = encode(records, tokenizer, max_length=length, format=settings.format or None)
+            rows = encode_rows(settings, records, tokenizer, None)
         return HeldOut(rows, batch_size, settings.padding_multiple)
 
     def evaluate(self, walker: Walker) -> Evaluation:

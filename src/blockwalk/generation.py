@@ -5,10 +5,14 @@ A prefix is a cache itself, which PEFT hands to the layers in place of any other
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from blockwalk.data.encode import Tokenizer
+from blockwalk.skeleton import load_config
 
 if TYPE_CHECKING:
     from blockwalk.walker import Walker
@@ -52,3 +56,15 @@ def generate(
         if len(stops) and bool(stopped_B.all()):
             break
     return written_BS
+
+
+def stop_ids(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end a text: the tokenizer's own, and those that the model's folder names for generation, as the end of
+    a turn (``generation_config.json``, else ``config.json``)."""
+    from transformers import GenerationConfig
+
+    try:
+        named = GenerationConfig.from_pretrained(os.fspath(folder)).eos_token_id
+    except OSError:
+        named = getattr(load_config(folder).get_text_config(), "eos_token_id", None)
+    return {int(i) for i in (tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])) if i is not None}

@@ -26,11 +26,10 @@ import torch
 
 from blockwalk import checkpoint, config, files
 from blockwalk.config import RunConfig
-from blockwalk.data import batching
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch, loss_tokens
-from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode, encode_choices, load_tokenizer
+from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode_choices, load_tokenizer
 from blockwalk.data.formats import read_records
-from blockwalk.evaluation import Evaluation, HeldOut, template_of
+from blockwalk.evaluation import Evaluation, HeldOut, encode_rows, template_of
 from blockwalk.ledger import NAME as LEDGER
 from blockwalk.ledger import Entry
 from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
@@ -192,8 +191,7 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
             )
         choices = encode_choices(records, tokenizer, template, max_length=settings.max_length)
         return choices.answered(), choices
-    rows = encode(records, tokenizer, max_length=settings.max_length, format=settings.format or None, template=template)
-    return (batching.pack(rows, settings.max_length) if settings.packing else rows), None
+    return encode_rows(settings, records, tokenizer, template), None
 
 
 def eval_batch_size(run: RunConfig) -> int:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from blockwalk import config
 from blockwalk.data.batching import (
     Batch,
     Batches,
@@ -31,6 +32,8 @@ from blockwalk.data.batching import (
 )
 from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import Format, Record, Template, detect_format, read_records
+from blockwalk.evaluation import HeldOut
+from blockwalk.train import read_training_rows
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 PAD, BEGIN, END = 0, 1, 2
@@ -181,6 +184,20 @@ def test_packed_rows_are_the_examples_end_to_end() -> None:
     ]
     assert loss_tokens(collate(packed, [1])) == 2  # nor is a row's first token, though it is learnt where it follows
     assert len(pack(rows_of([3, 4, 2]), 4)) == 2  # a last row of one token has nothing to learn
+
+
+def test_packing_keeps_every_token_of_long_records(tokenizer: Any, tmp_path: Path) -> None:
+    """Closed form: the rows end to end are the records end to end, whatever their length; so it is for evaluation."""
+    texts = ["abcdefghijklmnopqrstuvwxyz" * 3, "short", "0123456789" * 5]
+    file = jsonl(tmp_path / "d.jsonl", *({"text": text} for text in texts))
+    run = config.from_mapping({"data": {"train": str(file), "eval": str(file), "packing": True, "max_length": 16}})
+    rows, _ = read_training_rows(run, tokenizer)
+    assert tokenizer.decode(rows.token_ids) == "".join(f"<s>{text}</s>" for text in texts)
+    assert np.diff(rows.starts).tolist() == [16] * 8 + [139 - 8 * 16]
+    assert rows.report.warnings() == []
+    held_out = HeldOut.read(run.data, tokenizer, batch_size=2)
+    assert isinstance(held_out.rows, Encoded)
+    assert held_out.rows.fingerprint() == rows.fingerprint()
 
 
 # --- tokens and masks ------------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """Oracle: ``transformers`` itself: its greedy generation with its own cache, and its logits."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import blockwalk
+from blockwalk import cli
+from tests.conftest import TinyRun
 from tests.models import tiny_model
 
 
@@ -38,3 +42,26 @@ def test_stop_ids_and_sampling() -> None:
         assert walker.generate(prompt_BS, 6, temperature=1e-6)[0].tolist() == greedy, "cold draws are greedy"
         with pytest.raises(ValueError, match="at least one token"):
             walker.generate(prompt_BS[:, :0], 1)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_the_command_ends_where_the_models_own_generation_does(
+    file: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that names several tokens to end at, of which its tokenizer knows one (Gemma's end of a turn)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, prompt = tmp_path / "m", "fresh. It was"
+    shutil.copytree(tiny_run.model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")
+    settings = json.loads((folder / file).read_text())
+    whole = AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=9, do_sample=False)[0]
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    (folder / file).write_text(json.dumps({**settings, "eos_token_id": [1, whole[-4].item()]}))
+    own = AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=9, do_sample=False)[0]
+    assert len(own) < len(whole)
+    arguments = ["--model", str(folder), "--method", "plain", "--prompt", prompt, "--max_new_tokens", "9"]
+    assert cli.main(["generate", *arguments]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(own[ids["input_ids"].shape[1] :], skip_special_tokens=True) + "\n"

@@ -119,6 +119,32 @@ def test_turns_that_the_template_rewrites_are_left_out_and_counted(tokenizer: An
     assert encoded.report.warnings()[0].startswith("2 assistant turns are not learnt")
 
 
+def test_a_turn_whose_reasoning_the_prompt_opens_and_the_template_drops(tokenizer: Any) -> None:
+    """transformers' assistant mask of a template of DeepSeek-R1's form: its generation prompt ends in open reasoning,
+    and a turn is written without its own."""
+    template = (
+        "<s>{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}"
+        "{{ m['content'].split('</think>')[-1] }}</s>{% endgeneration %}{% else %}<|{{ m['role'] }}|>{{ m['content'] }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    messages = turns("system_and_three")
+    messages[4]["content"] = "<think>\none two</think>" + messages[4]["content"]
+    tokenizer.chat_template = template
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    tokenizer.chat_template = unmarked(template)
+    encoded = encode([Record({"messages": messages}, "x")], tokenizer, max_length=512)
+    assert encoded[0][0].tolist() == theirs["input_ids"]
+    assert encoded[0][1].astype(int).tolist() == theirs["assistant_masks"]
+    assert encoded.report.turns_left_out == 0
+
+
+def test_where_nothing_is_learnt_the_reason_is_said(tokenizer: Any) -> None:
+    """Oracle: the one reason there is, a turn that opens its conversation."""
+    tokenizer.chat_template = unmarked(PLAIN)
+    with pytest.raises(ValueError, match=r"^none of 1 records has a token to learn: 1 assistant turns are not learnt"):
+        encode([Record({"messages": turns("assistant_first")[:1]}, "x")], tokenizer, max_length=512)
+
+
 def test_what_precedes_the_learnt_tokens_is_what_generation_is_given(tokenizer: Any) -> None:
     """transformers' generation prompt, token by token: training and inference see the same ids."""
     tokenizer.chat_template = unmarked(PLAIN)

@@ -66,6 +66,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
 def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Print the continuation of a prompt."""
     from blockwalk.data.encode import load_tokenizer
+    from blockwalk.generation import stop_ids
     from blockwalk.walker import Walker
 
     _require(run, "model")
@@ -77,10 +78,10 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
         turns = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
-    stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stops = stop_ids(run.model, tokenizer)
     with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
         written = walker.generate(
-            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stop_ids, seed=run.plan.seed
+            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
         )
     print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
     return 0

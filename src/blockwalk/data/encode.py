@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class EncodeReport:
     dropped: int = 0
     turns_left_out: int = 0
     longest: int = 0
-    max_length: int = 0
+    max_length: int | None = None
+    """Tokens that a row may have; None: as many as its record has."""
 
     def warnings(self) -> list[str]:
         """One sentence for each thing that a user should know of."""
@@ -142,14 +143,14 @@ def encode(
     records: Iterable[Record],
     tokenizer: Tokenizer,
     *,
-    max_length: int,
+    max_length: int | None,
     format: Format | str | None = None,
     template: Template | None = None,
 ) -> Encoded:
     """Encode records of one format (``None``: that of the first record) for training.
 
-    ``max_length`` is in tokens. Raises ``ValueError``, naming file, line and field, where a record lacks what its
-    format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
+    ``max_length`` is in tokens; None cuts nothing. Raises ``ValueError``, naming file, line and field, where a record lacks
+    what its format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
     """
     records = iter(records)
     first = next(records, None)
@@ -178,11 +179,12 @@ def encode(
         else:
             report.dropped += 1
     if not ids:
-        raise ValueError(f"none of {report.records} records has a token to learn within {max_length} tokens")
+        why = "; ".join(replace(report, dropped=0).warnings())
+        raise ValueError(f"none of {report.records} records has a token to learn{why and ': '}{why}")
     return _flatten(ids, masks, _pad_id(tokenizer), report)
 
 
-def encode_choices(records: Iterable[Record], tokenizer: Tokenizer, template: Template, *, max_length: int) -> Choices:
+def encode_choices(records: Iterable[Record], tokenizer: Tokenizer, template: Template, *, max_length: int | None) -> Choices:
     """Encode classification records with every label word, for :func:`blockwalk.data.batching.label_word_batch`.
 
     Raises ``ValueError`` where a prompt leaves no room for the label word.
@@ -224,7 +226,9 @@ def _render_messages(record: Record, tokenizer: Tokenizer, report: EncodeReport)
 
     A template may write a turn differently once others follow (Qwen3 drops earlier reasoning). Such a turn is left out
     of the loss and counted, since the model would never be asked to write it that way; so is one that opens the
-    conversation, since what the model would be given before it cannot be known.
+    conversation, since what the model would be given before it cannot be known. Where the generation prompt opens a
+    reasoning section that the template does not write into a turn (DeepSeek-R1), the turn begins where the two part; reasoning
+    that the template drops from a turn is not learnt.
     """
     messages = _checked_messages(record)
     tools = record.fields.get("tools")
@@ -243,12 +247,14 @@ def _render_messages(record: Record, tokenizer: Tokenizer, report: EncodeReport)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render(i, ask=True) if i else None
+        asked = render(i, ask=True) if i else ""
+        start = _common_prefix(asked, whole)
+        follows = start == len(asked) or start >= _common_prefix(asked, render(i, ask=False))
         after = render(i + 1, ask=False) if i + 1 < len(messages) else whole
         stop = _common_prefix(after, whole)
-        content = (message.get("content") or "").strip()
-        if before is not None and whole.startswith(before) and content in whole[len(before) : stop]:
-            spans.append((len(before), len(whole[:stop].rstrip())))
+        answer = (message.get("content") or "").rpartition("</think>")[2].strip()
+        if i and follows and answer in whole[start:stop]:
+            spans.append((start, len(whole[:stop].rstrip())))
         else:
             report.turns_left_out += 1
     return _Rendered(whole, spans, record.where, begin=False, end=False)
@@ -280,8 +286,9 @@ def _tokenize(
     rendered: Iterable[_Rendered], tokenizer: Tokenizer, report: EncodeReport
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
     """Ids and mask of each text, within ``report.max_length`` tokens."""
-    if report.max_length < 2:
-        raise ValueError(f"data.max_length must be at least 2 tokens, not {report.max_length}")
+    limit = report.max_length
+    if limit is not None and limit < 2:
+        raise ValueError(f"data.max_length must be at least 2 tokens, not {limit}")
     if not tokenizer.is_fast:
         raise ValueError("the loss mask needs a fast tokenizer (tokenizer.json), which knows each token's characters")
     added = tokenizer("")["input_ids"]
@@ -301,12 +308,12 @@ def _tokenize(
                 ids, mask = ids + end, mask + [bool(item.spans)] * len(end)
             report.records += 1
             report.longest = max(report.longest, len(ids))
-            if len(ids) > report.max_length:
+            if limit is not None and len(ids) > limit:
                 report.truncated += 1
                 keep = len(begin) if item.begin else 0
-                spare = max(0, min(len(ids) - report.max_length, prompt - max(keep, 1))) if item.prompt_end else 0
+                spare = max(0, min(len(ids) - limit, prompt - max(keep, 1))) if item.prompt_end else 0
                 ids, mask = (row[:keep] + row[keep + spare :] for row in (ids, mask))
-                ids, mask = ids[: report.max_length], mask[: report.max_length]
+                ids, mask = ids[:limit], mask[:limit]
             mask[:1] = [False] * len(mask[:1])
             yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
 
