@@ -307,8 +307,10 @@ class Watch:
         self._store = store.clone()
         self._meet(start_timeout)
         self._store.set_timeout(timedelta(seconds=dead_after / 2))
-        self._answered = time.monotonic()
-        """When the store last answered."""
+        self._lived = 0.0
+        """Seconds on this rank's clock: while its process is stopped, or no thread of it gets to run, it stands still."""
+        self._answered = 0.0
+        """When the store last answered, on that clock; so are all times below."""
         self._threads = [
             threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in (self._beat, self._look)
         ]
@@ -350,17 +352,16 @@ class Watch:
             if rank not in there
         )
         return (
-            f"{who} did not come within {timeout:.0f} s (start_timeout): not started, stopped, or unable to reach the others."
-            f" rank {self._rank} on {platform.node()} waited for it"
+            f"{who} did not come within {timeout:g} s (start_timeout): not started, stopped, or unable to reach the others"
         )
 
     def begin_step(self) -> None:
-        self._began = self._progress = time.monotonic()
+        self._began, self._progress = time.monotonic(), self._lived
 
     def progress(self) -> None:
         """An op is done."""
         if self._progress is not None:
-            self._progress = time.monotonic()
+            self._progress = self._lived
 
     def end_step(self) -> None:
         self._progress = None
@@ -380,7 +381,7 @@ class Watch:
         progress, steps = self._progress, self._steps
         if progress is None or not steps:
             return None
-        waited = time.monotonic() - progress
+        waited = self._lived - progress
         usual = statistics.median(steps)
         if waited <= max(self.stuck_after, 10 * usual):
             return None
@@ -397,7 +398,7 @@ class Watch:
             try:
                 self._store.set(self._keys[self._rank], str(beats))
                 values = self._store.multi_get(self._keys)
-                now = self._answered = time.monotonic()
+                now = self._answered = self._lived
                 for rank, value in enumerate(values):
                     if rank not in self._seen or self._seen[rank][0] != value:
                         self._seen[rank] = (value, now)
@@ -416,7 +417,11 @@ class Watch:
 
     def _look(self) -> None:
         """End the process where the clock says so."""
+        before = time.monotonic()
         while not self._done.wait(self.interval / 2):
+            now = time.monotonic()
+            self._lived += min(now - before, self.interval)
+            before = now
             message = self.unheard() or self.stuck()
             if message is not None and not self._done.is_set():
                 self.end(message)
@@ -424,7 +429,7 @@ class Watch:
 
     def unheard(self) -> str | None:
         """What to say where other ranks are silent; those of this node are killed."""
-        now = time.monotonic()
+        now = self._lived
         silence = now - self._answered
         if silence > self.dead_after:
             return (

@@ -276,7 +276,7 @@ def _store(here: Place, timeout: float) -> Any:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostRank(
-                    f"rank {here.rank} on {platform.node()} could not reach rank 0 at {address}:{port} for {timeout:.0f} s"
+                    f"rank {here.rank} on {platform.node()} could not reach rank 0 at {address}:{port} for {timeout:g} s"
                     f" ({error}): start every rank with rank 0's MASTER_ADDR and MASTER_PORT, or give it longer"
                     " (start_timeout)"
                 ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import time
 from functools import partial
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockwalk.groups import Watch, gather_json, make_groups, require_agreement
-from blockwalk.launch import Place
+from blockwalk.launch import LostRank, Place
 from blockwalk.mesh import between, gather_bytes, make_axes, slice_of
 from blockwalk.plan import MeshSettings
 from blockwalk.program import Lane
@@ -149,6 +150,15 @@ def _watched(rank: int, how: str) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "killed 0" and rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "busy" and rank == 1:
+        began_at = time.process_time()
+        while time.process_time() - began_at < 3.5:
+            sum(range(10**8))  # no other thread of this process runs
+    if how == "busy":
+        dist.barrier()
+        time.sleep(1)
+        watch.close()
+        return "went on"
     if how == "stuck":
         watch.begin_step()
         watch.end_step()
@@ -167,6 +177,75 @@ def test_a_dead_stopped_or_stuck_rank_ends_the_others(how: str, capfd: pytest.Ca
     assert codes == [-signal.SIGKILL if rank == dead else 13 for rank in range(2)]
     says = {"killed 0": "rank 0 does not answer", "stuck": "is stuck"}.get(how, "no sign of life from rank 1")
     assert says in capfd.readouterr().err
+
+
+def test_a_rank_that_lets_no_other_thread_run_is_busy_and_not_dead() -> None:
+    """Operating system: the processor time that a silent process uses."""
+    assert run_ranks(2, _watched, "busy", timeout=60) == ["went on"] * 2
+
+
+class Flaky:
+    """A store of keys in memory that can be out of order."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.broken = False
+
+    def clone(self) -> Flaky:
+        return self
+
+    def set_timeout(self, _: object) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+        self.values[key] = value.encode()
+
+    def add(self, key: str, more: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + more).encode()
+        return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+
+def test_a_store_that_fails_for_a_moment_ends_nothing_and_one_that_stays_away_does() -> None:
+    """Closed form: nothing before ``dead_after`` seconds without an answer, the message with its cause after them."""
+    there, said = Flaky(), list[str]()
+    watch = Watch(Place(), there, interval=0.05, dead_after=1.0, end=said.append)
+    there.broken = True
+    time.sleep(0.3)
+    there.broken = False
+    time.sleep(1.0)
+    assert said == []
+    there.broken = True
+    deadline = time.monotonic() + 10
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "does not answer for 1 s (Connection reset by peer)" in said[0]
+    watch._done.set()
+    Watch.current = None
+
+
+def _come(rank: int) -> str:
+    with pytest.raises(LostRank) as told:
+        Watch(Place(rank, 4, rank % 2, 2), store(), start_timeout=0.5)
+    return str(told.value)
+
+
+def test_ranks_that_do_not_come_are_named_by_every_rank_that_came() -> None:
+    """Closed form: three of four ranks on two nodes."""
+    began = time.monotonic()
+    (told,) = set(run_ranks(3, _come))
+    assert told.startswith(f"rank 3 (node 1, {platform.node()}) did not come within 0.5 s (start_timeout)")
+    assert time.monotonic() - began < 15
 
 
 def test_slow_but_living_steps_are_left_alone() -> None:

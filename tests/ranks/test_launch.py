@@ -18,6 +18,7 @@ import pytest
 from blockwalk import cli, launch
 from blockwalk.launch import LOST, Place, first_failure, place
 from tests.conftest import TinyRun
+from tests.ranks.processes import free_port
 
 COMMON = "--method distzo2 --data.max_length 32 --save_every 4 --log_every 1 --resume_from_checkpoint latest"
 COMMON += " --optimizer.learning_rate 1e-3 --mesh.check_every 2 --lora false"
@@ -170,6 +171,15 @@ def test_torchrun_starts_a_run_again_where_its_ledger_ends(
     kill_rank_1(process, killed, after=5)
     assert "resumed at step" in finish(process)
     assert result(killed) == whole
+
+
+def test_a_master_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operating system: a port on which nobody listens, within the time that a rank waits for others."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(launch.LostRank, match=rf"rank 1 on .* could not reach rank 0 at 127.0.0.1:{port} for 0.6 s .*refused"):
+        launch._store(Place(1, 2, 1, 2), 0.6)
 
 
 def test_places_are_read_from_torchrun_and_from_slurm() -> None:
