@@ -1,8 +1,8 @@
 """Checkpoints: everything that a run needs to go on as if it had never stopped, in a folder that is whole or not there.
 
     output_dir/checkpoint-000123/
-        state.safetensors   trainables and optimizer state; of a run over ranks instead .metadata and each rank's *.distcp
-        state.json          step, data position, the walker's scalars, resolved configuration, versions
+        state.json          step, data position, the walker's scalars, resolved configuration, versions, a digest
+        rank-00000.*        trainables and optimizer state, with checksums: see blockwalk.pieces
 
 A checkpoint is written beside its place, synced and renamed; a process killed in between leaves a hidden leftover that
 :func:`latest` does not see. Tensors are written one after the other, so that saving takes no memory.
@@ -18,22 +18,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from blockwalk import files
 from blockwalk import ledger as ledger_module
 
-FORMAT = 1
+FORMAT = 2
 SCRATCH = "scratch"
 """The walker's working folder below the run's: packed weights, and those of a zeroth-order run on disk."""
 REPLACED = "replaced"
 """Where a run that another one replaces stays until that one's first checkpoint is whole."""
 LOGS = ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "forecast.json", "trace.json")
 """What a run writes of itself beside its checkpoints and its ledger."""
-TENSORS, SCALARS = "state.safetensors", "state.json"
-SLICES = ".metadata"
-"""What torch.distributed.checkpoint writes when every rank's slices are there."""
+SCALARS = "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
@@ -51,7 +50,9 @@ class Checkpoint:
     config: dict[str, Any]
     """The resolved configuration of the run that wrote it."""
     slices: Path | None = None
-    """Of a run over ranks the folder for ``Walker.load_state``; ``walker`` then holds scalars alone."""
+    """Of a first-order run the folder for ``Walker.load_state``; ``walker`` then holds scalars alone."""
+    ledger: ledger_module.Mark | None = None
+    """Of a zeroth-order run where its ledger stood."""
 
 
 def save(
@@ -61,29 +62,30 @@ def save(
     walker: Mapping[str, Any],
     data: Mapping[str, Any],
     config: Mapping[str, Any],
+    ledger: ledger_module.Mark | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write ``checkpoint-{step}`` and remove all but the newest ``keep``.
+    """Write ``checkpoint-{step}`` of one process, and remove all but the newest ``keep``.
 
     Args:
         output_dir: the run's folder.
         step: optimizer steps done.
-        walker: ``Walker.live_state()``: tensors (or what gives its rows one after the other), and scalars that JSON can hold.
+        walker: ``Walker.live_state()`` of a zeroth-order run: flat tensors (or what gives its rows one after the other), and
+            scalars that JSON can hold.
         data: the loader's ``state_dict()``, as JSON.
         config: ``RunConfig.to_mapping()``.
+        ledger: where its ledger stands.
         keep: whole checkpoints that stay, this one included.
     """
-    from blockwalk import safetensors_file
-    from blockwalk.safetensors_file import Entry
+    from blockwalk import pieces
 
     tensors = {name: value for name, value in walker.items() if hasattr(value, "dtype")}
     scalars = {name: value for name, value in walker.items() if name not in tensors}
     path = path_of(output_dir, step)
     with files.atomic_folder(path) as folder:
-        entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        values = (piece for tensor in tensors.values() for piece in safetensors_file.pieces(tensor))
-        safetensors_file.write(folder / TENSORS, entries, values)
-        (folder / SCALARS).write_text(scalars_text(step, scalars, data, config), encoding="utf-8")
+        held = {name: pieces.Pieces(prod(tensor.shape), {0: tensor}) for name, tensor in tensors.items()}
+        pieces.write(folder, held, steps_done=step)
+        (folder / SCALARS).write_text(scalars_text(step, scalars, data, config, ledger), encoding="utf-8")
     prune(output_dir, keep)
     return path
 
@@ -93,17 +95,24 @@ def path_of(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step:06d}"
 
 
-def scalars_text(step: int, walker: Mapping[str, Any], data: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What :data:`SCALARS` holds, as JSON; arguments as :func:`save`, of the walker without tensors."""
+def scalars_text(
+    step: int,
+    walker: Mapping[str, Any],
+    data: Mapping[str, Any],
+    config: Mapping[str, Any],
+    ledger: ledger_module.Mark | None = None,
+) -> str:
+    """What :data:`SCALARS` holds, as sealed JSON; arguments as :func:`save`, of the walker without tensors."""
     state = {
         "format": FORMAT,
         "step": step,
         "walker": dict(walker),
         "data": dict(data),
         "config": dict(config),
+        "ledger": None if ledger is None else [ledger.steps, ledger.digest],
         "versions": versions(),
     }
-    return json.dumps(state, indent=1) + "\n"
+    return files.seal(json.dumps(state, indent=1))[0] + "\n"
 
 
 def prune(output_dir: Path, keep: int) -> None:
@@ -121,18 +130,33 @@ def load(path: Path) -> Checkpoint:
     """Read a checkpoint. Its tensors are mapped from the file, not copied: do not write to them.
 
     Raises:
-        ValueError: the folder holds no whole checkpoint, or one of another format.
+        Damaged: a file of it is missing, or is not as it was written.
+        ValueError: the checkpoint has another format.
     """
-    from safetensors.torch import load_file
+    from blockwalk import pieces
 
-    if not _is_whole(path):
-        raise ValueError(f"{path} is no checkpoint: {SCALARS} and {TENSORS} (or the slices of all ranks) must be there")
-    state = json.loads((path / SCALARS).read_text(encoding="utf-8"))
+    state, walker = _scalars(path), {}
+    ledger = _mark(state)
+    if ledger is not None:
+        with pieces.Saved(path) as saved:
+            walker = {name: saved.whole(name) for name in saved.numel}
+    walker |= state["walker"]
+    return Checkpoint(state["step"], walker, state["data"], state["config"], path if ledger is None else None, ledger)
+
+
+def _scalars(path: Path) -> dict[str, Any]:
+    """What :func:`scalars_text` made."""
+    from blockwalk import pieces
+
+    pieces.refuse_format_1(path)
+    state = files.read_sealed(path / SCALARS)
     if state["format"] != FORMAT:
         raise ValueError(f"{path} has checkpoint format {state['format']}; this version reads format {FORMAT}")
-    slices = path if (path / SLICES).is_file() else None
-    walker = {**({} if slices else load_file(path / TENSORS)), **state["walker"]}
-    return Checkpoint(state["step"], walker, state["data"], state["config"], slices)
+    return state
+
+
+def _mark(state: Mapping[str, Any]) -> ledger_module.Mark | None:
+    return None if state["ledger"] is None else ledger_module.Mark(*state["ledger"])
 
 
 def whole(output_dir: Path) -> list[Path]:
@@ -254,12 +278,14 @@ def prepare(folder: str | os.PathLike[str], resume_from_checkpoint: str, overwri
             f"{output_dir} holds an earlier run's {in_the_way[-1].name}; continue it with resume_from_checkpoint:"
             " latest, choose another output_dir, or set overwrite_output_dir: true"
         )
+    if start is not None and (mark := _mark(_scalars(start))) is not None:
+        ledger_module.require(ledger, mark, start)
     return Start(str(output_dir), None if start is None else str(start), [str(path) for path in in_the_way])
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
-    """The settings that a resumed run changes, as ``name: old → new``. A run over ranks goes on under any first-order method,
-    and one of a single process over ranks (``any_method``).
+    """The settings that a resumed run changes, as ``name: old → new``. A first-order run goes on under any first-order
+    method (``any_method``).
 
     Raises:
         ValueError: one of :data:`FIXED` changes.
@@ -292,4 +318,4 @@ def versions() -> dict[str, str]:
 
 
 def _is_whole(path: Path) -> bool:
-    return (path / SCALARS).is_file() and ((path / TENSORS).is_file() or (path / SLICES).is_file())
+    return (path / SCALARS).is_file()

@@ -7,6 +7,7 @@ leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -82,6 +83,53 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are refused."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
+
+
+class Damaged(ValueError):
+    """A file, named in the message, is missing, or its bytes are not those that were written."""
+
+
+_SEAL = ', "digest": "'
+
+
+def seal(text: str, before: str = "") -> tuple[str, str]:
+    """A JSON object's text with its digest as its last value, and that digest: 16 hexadecimal digits, of ``before`` and of the
+    text. What ``before`` is the digest of is sealed with it, so that lines make a chain."""
+    digest = hashlib.blake2b((before + text).encode(), digest_size=8).hexdigest()
+    return text[:-1] + _SEAL + digest + '"}', digest
+
+
+def unseal(sealed: str, before: str = "") -> tuple[dict[str, Any], str]:
+    """The JSON object that :func:`seal` was given, and its digest.
+
+    Raises:
+        ValueError: the digest is missing, or another one: the text or what came before it has changed.
+    """
+    text = sealed.rstrip().rpartition(_SEAL)[0] + "}"
+    again, digest = seal(text, before)
+    if again != sealed.rstrip():
+        raise ValueError("its digest is not that of its text")
+    found: dict[str, Any] = json.loads(text)
+    return found, digest
+
+
+def write_sealed(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Replace ``path`` by ``value`` as sealed, indented JSON, atomically and durably."""
+    write_bytes(path, (seal(json.dumps(value, indent=1))[0] + "\n").encode())
+
+
+def read_sealed(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What :func:`write_sealed` wrote.
+
+    Raises:
+        Damaged: the file is missing, or is not as it was written.
+    """
+    try:
+        return unseal(Path(path).read_text(encoding="utf-8"))[0]
+    except FileNotFoundError:
+        raise Damaged(f"{os.fspath(path)} is missing") from None
+    except ValueError as error:
+        raise Damaged(f"{os.fspath(path)} is damaged: {error}") from None
 
 
 @contextmanager

@@ -1,34 +1,35 @@
 """The ledger of a zeroth-order run: one line a step, from which its weights can be rebuilt bit for bit.
 
     ledger.jsonl
-        {"format": "blockwalk-ledger", "version": 1, "run": ..., "base": ..., "rule": {...}, ...}     the header
-        {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...], ...}
+        {"format": "blockwalk-ledger", "version": 2, "run": ..., "base": ..., "rule": {...}, ..., "digest": ...}    the header
+        {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...], ..., "digest": ...}
         ...
 
 A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn one, which is cut
 off when the ledger is opened again: at most the step in flight is lost. Numbers are written so that reading them gives
-the same float64.
+the same float64. A line's digest is of the digest before it and of the line: a line that was changed, removed or moved breaks
+the chain there, and a checkpoint that knows the digest of its step (:class:`Mark`) knows every line up to it.
 
 :func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the losses, which no update
-reads; its header tells their number and digest, so that it is whole or refused.
+reads; its header tells their number, so that it is whole or refused.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import statistics
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from blockwalk import files
+from blockwalk.files import Damaged
 
-FORMAT, VERSION = "blockwalk-ledger", 1
+FORMAT, VERSION = "blockwalk-ledger", 2
 NAME = "ledger.jsonl"
 UNREAD = ("losses",)
 """What no update reads of an entry."""
@@ -68,6 +69,14 @@ class Entry:
         return tuple(g / len(self.projected_grads) for g in self.projected_grads)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a ledger: steps, and the digest of the last one's line (with none, of the header)."""
+
+    steps: int
+    digest: str
+
+
 class Ledger:
     """A ledger that steps are appended to: created with its header, or opened where it stands.
 
@@ -84,8 +93,8 @@ class Ledger:
         self.path = Path(path)
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_bytes(self.path, _line({"format": FORMAT, "version": VERSION, **header}))
-        self.header, self.entries, whole = _read(self.path)
+            files.write_bytes(self.path, _lines([{"format": FORMAT, "version": VERSION, **header}])[0])
+        self.header, self.entries, self._digests, whole = _read(self.path)
         if "exported" in self.header:
             raise ValueError(
                 f"{self.path} is an exported ledger, and no step is added to one: train what it replays to"
@@ -103,6 +112,11 @@ class Ledger:
         """Steps that count as done."""
         return len(self.entries)
 
+    @property
+    def mark(self) -> Mark:
+        """Where the ledger stands."""
+        return Mark(self.steps, self._digests[-1])
+
     def rename(self, path: Path) -> None:
         """Give the file another name, atomically, in place of one that is there."""
         os.replace(self.path, path)
@@ -112,7 +126,7 @@ class Ledger:
     def append(self, entry: Entry) -> None:
         """Write one step's line and wait until it is on the disk."""
         assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in {self.path}"
-        line = _line(asdict(entry))
+        line, digest = _lines([asdict(entry)], self._digests[-1])
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             done = 0
@@ -124,6 +138,7 @@ class Ledger:
             os.lseek(self._fd, start, os.SEEK_SET)
             raise
         self.entries.append(entry)
+        self._digests.append(digest)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -152,22 +167,30 @@ def read_ledger(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Entr
     Raises:
         ValueError: the file is no ledger, or one of another version, or damaged before its last line.
     """
-    header, entries, _ = _read(Path(path))
-    return header, entries
+    return _read(Path(path))[:2]
+
+
+def require(path: Path, mark: Mark, checkpoint: Path) -> None:
+    """Raise ValueError where the ledger at ``path`` is not the one that ``checkpoint`` was saved beside, up to its step."""
+    remedy = "put that ledger back, or begin a new run in another output_dir"
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and {checkpoint} was saved at step {mark.steps} of it: {remedy}")
+    _, entries, digests, _ = _read(path)
+    if len(entries) < mark.steps:
+        raise ValueError(
+            f"{path} has {len(entries)} steps, and {checkpoint} was saved at step {mark.steps} of its ledger: {remedy}"
+        )
+    if digests[mark.steps] != mark.digest:
+        raise ValueError(f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}")
 
 
 def write_exported(path: str | os.PathLike[str], header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
     """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its bytes."""
-    lines = [_line({key: value for key, value in asdict(e).items() if key not in UNREAD}) for e in entries]
-    seal = {"steps": len(lines), "digest": _digest(lines)}
-    head = _line({"format": FORMAT, "version": VERSION, **header, "exported": seal})
-    packed = gzip.compress(b"".join((head, *lines)), mtime=0)
+    lines = [{key: value for key, value in asdict(e).items() if key not in UNREAD} for e in entries]
+    head = {"format": FORMAT, "version": VERSION, **header, "exported": {"steps": len(lines)}}
+    packed = gzip.compress(_lines([head, *lines])[0], mtime=0)
     files.write_bytes(path, packed)
     return len(packed)
-
-
-def _digest(lines: Sequence[bytes]) -> str:
-    return hashlib.blake2b(b"".join(lines), digest_size=16).hexdigest()
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -186,8 +209,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[Entry], int]:
-    """Header, entries, and the bytes that they take: what follows is a torn line."""
+def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
+    """Header, entries, the digests of all lines, and the bytes that they take: what follows is a torn line."""
     if not path.is_file():
         raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
     data = path.read_bytes()
@@ -195,28 +218,40 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], int]:
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+            raise Damaged(f"{path} is damaged: {error}") from None
     lines = data.split(b"\n")
     lines.pop()  # what follows the last newline is torn, or nothing
     if not lines:
         raise ValueError(f"{path} is no ledger: it has no whole line")
+    _require_version(path, lines[0])
+    values, digests = [], [""]
+    for number, line in enumerate(lines, 1):
+        try:
+            value, digest = files.unseal(line.decode(), digests[-1])
+        except ValueError as error:
+            raise Damaged(f"{path} is damaged: line {number} does not follow from those before it ({error})") from None
+        values.append(value)
+        digests.append(digest)
+    header, *rest = values
+    seal = header.get("exported")
+    if seal and seal != {"steps": len(rest)}:
+        raise Damaged(f"{path} is damaged: it has {len(rest)} steps of the {seal.get('steps')} it was written with")
+    entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
+    return header, entries, digests[1:], sum(len(line) + 1 for line in lines)
+
+
+def _require_version(path: Path, line: bytes) -> None:
+    """Raise ValueError where a first line is no ledger's, or another version's, whose digests would say nothing."""
     try:
-        header, *rest = (json.loads(line) for line in lines)
+        header = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: a line before its last is not JSON ({error})") from None
+        raise Damaged(f"{path} is damaged: its first line is not JSON ({error})") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path} is no ledger: its first line has no format {FORMAT!r}")
     if header.get("version") != VERSION:
         raise ValueError(
             f"{path} has ledger version {header.get('version')}; this version of blockwalk reads {VERSION}"
         )
-    seal = header.get("exported")
-    if seal and seal != {"steps": len(rest), "digest": _digest([line + b"\n" for line in lines[1:]])}:
-        raise ValueError(
-            f"{path} is damaged: it has {len(rest)} steps that are not the {seal.get('steps')} it was written with"
-        )
-    entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
-    return header, entries, sum(len(line) + 1 for line in lines)
 
 
 def _entry(value: Any, number: int, path: Path) -> Entry:
@@ -231,8 +266,13 @@ def _entry(value: Any, number: int, path: Path) -> Entry:
     return entry
 
 
-def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+def _lines(values: Iterable[Mapping[str, Any]], digest: str = "") -> tuple[bytes, str]:
+    """Lines that follow one with ``digest``, and the last one's digest."""
+    text = ""
+    for value in values:
+        line, digest = files.seal(json.dumps(value, ensure_ascii=False, allow_nan=False), digest)
+        text += line + "\n"
+    return text.encode(), digest
 
 
 def _plain(value: Any) -> Any:

@@ -382,9 +382,6 @@ class ShardedEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         own = self.state_dict()
-        if not own.keys() & state.keys():  # of one process
-            sharded_whole.load(self, state)
-            return
         if missing := sorted(own.keys() ^ state.keys()):
             raise ValueError(f"the saved slices do not fit this model and plan; they differ in {missing[:5]}")
         for name, tensor in own.items():

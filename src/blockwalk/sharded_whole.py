@@ -3,7 +3,7 @@ outside a program; one unit is whole at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,29 +43,6 @@ def whole(engine: ShardedEngine, piece: Callable[[Shard], torch.Tensor | None]) 
             views = shard.views(gathered(engine, shard, own_P))
             found |= {name: view.clone() for name, view in views.items()}
     return found
-
-
-def load(engine: ShardedEngine, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy in what one process saved: every trainable by name, and its optimizer states as ``name<NUL>state``.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of another size.
-    """
-    from blockwalk.checkpoint_sharded import pieces_of
-
-    own = pieces_of(engine)
-    given = {}
-    for key, tensor in state.items():
-        name, _, kind = key.partition("\0")
-        given[f"{name}/{kind or 'master'}"] = tensor.reshape(-1)
-    if missing := sorted(own.keys() ^ given.keys()):
-        raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
-    if other := [key for key, piece in own.items() if piece.numel != given[key].numel()]:
-        raise ValueError(f"{other[0]!r} has {given[other[0]].numel()} elements in the saved state, {own[other[0]].numel} here")
-    for key, piece in own.items():
-        for start, held in piece.held.items():
-            held.copy_(given[key][start : start + len(held)])
-    engine.masters_changed()
 
 
 def save_pretrained(engine: ShardedEngine, folder: Path) -> None:

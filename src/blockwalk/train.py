@@ -245,8 +245,8 @@ class _Loop:
         Raises:
             ValueError: settings or data differ from those that the saved state builds on.
         """
-        portable = saved.slices is not None or self.config.plan.sharded
-        self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=portable)
+        first_order = saved.slices is not None and self.config.plan.estimator is Estimator.BACKPROP
+        self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=first_order)
         self.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
@@ -281,22 +281,10 @@ class _Loop:
         """Go on from a checkpoint's weights."""
         if saved.slices is not None:
             self.walker.load_state(saved.slices)
-        elif self.walker.plan.sharded:
-            self._require_seen(bool(saved.walker))
-            self.walker.load_state_dict(saved.walker)
         elif saved.walker:
             self.walker.load_state_dict(saved.walker)
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
-
-    def _require_seen(self, sees: bool) -> None:
-        """Raise ValueError on every rank where one of them has not got the checkpoint of a single process."""
-        blind = [str(rank) for rank, (seen,) in enumerate(self.walker.ranks.exchange([float(sees)])) if not seen]
-        if blind:
-            raise ValueError(
-                f"rank {', '.join(blind)} does not see the checkpoint of a single process in {self.output_dir}: every rank"
-                " reads its slices of it; put output_dir on a file system that all nodes share"
-            )
 
     def run(self, progress: Progress, stop: list[signal.Signals]) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""
@@ -400,10 +388,10 @@ class _Loop:
         self.metrics.sync()
         data = {"batches": self.batches.state_dict()}
         settings, step = self.config.to_mapping(), self.walker.steps_done
-        if self.walker.plan.sharded:
+        if self.walker.ledger is None:
             path = checkpoint.path_of(self.output_dir, step)
             beside = {checkpoint.SCALARS: checkpoint.scalars_text(step, {"steps_done": step}, data, settings)}
-            self.walker.save_state(path, wait=False, beside=beside)
+            self.walker.save_state(path, wait=not self.walker.plan.sharded, beside=beside)
             self._prune()
             return
         weights = self.walker.steps_done > 0 and not on_disk
@@ -418,6 +406,7 @@ class _Loop:
             walker=state,
             data=data,
             config=settings,
+            ledger=self.walker.ledger.mark,
             keep=self.config.keep_checkpoints,
         )
 

@@ -1,28 +1,30 @@
 """Oracle: the state that went in; the safetensors library reads the tensors back."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from blockwalk import checkpoint
+from blockwalk import checkpoint, files
+from blockwalk.ledger import Mark
 
 STATE: dict[str, Any] = {
-    "model.lora_A.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-    "optimizer.first": torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).T,  # not contiguous
+    "model.lora_A.weight": torch.arange(6, dtype=torch.float32),
+    "optimizer.first": torch.randn(24, generator=torch.Generator().manual_seed(1))[::2],  # not contiguous
+    "large": torch.arange(3 << 20, dtype=torch.int32),  # several checksums
     "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
-    "count": torch.tensor(7),
-    "empty": torch.empty(0, 3),
+    "count": torch.tensor([7]),
+    "empty": torch.empty(0),
     "mask": torch.tensor([True, False]),
     "step": 12,
     "pending": [[1, 0.1 + 0.2]],
 }
 
 
-def write(folder: Path, step: int, keep: int = 2) -> Path:
-    return checkpoint.save(folder, step, walker=STATE, data={"position": step}, config={"seed": 0}, keep=keep)
+def write(folder: Path, step: int, ledger: Mark | None = None) -> Path:
+    return checkpoint.save(folder, step, walker=STATE, data={"position": step}, config={"seed": 0}, ledger=ledger)
 
 
 def assert_same(found: dict[str, Any]) -> None:
@@ -31,15 +33,18 @@ def assert_same(found: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             assert found[name].dtype == value.dtype
             assert found[name].shape == value.shape
-            assert torch.equal(found[name].contiguous().view(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+            assert torch.equal(found[name].view(torch.uint8), value.contiguous().view(torch.uint8))
         else:
             assert found[name] == value
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    loaded = checkpoint.load(write(tmp_path, 3))
+    loaded = checkpoint.load(write(tmp_path, 3, Mark(3, "0" * 16)))
     assert (loaded.step, loaded.data, loaded.config) == (3, {"position": 3}, {"seed": 0})
+    assert loaded.ledger == Mark(3, "0" * 16)
     assert_same(loaded.walker)
+    stored = load_file(tmp_path / "checkpoint-000003" / "rank-00000.safetensors")
+    assert all(torch.equal(stored[f"{name}@0"], STATE[name]) for name in ("large", "mask", "optimizer.first"))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -54,13 +59,13 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
     good = write(tmp_path, 4)
     for name in ("checkpoint-000009", ".checkpoint-000010.0a1b2c3d.partial"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / checkpoint.TENSORS).write_bytes(b"")
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(b"")
     (tmp_path / "checkpoint-old").mkdir()
     assert checkpoint.latest(tmp_path) == good
     with checkpoint.one_run(tmp_path):
         assert checkpoint.prepare(tmp_path, "latest", overwrite=False).checkpoint == str(good)
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match=r"state\.json is missing"):
         checkpoint.load(tmp_path / "checkpoint-000009")
 
 
@@ -107,7 +112,10 @@ def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    state = json.loads((path / checkpoint.SCALARS).read_text())
-    (path / checkpoint.SCALARS).write_text(json.dumps({**state, "format": 2}))
-    with pytest.raises(ValueError, match="format 2"):
+    state = files.read_sealed(path / checkpoint.SCALARS)
+    files.write_sealed(path / checkpoint.SCALARS, {**state, "format": 3})
+    with pytest.raises(ValueError, match="checkpoint-000001 has checkpoint format 3"):
+        checkpoint.load(path)
+    (path / ".metadata").touch()
+    with pytest.raises(ValueError, match="checkpoint-000001 is a checkpoint of format 1"):
         checkpoint.load(path)

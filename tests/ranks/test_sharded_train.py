@@ -103,7 +103,7 @@ def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: Tiny
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Path, lora: bool) -> None:
-    """Oracle: the process that goes on alone. Its checkpoint is one file; each of two ranks takes its slices of it."""
+    """Oracle: the process that goes on alone. Its checkpoint is one rank's; each of two ranks takes its slices of it."""
     common = ["--optimizer.learning_rate", "3e-3", "--optimizer.schedule", "constant", *(["--lora.rank", "4"] if lora else [])]
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     train.train(run_config([*tiny_run.arguments(alone), *common, "--method", "plain", "--max_steps", "6"], 0, 1))
@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(tiny_
     (tmp_path / "blind").mkdir()
     over = [*tiny_run.arguments(Path("run")), "--method", "fcdp", "--max_steps", "4", "--resume_from_checkpoint", "latest"]
     said = run_ranks(2, _refused, [tmp_path / "seen", tmp_path / "blind"], over)
-    assert all("rank 1 does not see the checkpoint of a single process" in each for each in said), said
+    assert all("rank 1 does not see run/checkpoint-000002" in each for each in said), said
 
 
 def _refused(rank: int, folders: list[Path], arguments: list[str]) -> str:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockwalk import method
+from blockwalk import files, method
 from blockwalk.cli import main
 from blockwalk.config import LoraSettings
-from blockwalk.ledger import Entry, Ledger, read_ledger
+from blockwalk.ledger import Entry, Ledger, read_ledger, write_exported
 from blockwalk.replay import export, replay
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -142,8 +142,9 @@ def test_an_exported_ledger_is_whole_or_refused(base: Path, tmp_path: Path) -> N
         out.write_bytes(damaged)
         with pytest.raises(ValueError, match="is damaged"):
             replay(base, out, tmp_path / "out")
-    told = json.loads(head)
-    out.write_bytes(gzip.compress(json.dumps({**told, "result": "0" * 32}).encode() + b"\n" + b"".join(lines)))
+    out.write_bytes(data)
+    told, entries = read_ledger(out)
+    write_exported(out, {**told, "result": "0" * 32}, entries)
     with pytest.raises(ValueError, match="not those that the ledger was exported with"):
         replay(base, out, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -225,8 +226,9 @@ def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
         ("", "no whole line"),
         ("{}\n", "no ledger"),
         (json.dumps({"format": "blockwalk-ledger", "version": 9}) + "\n", "version 9"),
-        (json.dumps({"format": "blockwalk-ledger", "version": 1}) + "\n{torn\n{}\n", "damaged"),
-        (json.dumps({"format": "blockwalk-ledger", "version": 1}) + '\n{"step": 2}\n', "no step of a ledger"),
+        (files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n", "version 1; .* reads 2"),
+        ("{torn\n{}\n", "first line is not JSON"),
+        (files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0] + "\n{torn\n{}\n", "line 2 does not follow"),
     ],
 )
 def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) -> None:
@@ -234,6 +236,26 @@ def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) ->
     path = tmp_path / "ledger.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=reason):
+        read_ledger(path)
+
+
+@pytest.mark.parametrize("change", ["digit", "removed", "moved", "header"])
+def test_a_changed_line_breaks_the_chain(change: str, tmp_path: Path) -> None:
+    """Oracle: the lines as they were written. One digit, one line, the order of two, one word of the header."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, HEADER)
+    for step in range(1, 5):
+        ledger.append(entry(step))
+    ledger.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    at, changed = {
+        "digit": (3, [lines[2].replace(b"0.3333", b"0.3332")]),
+        "removed": (3, []),
+        "moved": (3, [lines[3], lines[2]]),
+        "header": (1, [lines[0].replace(b"spsa", b"fzoo")]),
+    }[change]
+    path.write_bytes(b"".join([*lines[: at - 1], *changed, *lines[at - 1 + max(1, len(changed)) :]]))
+    with pytest.raises(files.Damaged, match=rf"ledger\.jsonl is damaged: line {at} "):
         read_ledger(path)
 
 

@@ -1,0 +1,93 @@
+"""Oracle: the bytes that were written. Files of a checkpoint that are not those are named, and nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockwalk import checkpoint
+from blockwalk.files import Damaged
+from blockwalk.ledger import Mark
+from blockwalk.methods import method
+from blockwalk.walker import Walker
+from tests.models import random_batch, tiny_model
+
+
+class Bomb:
+    """Whoever unpickles this makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture(scope="module")
+def walkers() -> Any:
+    """A walker of each kind of state, by the estimator's name, after a step."""
+    made = {name: Walker(tiny_model("llama"), method(name), device="cpu") for name in ("plain", "mezo")}
+    for walker in made.values():
+        walker.step(random_batch())
+    yield made
+    for walker in made.values():
+        walker.close()
+
+
+def save(walker: Walker, output_dir: Path) -> Path:
+    """A checkpoint as a run saves it."""
+    settings: dict[str, Any] = {"data": {}, "config": {}}
+    if walker.plan.method == "mezo":
+        return checkpoint.save(output_dir, 1, walker=walker.state_dict(), ledger=Mark(1, ""), **settings)
+    path = checkpoint.path_of(output_dir, 1)
+    walker.save_state(path, beside={checkpoint.SCALARS: checkpoint.scalars_text(1, {}, **settings)})
+    return path
+
+
+def resume(walker: Walker, path: Path) -> None:
+    """Take over what :func:`save` saved."""
+    saved = checkpoint.load(path)
+    if saved.slices is None:
+        walker.load_state_dict(saved.walker)
+    else:
+        walker.load_state(saved.slices)
+
+
+FILES = (checkpoint.SCALARS, "rank-00000.json", "rank-00000.safetensors")
+
+
+@pytest.mark.parametrize("file", [*FILES, ".metadata", "state.safetensors", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["plain", "mezo"])
+def test_a_pickle_in_a_checkpoint_is_not_opened(name: str, file: str, walkers: dict[str, Walker], tmp_path: Path) -> None:
+    """Oracle: what the pickle does when it is opened."""
+    path = save(walkers[name], tmp_path)
+    (path / file).write_bytes(pickle.dumps(Bomb(tmp_path / "run")))
+    if file == "__0_0.distcp":
+        resume(walkers[name], path)
+    else:
+        with pytest.raises(ValueError, match="checkpoint-000001"):
+            resume(walkers[name], path)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(FileNotFoundError):
+        pickle.loads(pickle.dumps(Bomb(tmp_path / "none" / "run")))
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "missing"])
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("name", ["plain", "mezo"])
+def test_a_damaged_file_is_named(name: str, file: str, damage: str, walkers: dict[str, Walker], tmp_path: Path) -> None:
+    """Oracle: one bit in the middle of a file, its end, all of it."""
+    path = save(walkers[name], tmp_path)
+    resume(walkers[name], path)
+    data = bytearray((path / file).read_bytes())
+    data[len(data) * 2 // 3] ^= 1 << 4
+    if damage == "missing":
+        (path / file).unlink()
+    else:
+        (path / file).write_bytes({"bit": bytes(data), "cut": data[:-9], "empty": b""}[damage])
+    with pytest.raises(Damaged, match=f"{path.name}/{file} is (damaged|missing)"):
+        resume(walkers[name], path)
