@@ -58,6 +58,9 @@ class DataSettings:
     label_words: tuple[str, ...] = ()
     """Classification: the word of each class, in the order of the classes' numbers."""
     label_field: str = "label"
+    label_scores: str = "mean"
+    """Classification: what label words are ranked by, in evaluation and by ``zo.objective``: the mean of the log-probabilities
+    of a word's tokens (as MeZO does), or their sum."""
     max_length: int = 512
     """Tokens a sequence; longer records are cut, and counted."""
     packing: bool = False
@@ -84,7 +87,7 @@ class RunConfig:
     batch_size: int = 8
     """Sequences an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
     eval_batch_size: int = 0
-    """Sequences an evaluation batch; 0: those of a micro-batch."""
+    """Sequences an evaluation batch, which ranks share; 0: those of a micro-batch."""
     max_steps: int = 0
     """Optimizer steps; 0: as many as ``epochs`` takes."""
     epochs: int = 1
@@ -121,6 +124,8 @@ class RunConfig:
             raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
         if self.data.max_length < 2:
             raise ValueError(f"data.max_length is {self.data.max_length}; it must be at least 2")
+        if self.data.label_scores not in ("mean", "sum"):
+            raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
         if self.data.padding_multiple < 1:
             raise ValueError(f"data.padding_multiple is {self.data.padding_multiple}; it must be at least 1")
         if bool(self.data.template) != bool(self.data.label_words):
@@ -142,6 +147,16 @@ class RunConfig:
                 f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size, or share the forwards"
                 f" instead (mesh.perturb: up to {self.plan.forward_passes})"
             )
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
+        ``zo.objective`` ranks them."""
+        plan = self.plan
+        zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+        cuts = plan.gradient_accumulation_steps * (plan.mesh.data if zeroth_order else plan.mesh.world)
+        words = len(self.data.label_words) if zeroth_order and plan.zo.objective != "loss" else 1
+        return -(-self.batch_size // cuts) * words
 
     def to_mapping(self) -> dict[str, Any]:
         """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""

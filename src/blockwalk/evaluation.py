@@ -56,6 +56,7 @@ class HeldOut:
     rows: Encoded | Choices
     batch_size: int
     padding_multiple: int
+    label_scores: str = "mean"
 
     @staticmethod
     def read(settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int) -> HeldOut:
@@ -71,7 +72,7 @@ class HeldOut:
             rows = encode_choices(records, tokenizer, template, max_length=settings.max_length)
         else:
             rows = encode_rows(settings, records, tokenizer, None)
-        return HeldOut(rows, batch_size, settings.padding_multiple)
+        return HeldOut(rows, batch_size, settings.padding_multiple, settings.label_scores)
 
     def evaluate(self, walker: Walker) -> Evaluation:
         """Measure the walker; its weights stay as they are. Raises FloatingPointError where the loss is not finite."""
@@ -96,8 +97,9 @@ class HeldOut:
         loss_sum, tokens, correct = 0.0, 0, 0
         each = max(1, self.batch_size // choices.classes)
         for start in range(0, len(choices), each):
-            words = label_word_batch(choices, range(start, min(start + each, len(choices))), self.padding_multiple)
-            losses = walker.label_losses(words.batch).cpu()
+            rows = range(start, min(start + each, len(choices)))
+            words = label_word_batch(choices, rows, self.padding_multiple, scores=self.label_scores)
+            losses = walker.label_losses(words.batch)
             right = [b * words.classes + int(target) for b, target in enumerate(words.targets_B)]
             loss_sum += float(losses[right].sum())
             tokens += loss_tokens({"labels": words.batch["labels"][right]})

@@ -119,7 +119,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         plan = run.plan
         if not plan.optimizer.total_steps:
             plan = override(plan, {"optimizer.total_steps": total})
-        shape = Shape(_rows(run), _longest(rows, run))
+        shape = Shape(run.micro_batch_rows, _longest(rows if choices is None else choices.rows, run))
         foresee(run, shape, device=device).check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
         loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory)
         if start.checkpoint is not None:
@@ -128,7 +128,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             record = Record.of(walker, shape, adapters=run.lora is not None)
-            forecast = Forecast(plan, walker.spec, record.program)
+            forecast = Forecast(plan, walker.spec, record.program, walker.device.type)
             loop.begin(walker, record, start)
             if walker.ranks.rank == 0:
                 files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
@@ -197,12 +197,6 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
 def eval_batch_size(run: RunConfig) -> int:
     """Sequences an evaluation batch: a micro-batch's, unless the settings say otherwise."""
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
-
-
-def _rows(run: RunConfig) -> int:
-    """Sequences of one rank's micro-batch."""
-    cuts = run.plan.gradient_accumulation_steps * (run.plan.mesh.world if run.plan.sharded else 1)
-    return -(-run.batch_size // cuts)
 
 
 def _longest(rows: Encoded, run: RunConfig) -> int:
@@ -338,7 +332,12 @@ class _Loop:
         if self.choices is None:
             batch = next(self.batches)
             return batch, batch
-        words = label_word_batch(self.choices, self.batches.next_rows(), self.batches.padding_multiple)
+        words = label_word_batch(
+            self.choices,
+            self.batches.next_rows(),
+            self.batches.padding_multiple,
+            scores=self.config.data.label_scores,
+        )
         return words, words.batch
 
     def _step(self, progress: Progress) -> None:

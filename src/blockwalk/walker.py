@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -261,23 +262,26 @@ class Walker:
         return self.engine.take_gradients()
 
     def evaluate(self, batch: Batch) -> EvalResult:
-        """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over."""
-        self.flush()
-        self.engine.module.eval()
-        self._run(StepKind.EVALUATE, batch, 0.0)
-        state = self.estimator.state
-        assert state is not None
-        return EvalResult(state.loss_sum, state.tokens)
+        """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with the same
+        batch, each walks its share of the sequences, and all get the same answer: one process's."""
+        return EvalResult(math.fsum(self._evaluated(batch)), loss_tokens(batch))
 
     def label_losses(self, batch: Batch) -> torch.Tensor:
-        """The loss summed over the labels of each sequence, [B], in evaluation mode: what label words are ranked by."""
+        """The loss summed over the labels of each sequence, float64 [B] on the CPU, in evaluation mode: what label words are
+        ranked by. Ranks share the sequences as in :meth:`evaluate`."""
+        rows = batch["input_ids"].shape[0]
+        return torch.tensor(self._evaluated(batch, by_row=True)[:rows], dtype=torch.float64)
+
+    def _evaluated(self, batch: Batch, **options: bool) -> list[float]:
+        """Summed losses of the batch, in its order: of each sequence, or of each rank's where the model's own loss is asked
+        for."""
         self.flush()
         self.engine.module.eval()
-        self._run(StepKind.EVALUATE, batch, 0.0, by_row=True)
+        self._run(StepKind.EVALUATE, batch, 0.0, **options)
         state = self.estimator.state
         assert state is not None
         assert state.row_losses_B is not None
-        return state.row_losses_B
+        return [loss for own in self.ranks.exchange(state.row_losses_B.tolist()) for loss in own]
 
     def next_logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
@@ -368,12 +372,13 @@ class Walker:
     def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
         count = self.plan.gradient_accumulation_steps if training else 1
-        if self.plan.sharded and "by_row" not in options:
+        if self.plan.sharded or not training:
             (whole,) = self._micro_batches(batch, 1)
-            options["tokens"] = loss_tokens(whole)
-            batches = share(whole, count, self.plan.mesh.world, self.engine.rank)
+            batches = share(whole, count, self.ranks.world, self.ranks.rank)
+            if training:
+                options["tokens"] = loss_tokens(whole)
         else:
-            batches = self._micro_batches(batch, count * (self.plan.mesh.data if training else 1))
+            batches = self._micro_batches(batch, count * self.plan.mesh.data)
         program = self.program(step_kind, Shape(*batches[0]["input_ids"].shape))
         self.estimator.begin(
             batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training, **options

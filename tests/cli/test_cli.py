@@ -116,6 +116,16 @@ def test_plan_counts_every_byte(model: str, capsys: pytest.CaptureFixture[str]) 
     assert f" {L * 2 * 40 * D * 4 / 1000:.1f} kB" in rows["activation"]
 
 
+def test_plan_is_of_one_ranks_part_of_the_batch(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Closed form: 16 sequences cut in 4; FZOO's 9 forwards do not divide over 8 ranks: the mesh is printed."""
+    few = ["plan", "--model", model, "--method", "distzo2", "--batch_size", "16"]
+    assert cli.main([*few, "--mesh.world", "4", "--mesh.data", "4"]) == 0
+    assert "one step     4 × 512 tokens" in capsys.readouterr().out
+    assert cli.main([*few, "--mesh.world", "8", "--zo.kind", "fzoo", "--zo.queries", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "8: the batch cut in 8, a step's 9 forwards shared by 1, streamed blocks held once by 8" in said
+
+
 def test_a_plan_that_does_not_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", model, "--method", "plain", "--lora", "false"]
     assert cli.main([*arguments, "--budget", "100kB"]) == 3

@@ -32,6 +32,9 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+WORDS = {"data.template": "{text} is {label}", "data.label_words": ["a", "b", "c"]}
+
+
 def test_yaml(tmp_path: Path) -> None:
     run = config.load(write(tmp_path, EXAMPLE))
     assert yaml.safe_load("1e-4") == "1e-4", "YAML 1.1, which PyYAML reads, has no such number"
@@ -177,3 +180,21 @@ def test_compile_is_refused_and_not_ignored(name: str) -> None:
     with pytest.raises(ValueError, match="set compile: false"):
         method(name, compile=True)
     assert not method(name, compile=False).compile
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"method": "mezo", "batch_size": 16}, 16),
+        ({"method": "mezo", "batch_size": 16, "mesh.world": 4, "mesh.data": 4}, 4),
+        ({"method": "mezo", "batch_size": 16, "mesh.world": 4, "mesh.data": 2, "gradient_accumulation_steps": 2}, 4),
+        ({"method": "mezo", "batch_size": 16, "zo.objective": "label_words", **WORDS}, 48),
+        ({"method": "mezo", "batch_size": 16, "zo.objective": "f1", "mesh.world": 8, "mesh.data": 8, **WORDS}, 6),
+        ({"method": "mezo", "batch_size": 16, **WORDS}, 16),
+        ({"method": "plain", "batch_size": 16, "gradient_accumulation_steps": 2}, 8),
+        ({"method": "zero3", "batch_size": 18, "mesh.world": 4, "lora": False}, 5),
+    ],
+)
+def test_rows_that_one_rank_walks_at_once(settings: dict[str, Any], rows: int) -> None:
+    """Closed form: batch / (micro-batches × ranks that cut the batch), rounded up, × label words where they are ranked."""
+    assert config.from_mapping({"model": "m", **settings}).micro_batch_rows == rows

@@ -32,6 +32,7 @@ from blockwalk.data.batching import (
 )
 from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import Format, Record, Template, detect_format, read_records
+from blockwalk.estimators.objectives import ranked
 from blockwalk.evaluation import HeldOut
 from blockwalk.train import read_training_rows
 
@@ -289,7 +290,7 @@ def test_scores_are_log_probabilities_of_label_words(tokenizer: Any) -> None:
     """Against probabilities chosen by hand: a model that says "y" with probability p after anything, "n" with q."""
     template = Template("{text}{label}", ("n", "yy"))
     records = [Record({"text": "ab", "label": label}, "x") for label in (0, 1, 1)]
-    batch = label_word_batch(encode_choices(records, tokenizer, template, max_length=20), [0, 2])
+    batch = label_word_batch(encode_choices(records, tokenizer, template, max_length=20), [0, 2], scores="sum")
     yes, no = tokenizer.convert_tokens_to_ids(["y", "n"])
     probabilities = torch.full((len(tokenizer),), 0.1 / (len(tokenizer) - 2))
     probabilities[yes], probabilities[no] = 0.7, 0.2
@@ -298,7 +299,24 @@ def test_scores_are_log_probabilities_of_label_words(tokenizer: Any) -> None:
     torch.testing.assert_close(batch.scores(losses), torch.tensor([[n, yy], [n, yy]]))
     assert batch.correct(losses) == 1
     expected = -(n + yy) / 2 + math.log(math.exp(n) + math.exp(yy))
-    assert batch.cross_entropy(losses).item() == pytest.approx(expected, rel=1e-6)
+    assert ranked("label_words", batch, losses) == pytest.approx(expected, rel=1e-6)
+
+
+def test_label_words_are_ranked_by_the_mean_of_their_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Closed form: a word of two tokens of 0.4 each comes before one of 0.2 by the mean (log 0.4 > log 0.2) and after it by the
+    sum (log 0.16 < log 0.2); accuracy, F1 and cross-entropy follow."""
+    choices = encode_choices(
+        [Record({"text": "ab", "label": 1}, "x")], tokenizer, Template("{text}{label}", ("n", "yy")), max_length=20
+    )
+    losses = torch.tensor([-math.log(0.2), -2 * math.log(0.4)], dtype=torch.float64)
+    mean, added = (label_word_batch(choices, [0], scores=scores) for scores in ("mean", "sum"))
+    torch.testing.assert_close(mean.scores(losses), torch.tensor([[math.log(0.2), math.log(0.4)]], dtype=torch.float64))
+    assert label_word_batch(choices, [0]).ranked_by == "mean"
+    assert (mean.correct(losses), added.correct(losses)) == (1, 0)
+    assert (ranked("accuracy", mean, losses), ranked("accuracy", added, losses)) == (0.0, 1.0)
+    assert (ranked("f1", mean, losses), ranked("f1", added, losses)) == (0.5, 1.0)
+    assert ranked("label_words", mean, losses) == pytest.approx(-math.log(0.4 / 0.6))
+    assert ranked("label_words", added, losses) == pytest.approx(-math.log(0.16 / 0.36))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

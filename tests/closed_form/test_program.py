@@ -23,7 +23,8 @@ from blockwalk.program import (
     shared_slots,
     used_unfetched,
 )
-from blockwalk.state import Codec, ModelSpec, ParamSpec, StateKind, UnitSpec
+from blockwalk.report.forecast import Forecast
+from blockwalk.state import Codec, ModelSpec, ParamSpec, Placement, StateKind, Tier, UnitSpec
 
 
 def toy(layers: int, *, lora: bool, tied: bool, hidden: int = 64, vocab: int = 1000) -> ModelSpec:
@@ -196,3 +197,28 @@ def test_a_tied_head_is_updated_once() -> None:
 def test_printed_schedule_has_a_line_for_every_op() -> None:
     program = compile(method("mebp"), toy(3, lora=True, tied=True), StepKind.TRAIN, Shape(1, 8))
     assert len(str(program).splitlines()) == len(program.ops) + 2
+
+
+def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None:
+    """Closed form: adapters of one element in 65 stay on the device and are said to; two whole blocks of forty, a twentieth
+    of the model, travel as ``trainable`` says; states are where the buckets are."""
+    plan = method("zo2", trainable="host × fp32", optimizer={"name": "momentum"})
+    adapted, whole = toy(40, lora=True, tied=True), toy(40, lora=False, tied=True, vocab=10)
+
+    def frozen(unit: UnitSpec) -> UnitSpec:
+        return dataclasses.replace(unit, params=tuple(dataclasses.replace(p, trainable=False) for p in unit.params))
+
+    units = {"prologue": frozen(whole.prologue), "epilogue": frozen(whole.epilogue)}
+    two = dataclasses.replace(whole, blocks=(*map(frozen, whole.blocks[:38]), *whole.blocks[38:]), **units)
+    for model, stays in ((adapted, True), (two, False)):
+        trained = model.numel(trainable=True)
+        assert trained < model.numel() / 10
+        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8))
+        travels = [op for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE]
+        assert bool(travels) != stays
+        rows = {row.kind: row for row in Forecast(plan, model, program).rows()}
+        tier = Tier.DEVICE if stays else Tier.HOST
+        assert rows["trainable"].placement.tier is tier
+        assert ("they stay there, not on the host" in rows["trainable"].note) == stays
+        assert rows["optimizer"].placement == Placement(tier, Codec.FP32)
+        assert rows["optimizer"].nbytes == 4 * trained

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.compile import compile
+from blockwalk.compile import Pending, compile
 from blockwalk.methods import method
 from blockwalk.plan import Plan
 from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
@@ -141,6 +141,18 @@ def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
         moved = sum(op.nbytes for op in program.ops if op.kind in (OpKind.FETCH, OpKind.STORE))
         assert moved > 0
         assert lost == pytest.approx(moved / 4e9 if copied else 0.0, abs=1e-12), plan
+
+
+def test_an_update_of_slices_takes_a_slice_of_the_time() -> None:
+    """Closed form: noise for 1/n of a block's parameters, where zo2's update makes it for all of them."""
+    machine = dataclasses.replace(hardware.load("rtx-4090"), op_seconds=0.0, devices_per_node=4)
+    model = analytic.model_spec(CONFIG)
+    for plan, share in ((method("zo2"), 1), (method("distzo2", mesh={"world": 4, "ranks_per_node": 4}), 4)):
+        program = compile(plan, model, StepKind.TRAIN, SHAPE, pending=Pending(1, flush=True), device="cuda")
+        update = next(op for op in program.ops if op.kind is OpKind.UPDATE and op.unit == 1)
+        sgd = CostModel(plan, model, machine)
+        expected = model.blocks[0].numel() / share * (1 / machine.noise_rate + sgd._rounded(1.0))
+        assert sgd.seconds(update) == pytest.approx(expected)
 
 
 def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def task_of(run: RunConfig, machine: str) -> planner.Task:
     return planner.Task(
         config=analytic.read_config(run.model),
         hardware=found,
-        batch=run.batch_size // run.plan.gradient_accumulation_steps,
+        batch=run.micro_batch_rows,
         sequence=run.data.max_length,
         lora_rank=None if run.lora is None else run.lora.rank,
         budget=run.plan.budget,

@@ -38,7 +38,7 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = Shape(run.batch_size // run.plan.gradient_accumulation_steps, run.data.max_length)
+    shape = Shape(run.micro_batch_rows, run.data.max_length)
     forecast = foresee(run, shape, device=device, padded=not run.data.packing)
     for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
         print(line)

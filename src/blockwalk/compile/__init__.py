@@ -96,7 +96,6 @@ def _evaluate(b: Builder) -> None:
     turns = [Turn(0, work(OpKind.PROLOGUE, 0))]
     turns += [Turn(i, work(OpKind.FORWARD, i)) for i in range(1, b.last)]
     b.walk([*turns, Turn(b.last, work(OpKind.LOSS, b.last))])
-    b.exchange([], update=False)
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: int = 32) -> dict[Pool, int]:

@@ -22,9 +22,6 @@ from blockwalk.state import (
 RULE_STATES = {"adamw": 2, "momentum": 1, "sgd": 0, "sign": 0}
 """Float32 state tensors that each update rule keeps for a trainable parameter."""
 
-SMALL_SHARE = 0.1
-"""Trainables below this share of the model (adapters) stay where they are instead of travelling with their block."""
-
 BUCKET_ALIGN = 64
 """Bytes that each tensor's place in a bucket is a multiple of."""
 
@@ -40,10 +37,11 @@ class Placements:
     group_size: int
     """Elements that share a scale in the int4 codec."""
     adapters: bool = field(init=False)
-    """True where the trainables are a small share of the model: they stay resident whatever their tier."""
+    """True where the trainables of all blocks together are fewer than one block's parameters (adapters are): they stay resident
+    whatever their tier, for less than a slot, instead of travelling with their blocks."""
 
     def __post_init__(self) -> None:
-        self.adapters = self.model.numel(trainable=True) < SMALL_SHARE * self.model.numel()
+        self.adapters = self.model.numel(trainable=True) < max(block.numel() for block in self.model.blocks)
 
     @property
     def last(self) -> int:
@@ -55,6 +53,12 @@ class Placements:
         placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
         rewritten = part is StateKind.TRAINABLE and self.plan.estimator is Estimator.ZEROTH_ORDER
         return placement.tier is Tier.DISK and self.device == "cpu" and not rewritten
+
+    @property
+    def stays(self) -> bool:
+        """True where trainables that the plan puts on another tier are on the device all the same: see ``adapters``."""
+        placed = self.plan.trainable.tier is not Tier.DEVICE and not self.mapped(StateKind.TRAINABLE)
+        return placed and self.adapters and not self.plan.sharded
 
     def streams(self, unit: int, part: StateKind) -> bool:
         """True where this part of this unit is fetched when its turn comes."""

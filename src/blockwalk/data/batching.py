@@ -171,26 +171,27 @@ class LabelWordBatch:
     """Each tensor [B · C, S]; labels cover the label word alone."""
     targets_B: torch.Tensor
     classes: int
+    ranked_by: str = "mean"
+    """mean or sum of the log-probabilities of a label word's tokens."""
 
     def scores(self, row_losses: torch.Tensor) -> torch.Tensor:
-        """[B, C] log-probabilities of the label words, from :func:`row_losses` [B · C]."""
-        return -row_losses.float().view(-1, self.classes)
+        """[B, C] what the label words are ranked by, from the loss summed over each row's label word, [B · C] on the CPU."""
+        if self.ranked_by == "mean":
+            row_losses = row_losses / (self.batch["labels"][:, 1:] != IGNORE).sum(1)
+        return -row_losses.view(-1, self.classes)
 
     def correct(self, row_losses: torch.Tensor) -> int:
         """How many of the B examples have their right class ranked first."""
-        return int((self.scores(row_losses).argmax(dim=1).cpu() == self.targets_B).sum())
-
-    def cross_entropy(self, row_losses: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy among the label words alone (MeZO's classification objective), float32 scalar."""
-        scores_BC = self.scores(row_losses)
-        return torch.nn.functional.cross_entropy(scores_BC, self.targets_B.to(scores_BC.device))
+        return int((self.scores(row_losses).argmax(dim=1) == self.targets_B).sum())
 
 
-def label_word_batch(choices: Choices, rows: Sequence[int], padding_multiple: int = 1) -> LabelWordBatch:
-    """The examples named, each with every label word."""
+def label_word_batch(
+    choices: Choices, rows: Sequence[int], padding_multiple: int = 1, *, scores: str = "mean"
+) -> LabelWordBatch:
+    """The examples named, each with every label word; ``scores`` is ``data.label_scores``."""
     classes = choices.classes
     batch = collate(choices.rows, [row * classes + c for row in rows for c in range(classes)], padding_multiple)
-    return LabelWordBatch(batch, torch.from_numpy(choices.targets[list(rows)]), classes)
+    return LabelWordBatch(batch, torch.from_numpy(choices.targets[list(rows)]), classes, scores)
 
 
 def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class _State:
     prologue_trainables: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     loss_sum: float = 0.0
     row_losses_B: torch.Tensor | None = None
-    """The loss summed over each sequence, where ``by_row`` asks for it."""
+    """Of an evaluation: the loss summed over each sequence, float64; over all in one where it is the model's own."""
     logits_BV: torch.Tensor | None = None
     """After the last position, where ``next_token`` asks for them instead of a loss."""
     coefficient: float = 1.0
@@ -111,7 +111,8 @@ class Backprop:
         tokens: int | None = None,
     ) -> None:
         """Start a step on its micro-batches. ``training`` keeps what a backward walk needs; ``by_row`` and ``next_token``
-        (evaluation of one micro-batch) ask for the loss of each sequence, or for the next token's logits instead.
+        (evaluation of one micro-batch) ask for the loss of each sequence even where it would be the model's own of all, or for
+        the next token's logits instead.
 
         Raises:
             ValueError: no label of the step counts towards the loss.
@@ -232,7 +233,8 @@ class Backprop:
                 if self.chunked:
                     normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch, self._seed(state, op))
                 elif state.by_row:
-                    state.row_losses_B = row_losses(engine.cut.logits(prologue, hidden_BSD, batch), batch["labels"])
+                    logits_BSV = engine.cut.logits(prologue, hidden_BSD, batch)
+                    state.row_losses_B = row_losses(logits_BSV, batch["labels"]).double()
                     return
                 else:
                     loss = engine.cut.own_loss(prologue, hidden_BSD, batch, self._seed(state, op))
@@ -240,11 +242,13 @@ class Backprop:
                 loss_sum, outputs, seed = self._chunked_loss(normed_BSD, batch, state)
             else:
                 counted = int((batch["labels"][:, 1:] != IGNORE).sum())
-                loss_sum = float(loss.detach()) * counted
+                loss_sum = float(loss.detach()) * counted if counted else 0.0
                 outputs, seed = loss, torch.full_like(loss, counted / max(state.tokens, 1))
-            state.loss_sum += loss_sum
             if not state.training:
+                if state.row_losses_B is None:
+                    state.row_losses_B = torch.tensor([loss_sum], dtype=torch.float64)
                 return
+            state.loss_sum += loss_sum
             inputs = [hidden_BSD, *trainables.values()]
             grads = torch.autograd.grad(outputs, inputs, seed, allow_unused=True)
             assert grads[0] is not None
@@ -260,7 +264,7 @@ class Backprop:
         engine, head = self.engine, self.engine.cut.head
         weight = engine.weight(head.weight)
         shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
-        losses_N = shifted_NS.new_zeros(shifted_NS.shape[0], dtype=torch.float64) if state.by_row else None
+        losses_N = None if state.training else shifted_NS.new_zeros(shifted_NS.shape[0], dtype=torch.float64)
         result = chunked_cross_entropy(
             shifted_NS,
             batch["labels"][:, 1:].reshape(-1),

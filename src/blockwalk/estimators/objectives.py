@@ -28,15 +28,14 @@ def as_objective(function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], 
 def ranked(name: str, words: LabelWordBatch, row_losses: torch.Tensor) -> float:
     """An objective over classification examples, from the loss of each label word (float64 [B · C], on the CPU).
 
-    ``label_words``: the mean cross-entropy among the label words; ``accuracy`` and ``f1`` (the mean over classes): one
-    minus it.
+    ``label_words``: the mean cross-entropy among the label words by their scores; ``accuracy`` and ``f1`` (the mean over
+    classes): one minus it.
     """
     if name == "label_words":
-        scores_BC = -row_losses.view(-1, words.classes)
-        return float(torch.nn.functional.cross_entropy(scores_BC, words.targets_B))
+        return float(torch.nn.functional.cross_entropy(words.scores(row_losses), words.targets_B))
     if name == "accuracy":
         return 1.0 - words.correct(row_losses) / len(words.targets_B)
-    chosen_B = (-row_losses.view(-1, words.classes)).argmax(1)
+    chosen_B = words.scores(row_losses).argmax(1)
     return 1.0 - _f1(chosen_B, words.targets_B, words.classes)
 
 

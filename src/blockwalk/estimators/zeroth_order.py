@@ -111,7 +111,7 @@ class ZerothOrder:
             step: its number, from 1.
             learning_rate: the step's.
             training: perturb, and make an entry of the losses.
-            by_row: evaluation of one micro-batch: the loss of each sequence.
+            by_row: evaluation of one micro-batch: the loss of each sequence, where it would be the model's own of all.
             next_token: likewise, the logits after the last position instead of a loss.
             seed: of the noise; the plan's unless given.
             words: the examples that the batches' rows are, where the objective ranks label words.
@@ -138,7 +138,7 @@ class ZerothOrder:
             learning_rate=learning_rate,
             passes=passes_of(self.plan) if training else (AT_REST,),
             training=training,
-            by_row=by_row or ranks,
+            by_row=by_row or ranks or (self.chunked and not training),
             next_token=next_token,
             words=words,
         )
@@ -206,9 +206,9 @@ class ZerothOrder:
         if state.training:
             state.losses[key] = value
         elif state.by_row:
-            state.row_losses_B = value
-        else:
-            state.loss_sum += float(value) * (1 if self.chunked else state.counted[m])
+            state.row_losses_B = value.double()
+        else:  # a mean over tokens, where there are any
+            state.row_losses_B = (value * state.counted[m] if state.counted[m] else value.new_zeros(())).double().view(1)
 
     def _chunked_loss(
         self, normed_BSD: torch.Tensor, labels_BS: torch.Tensor, perturbation: Perturbation, *, by_row: bool

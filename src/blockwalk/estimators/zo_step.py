@@ -57,10 +57,8 @@ class Step:
     """What each forward answered, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
     entry: Entry | None = None
-    loss_sum: float = 0.0
-    """Of an evaluation, over its tokens."""
     row_losses_B: torch.Tensor | None = None
-    """Of an evaluation by row."""
+    """Of an evaluation: the loss summed over each sequence, float64; over all in one where it is the model's own."""
     logits_BV: torch.Tensor | None = None
     """After the last position, where ``next_token`` asks for them."""
     grad_norm: float | None = None

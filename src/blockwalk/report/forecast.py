@@ -6,15 +6,15 @@ Everything is read off the program that the run will execute. Importing this imp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockwalk.compile.placement import RULE_STATES
+from blockwalk.compile.placement import RULE_STATES, Placements, bucket_states
 from blockwalk.metrics import page_cache
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.state import ModelSpec, Placement
+from blockwalk.state import Codec, ModelSpec, Placement, Tier, encoded_nbytes
 
 if TYPE_CHECKING:
     from blockwalk.config import RunConfig
@@ -41,22 +41,30 @@ class Forecast:
     plan: Plan
     model: ModelSpec
     program: Program
+    device: str = "cpu"
 
     def rows(self) -> list[Row]:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
         plan, model = self.plan, self.model
         frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
+        stays = Placements(plan, model, self.device, 32).stays
+        trainable = replace(plan.trainable, tier=Tier.DEVICE) if stays else plan.trainable
+        small = f", fewer than a block's: they stay there, not on the {plan.trainable.tier}" if stays else ""
         rows = [
             Row("frozen", plan.frozen, self._stored(plan.frozen, trainable=False), f"{frozen:,} parameters"),
-            Row("trainable", plan.trainable, self._stored(plan.trainable, trainable=True), f"{trained:,} parameters"),
+            Row("trainable", trainable, self._stored(plan.trainable, trainable=True), f"{trained:,} parameters{small}"),
         ]
         if plan.estimator is Estimator.BACKPROP:
             at_turn = plan.update.timing is Timing.BLOCK
             most = max(unit.numel(trainable=True) for unit in model.units) if at_turn else trained
             note = "of one unit: used at its turn" if at_turn else "accumulated to the step's end"
             rows.append(Row("gradient", plan.gradient, 4 * most, note))
-        states = RULE_STATES[plan.optimizer.name]
-        rows.append(Row("optimizer", plan.optimizer_state, 4 * states * trained, f"{plan.optimizer.name}"))
+        states, beside = 4 * RULE_STATES[plan.optimizer.name] * trained, plan.optimizer_state
+        if plan.estimator is Estimator.ZEROTH_ORDER:  # in the buckets, with the parameters
+            codecs = [codec for codec, _ in bucket_states(plan).values()]
+            states = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
+            beside = replace(trainable, codec=next(iter(codecs), Codec.FP32))
+        rows.append(Row("optimizer", beside, states, plan.optimizer.name))
         saved = sum(nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes)
         if plan.estimator is Estimator.BACKPROP:
             rows.append(Row("activation", plan.activation, saved, "activation checkpoints of one step"))
@@ -70,6 +78,8 @@ class Forecast:
         plan, program, shape = self.plan, self.program, self.program.shape
         passes = f", {plan.forward_passes} forward passes" if plan.estimator is Estimator.ZEROTH_ORDER else ""
         yield f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at {_when(plan)}"
+        if plan.mesh.world > 1:
+            yield f"  ranks       {plan.mesh.world}: {_shared(plan)}"
         for row in self.rows():
             yield f"  {row.kind:<11} {row.placement!s:<24} {human_bytes(row.nbytes):>10}   {row.note}".rstrip()
         micro = f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
@@ -118,7 +128,7 @@ def foresee(run: RunConfig, shape: Shape, *, device: str, padded: bool = True) -
     costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=padded)
     room = page_cache(Path(run.output_dir))
     program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
-    return Forecast(run.plan, model, program)
+    return Forecast(run.plan, model, program, device)
 
 
 def model_spec(run: RunConfig) -> ModelSpec:
@@ -137,6 +147,15 @@ def model_spec(run: RunConfig) -> ModelSpec:
 def _when(plan: Plan) -> str:
     words = {Timing.BLOCK: "the block's turn", Timing.STEP: "the step's end", Timing.DEFERRED: "the next fetch"}
     return words[plan.update.timing]
+
+
+def _shared(plan: Plan) -> str:
+    """Who shares what, in the words of ``mesh.*``."""
+    mesh = plan.mesh
+    if plan.estimator is Estimator.BACKPROP:
+        return f"z1 {mesh.z1}, z2 {mesh.z2}, z3 {mesh.z3}, {mesh.ranks_per_node} to a node"
+    forwards = f"a step's {plan.forward_passes} forwards shared by {mesh.perturb}"
+    return f"the batch cut in {mesh.data}, {forwards}, streamed blocks held once by {mesh.slice}"
 
 
 def zeroth_order_advice(plan: Plan, *, lora: bool) -> list[str]:

@@ -112,9 +112,11 @@ class CostModel:
     def _compute(self, op: Op) -> float:
         if op.kind in COMPUTES:
             return self._walks(op)
-        hw, trained = self.hardware, self.model.units[op.unit].numel(trainable=True)
+        hw, trained = self.hardware, float(self.model.units[op.unit].numel(trainable=True))
         zeroth_order = self.plan.estimator is Estimator.ZEROTH_ORDER
         if op.kind is OpKind.UPDATE and zeroth_order:
+            if op.lane is Lane.INTRA:
+                trained /= self.plan.mesh.slice  # each rank its slice, before the gather
             once = trained / hw.noise_rate * self.plan.zo.queries + self._rounded(trained)
             if self.plan.optimizer.name != "sgd":
                 once += self._updated(trained)
@@ -257,6 +259,8 @@ class CostModel:
         return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
 
     def _intra(self, op: Op) -> float:
+        if op.kind is OpKind.UPDATE:
+            return self._compute(op)
         return self.hardware.intra.seconds(op.nbytes) + self._rounds(op) * self.hardware.intra.latency
 
     def _inter(self, op: Op) -> float:

@@ -165,7 +165,7 @@ _DOING = {OpKind.FORWARD: "computing forwards", OpKind.BACKWARD: "computing back
 
 
 def _words(op: Op, model_of: CostModel) -> str:
-    if op.lane is Lane.COMPUTE:
+    if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
         return _DOING.get(op.kind, "computing the rest")
     if op.lane is Lane.INTER:
         where = "the network"
