@@ -29,7 +29,7 @@ from blockwalk import metering, work
 from blockwalk.arguments import rebuild
 from blockwalk.blocks import BlockCall, CutModel, Prologue
 from blockwalk.compile import Costs, UnitCost
-from blockwalk.compile.placement import epilogue_reads
+from blockwalk.compile.placement import computes_in, epilogue_reads
 from blockwalk.estimators import chunks, lazy, loss
 from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemory, loss_memory, loss_work, own_loss_work
 from blockwalk.metering import Meter
@@ -171,7 +171,7 @@ def _measure(
 
     stored = config.dtype or torch.float32
     stored = stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored))
-    dtype: torch.dtype = stored if plan.compute_dtype == "auto" else getattr(torch, plan.compute_dtype)
+    dtype: torch.dtype = getattr(torch, computes_in(plan, str(stored).removeprefix("torch.")))
     backprop = plan.estimator is Estimator.BACKPROP
     model = build_skeleton(config, dtype if backprop else stored).model
     if lora is not None:

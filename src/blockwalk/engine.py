@@ -22,6 +22,7 @@ from torch import nn
 from blockwalk.blocks import CutModel
 from blockwalk.compile.placement import bucket_states, epilogue_reads, streamed_trainables
 from blockwalk.heap import Slack, give_back
+from blockwalk.noise import NoiseKey
 from blockwalk.opening import open_model
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Op
@@ -405,7 +406,10 @@ class Engine:
             if coefficient != 1.0:
                 gradient.mul_(coefficient)
             master, moments = self.masters[name], self.moments.get(name, {})
-            self.rule.apply_(master, gradient.to(master.device), moments, step=step, lr=learning_rate)
+            stochastic = self.plan.update.rounding == "stochastic"
+            rounding = NoiseKey(self.plan.seed, step, 0, name, "rounding") if stochastic else None
+            gradient = gradient.to(master.device)
+            self.rule.apply_(master, gradient, moments, step=step, lr=learning_rate, rounding=rounding)
 
     # ---- a step counts, or changes nothing ---------------------------------------------------------------------------
 

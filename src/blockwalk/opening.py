@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from blockwalk.compile.placement import computes_in
 from blockwalk.identity import weights_digest
 from blockwalk.plan import Estimator, Plan
 from blockwalk.state import CODEC_DTYPE, Codec, Tier
@@ -131,7 +132,10 @@ def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:
-    if plan.compute_dtype == "auto":
-        return stored
-    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
+    dtype: torch.dtype = getattr(torch, computes_in(plan, str(stored).removeprefix("torch.")))
+    if dtype != stored and plan.compute_dtype == "auto":
+        log.warning(
+            "the model is stored in float16, where gradients vanish, and computes in bfloat16 (compute_dtype: float32 is"
+            " exact, and takes twice the memory)"
+        )
     return dtype

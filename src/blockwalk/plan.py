@@ -141,7 +141,8 @@ class Plan:
     prefetch: int = 1
     """Blocks fetched ahead of the one that computes; slots are one more."""
     compute_dtype: str = "auto"
-    """float32, bfloat16, float16; auto takes the checkpoint's own."""
+    """float32, bfloat16, or with zeroth order float16; auto takes the checkpoint's own, for backpropagation of a float16
+    checkpoint bfloat16."""
     loss: str = "chunked"
     """chunked: cross-entropy over vocabulary chunks; model: the model's own loss."""
     budget: int | None = None
@@ -314,6 +315,11 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             and plan.accumulation_order == "micro_batch",
             f"gradient_accumulation_steps is {plan.gradient_accumulation_steps} with updates at the block's turn: walk"
             " block by block (accumulation_order: block) or update at the step's end (update.timing: step)",
+        ),
+        (
+            not zeroth_order and plan.compute_dtype == "float16",
+            "compute_dtype is float16, and backpropagation does not scale its losses: most gradients lie below float16's"
+            " smallest number; set compute_dtype: bfloat16 (as many bytes) or float32",
         ),
         (
             plan.trainable.codec is Codec.INT4,

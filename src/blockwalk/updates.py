@@ -1,9 +1,10 @@
 """Update rules: what one step does to a parameter, element by element.
 
 A rule is a value without state. The tensors that it keeps from step to step are the caller's, on whatever tier, in float32.
-So is the arithmetic: a parameter in 16 bits is lifted a chunk at a time, and rounded once. Since every element is updated by
-itself, any slice of a parameter may be updated alone, at any time, by any rank: the bits are those of the whole. The
-arithmetic is, operation by operation, that of ``torch.optim`` with ``foreach=False, fused=False``.
+So is the arithmetic: a parameter in 16 bits is lifted a chunk at a time, and rounded once: stochastically
+where a key is given, so that updates below half a unit in the last place move it in expectation instead of never. Since
+every element is updated by itself, any slice of a parameter may be updated alone, at any time, by any rank: the bits are
+those of the whole. The arithmetic is, operation by operation, that of ``torch.optim`` with ``foreach=False, fused=False``.
 
 Learning rate and step come with each call. The gradient may be any estimate g: a zeroth-order rule hands over g·z.
 """
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from blockwalk.noise import NoiseKey, stochastic_round
 
 if TYPE_CHECKING:
     from blockwalk.plan import OptimizerSettings
@@ -42,7 +45,16 @@ class Rule(Protocol):
         """Names of the tensors that the rule keeps for each parameter: float32, of the parameter's shape, zero at first."""
         ...
 
-    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, step: int, lr: float) -> None:
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
         """One update, in place.
 
         Args:
@@ -51,6 +63,7 @@ class Rule(Protocol):
             state: the same slice of each tensor that :attr:`states` names, contiguous.
             step: the update's number, from 1.
             lr: its learning rate.
+            rounding: the draws by which a whole parameter in 16 bits is rounded stochastically; None rounds to nearest.
         """
         ...
 
@@ -65,8 +78,17 @@ class Sgd:
     def __post_init__(self) -> None:
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
 
-    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, step: int, lr: float) -> None:
-        for work, (p, g) in _chunks(param, grad):
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        for work, (p, g) in _chunks(rounding, param, grad):
             if self.weight_decay:
                 g = torch.add(g, p, alpha=self.weight_decay, out=work)
             p.add_(g, alpha=-lr)
@@ -82,8 +104,17 @@ class Sign:
     def __post_init__(self) -> None:
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
 
-    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, step: int, lr: float) -> None:
-        for work, (p, g) in _chunks(param, grad):
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        for work, (p, g) in _chunks(rounding, param, grad):
             sign = torch.sign(g, out=work)
             if self.weight_decay:
                 sign.add_(p, alpha=self.weight_decay)
@@ -102,8 +133,17 @@ class Momentum:
         _require(self.momentum > 0, "momentum", self.momentum, "above 0 (without it the rule is sgd)")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
 
-    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, step: int, lr: float) -> None:
-        for work, (p, g, b) in _chunks(param, grad, state["momentum_buffer"]):
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        for work, (p, g, b) in _chunks(rounding, param, grad, state["momentum_buffer"]):
             if self.weight_decay:
                 g = torch.add(g, p, alpha=self.weight_decay, out=work)
             p.add_(b.mul_(self.momentum).add_(g), alpha=-lr)
@@ -123,11 +163,20 @@ class AdamW:
         _require(self.eps >= 0, "eps", self.eps, "0 or above")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
 
-    def apply_(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, step: int, lr: float) -> None:
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
         beta1, beta2 = self.betas
         step_size = lr / (1 - beta1**step)
         correction = (1 - beta2**step) ** 0.5
-        for work, (p, g, m, v) in _chunks(param, grad, state["exp_avg"], state["exp_avg_sq"]):
+        for work, (p, g, m, v) in _chunks(rounding, param, grad, state["exp_avg"], state["exp_avg_sq"]):
             if self.weight_decay:
                 p.mul_(1 - lr * self.weight_decay)
             m.lerp_(g, 1 - beta1)
@@ -199,7 +248,9 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return 1.0 if coefficient > 1.0 else coefficient
 
 
-def _chunks(param: Tensor, grad: Tensor, *state: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+def _chunks(
+    rounding: NoiseKey | None, param: Tensor, grad: Tensor, *state: Tensor
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """Scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
     their owners. Of a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
     for tensor in (grad, *state):
@@ -214,7 +265,9 @@ def _chunks(param: Tensor, grad: Tensor, *state: Tensor) -> Iterator[tuple[Tenso
         own, *others = (tensor[start : start + chunk] for tensor in (whole, *flat))
         exact = lifted[: len(own)].copy_(own) if narrow else own
         yield scratch[: len(own)], (exact, *others)
-        if narrow:
+        if narrow and rounding is not None:
+            stochastic_round(exact, own, rounding, start)
+        elif narrow:
             own.copy_(exact)
 
 

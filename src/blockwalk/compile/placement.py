@@ -193,7 +193,15 @@ def passes_of_rank(plan: Plan) -> int:
 
 
 def compute_dtype(plan: Plan, model: ModelSpec) -> str:
-    return model.dtype if plan.compute_dtype == "auto" else plan.compute_dtype
+    return computes_in(plan, model.dtype)
+
+
+def computes_in(plan: Plan, stored: str) -> str:
+    """The compute dtype of a checkpoint that is stored in a dtype: the plan's, or the checkpoint's own. Gradients of a float16
+    one are computed in bfloat16, which has float32's range: in float16 most of them lie below its smallest number."""
+    if plan.compute_dtype != "auto":
+        return plan.compute_dtype
+    return "bfloat16" if stored == "float16" and plan.estimator is Estimator.BACKPROP else stored
 
 
 def activation_pool(plan: Plan, device: str) -> Pool:

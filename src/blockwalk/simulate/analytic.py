@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.compile import Costs, UnitCost
-from blockwalk.compile.placement import epilogue_reads
+from blockwalk.compile.placement import computes_in, epilogue_reads
 from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, loss_memory, loss_work, own_loss_work
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
@@ -220,7 +220,7 @@ def _block(d: Dimensions) -> Iterator[tuple[str, tuple[int, ...]]]:
 def costs(config: Mapping[str, Any], plan: Plan, shape: Shape, *, lora_rank: int | None = None, device: str = "cpu") -> Costs:
     """The cost of each kind of unit at the shape of one micro-batch, without padding."""
     d, model = dimensions(config), model_spec(config, lora_rank=lora_rank)
-    dtype = d.dtype if plan.compute_dtype == "auto" else plan.compute_dtype
+    dtype = computes_in(plan, d.dtype)
     size, backprop = DTYPE_BYTES[dtype], plan.estimator is Estimator.BACKPROP
     hidden_bytes = shape.tokens * d.hidden * size
     positions = 0 if d.plain_mlp else 2 * shape.sequence * d.head_size * size

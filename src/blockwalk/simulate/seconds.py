@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from blockwalk.compile import Costs
-from blockwalk.compile.placement import RULE_STATES, epilogue_reads
+from blockwalk.compile.placement import RULE_STATES, compute_dtype, epilogue_reads
 from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Pool, Program
@@ -90,7 +90,7 @@ class CostModel:
 
     @property
     def dtype(self) -> str:
-        return self.model.dtype if self.plan.compute_dtype == "auto" else self.plan.compute_dtype
+        return compute_dtype(self.plan, self.model)
 
     def work_seconds(self, work: Work) -> float:
         """Of operations in the compute dtype, one after the other."""
@@ -125,7 +125,8 @@ class CostModel:
             share = self.plan.mesh.z1 if self.plan.sharded else 1
             params = [p for p in self.model.units[op.unit].params if p.trainable]
             starts = UPDATE_STARTS * len(params) * self._start
-            seconds = hw.op_seconds + starts + self._updated(trained / share) + self._lifted(trained / share)
+            narrowed = self._rounded if self.plan.update.rounding == "stochastic" else self._lifted
+            seconds = hw.op_seconds + starts + self._updated(trained / share) + narrowed(trained / share)
             if self.plan.update.timing is Timing.BLOCK:  # the old values are copied first
                 seconds += 8 * (1 + RULE_STATES[self.plan.optimizer.name]) * trained / share / hw.memory_bandwidth
             return seconds
