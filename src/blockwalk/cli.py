@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import operator
 import os
 import sys
 import traceback
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockwalk import __version__, config, launch
+from blockwalk import __version__, config, launch, model_folder
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.settings import did_you_mean
 
@@ -43,6 +44,10 @@ class Command:
     options: tuple[Option, ...] = ()
     takes_settings: bool = False
     """It takes every setting of :mod:`blockwalk.config` as a flag, and is called with the resolved configuration."""
+    needs: tuple[str, ...] = ("model",)
+    """Of these the settings that must be given."""
+    reads_weights: bool = True
+    """Of these whether the model's weights must be there, or its configuration alone."""
 
     def function(self) -> Callable[..., int]:
         module, _, name = self.target.partition(":")
@@ -83,6 +88,7 @@ COMMANDS = (
             ("--trace", {"metavar": "FILE", "help": "with --hardware: the best plan's timeline, for Perfetto"}),
         ),
         takes_settings=True,
+        reads_weights=False,
     ),
     Command(
         "train",
@@ -98,6 +104,7 @@ COMMANDS = (
             ("--trace", {"metavar": "FILE", "help": "a step's timeline, for Perfetto (also in output_dir/trace.json)"}),
         ),
         takes_settings=True,
+        needs=("model", "data.train"),
     ),
     Command(
         "eval",
@@ -105,6 +112,7 @@ COMMANDS = (
         "blockwalk.commands.runs:evaluate",
         (_CONFIG, _ADAPTER, _JSON),
         takes_settings=True,
+        needs=("model", "data.eval"),
     ),
     Command(
         "generate",
@@ -204,9 +212,9 @@ def main(argv: list[str] | None = None) -> int:
             here, starts = launch.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = launch.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                config.load(values.config, [*config.parse_flags(given), *there.settings()])
+                _configured(command, values, [*config.parse_flags(given), *there.settings()])
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
-            run = config.load(values.config, [*config.parse_flags(given), *here.settings()])
+            run = _configured(command, values, [*config.parse_flags(given), *here.settings()])
             return command.function()(run, values)
         return command.function()(values)
     except Exception as error:
@@ -216,6 +224,19 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return 130
+
+
+def _configured(command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]]) -> config.RunConfig:
+    """The run's configuration; what the command needs of it is there, the model's folder included."""
+    run = config.load(values.config, overrides)
+    for name in command.needs:
+        if not operator.attrgetter(name)(run):
+            raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
+    if command.reads_weights:
+        model_folder.require_weights(run.model)
+    elif not os.path.isfile(run.model):  # a config.json is enough
+        model_folder.require_config(run.model)
+    return run
 
 
 def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:

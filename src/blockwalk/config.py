@@ -79,7 +79,7 @@ class RunConfig:
     """
 
     model: str = ""
-    """A model folder with safetensors, a block store, or a hub name."""
+    """The folder of a model (config.json, safetensors), or a block store."""
     plan: Plan = field(default_factory=lambda: method("mebp"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
@@ -250,12 +250,10 @@ def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | Non
 
     if not own.get("model"):
         raise ValueError("method: auto reads the model's configuration; give model")
-    if not hardware.HERE.is_file():
-        raise ValueError(f"method: auto needs {hardware.HERE} in this folder; write it with blockwalk doctor")
     given = override(Plan(), settings)
     task = planner.Task(
         config=analytic.read_config(own["model"]),
-        hardware=hardware.load(hardware.HERE),
+        hardware=hardware.load("here"),
         batch=own.get("batch_size", RunConfig().batch_size) // given.gradient_accumulation_steps,
         sequence=data.max_length,
         lora_rank=None if lora is None else lora.rank,

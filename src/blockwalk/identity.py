@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blockwalk import files
-from blockwalk.tiers.disk import checkpoint_files
-from blockwalk.tiers.store import INDEX as STORE_INDEX
+from blockwalk.model_folder import STORE_INDEX, checkpoint_files
 from blockwalk.tiers.store import is_store
 
 _SPAN, _PIECE = 64 << 20, 1 << 20

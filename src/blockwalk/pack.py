@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from blockwalk import files, safetensors_file
+from blockwalk.model_folder import INDEX
 from blockwalk.state import Codec
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def merge(
                 safetensors_file.write(folder / file, part, pieces)
                 done += sum(entry.nbytes for entry in part.values())
             if len(shards) > 1:
-                files.write_json(folder / safetensors_file.INDEX, safetensors_file.index(shards))
+                files.write_json(folder / INDEX, safetensors_file.index(shards))
             CheckpointFolder(folder, build_skeleton(folder).model).close()  # it loads, and nothing is missing
     finally:
         source.close()

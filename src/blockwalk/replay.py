@@ -25,6 +25,7 @@ from blockwalk.estimators import mezo
 from blockwalk.estimators.loss import LossScratch
 from blockwalk.estimators.zo_update import HESSIAN, ZerothOrderRule, apply_entries_, rule_of, settings_of
 from blockwalk.ledger import Entry, read_ledger, write_exported
+from blockwalk.model_folder import INDEX
 from blockwalk.noise import GENERATOR_VERSION
 from blockwalk.opening import open_source
 from blockwalk.skeleton import build_skeleton
@@ -281,7 +282,7 @@ class Past:
             safetensors_file.write(folder / name, part, pieces)
         assert next(values, None) is None
         if len(files_of) > 1:
-            files.write_json(folder / safetensors_file.INDEX, safetensors_file.index(files_of))
+            files.write_json(folder / INDEX, safetensors_file.index(files_of))
 
     def _dtype(self, param: ParamSpec) -> torch.dtype:
         """What a parameter is written in: its master's dtype, or the model's where that is no plain one."""

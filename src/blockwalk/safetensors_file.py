@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blockwalk.model_folder import INDEX
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -132,9 +134,6 @@ def shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[tuple[str, 
     for number, part in enumerate(parts, start=1):
         single = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         yield single, part
-
-
-INDEX = "model.safetensors.index.json"
 
 
 def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:

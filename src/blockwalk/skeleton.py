@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from blockwalk.model_folder import require_config
+
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
 
@@ -31,15 +33,13 @@ class Skeleton(NamedTuple):
 def load_config(path_or_config: Any) -> Any:
     """The ``transformers`` configuration of a checkpoint folder (or the configuration itself, copied).
 
-    Raises ValueError for a folder without ``config.json`` and for one whose model needs code of its own.
+    Raises ValueError for what is no folder with a ``config.json`` and for one whose model needs code of its own.
     """
     if not isinstance(path_or_config, str | Path):
         return copy.deepcopy(path_or_config)
     from transformers import AutoConfig
 
-    folder = Path(path_or_config)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is no checkpoint folder: it has no config.json")
+    folder = require_config(path_or_config)
     return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 

@@ -71,8 +71,9 @@ def test_python_m_blockwalk() -> None:
         (["train"], "model is missing"),
         (["train", "--model", "m"], "data.train is missing"),
         (["plan"], "model is missing"),
-        (["plan", "--model", "no/such/folder"], "no/such/folder is no checkpoint folder"),
+        (["plan", "--model", "no/such/folder"], "model: there is no folder no/such/folder; give that of a downloaded model"),
         (["eval", "--model", "m"], "data.eval is missing"),
+        (["plan", "--model", ".", "--hardware", "here"], "has no config.json"),
         (
             ["plan", "--model", "m", "--update.flush_every", "4"],
             "update.flush_every is 4, but updates are not deferred",
@@ -90,6 +91,44 @@ def test_what_the_user_got_wrong(
     monkeypatch.setenv("BLOCKWALK_DEBUG", "1")
     assert cli.main(arguments) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_is_no_model_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the exit code, and the interpreter's list of modules: no torch, so no tokenizer, no data and no network."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("gguf/model-q4.gguf", "bin/pytorch_model.bin", "empty/notes.txt"):
+        Path(name).parent.mkdir()
+        Path(name).write_bytes(b"")
+    for name in ("bin", "empty"):
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama"}')
+    expected = {
+        "absent": "there is no folder absent; give that of a downloaded model",
+        "Qwen/Qwen2.5-0.5B": "not read yet: download it with `hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B`",
+        "gguf/model-q4.gguf": "gguf/model-q4.gguf is a file; give the folder of a model",
+        "gguf": "gguf has no config.json; model-q4.gguf is GGUF, which is not read: take the safetensors",
+        "bin": "bin has neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin must be converted",
+        "empty": "empty has neither model.safetensors nor model.safetensors.index.json\n",
+    }
+    script = "import sys; from blockwalk.cli import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in sys.modules))"
+    for name, message in expected.items():
+        for arguments in (["train", "--data.train", "d"], ["eval", "--data.eval", "d"], ["generate", "--prompt", "a"]):
+            assert cli.main([*arguments, "--model", name]) == 2
+            error = capsys.readouterr().err
+            assert message in error
+            assert error.count("\n") == 1
+    arguments = ["train", "--data.train", "d", "--model", "gguf", "--nproc-per-node", "2", "--method", "fcdp"]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert not Path("runs").exists()
+
+
+def test_here_is_what_doctor_wrote(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the exit code, in a folder where nothing was written."""
+    monkeypatch.chdir(model)
+    assert cli.main(["plan", "--model", model, "--hardware", "here"]) == 2
+    assert "write it with blockwalk doctor" in capsys.readouterr().err
 
 
 def test_settings_and_other_arguments_may_come_in_any_order(model: str, capsys: pytest.CaptureFixture[str]) -> None:

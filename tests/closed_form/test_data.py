@@ -394,5 +394,6 @@ def test_sources_that_are_not_there_are_named(tmp_path: Path, tokenizer: Any) ->
             next(read_records(source))
     with pytest.raises(ValueError, match="the data set is empty"):
         encode(read_records(jsonl(tmp_path / "e.jsonl")), tokenizer, max_length=9)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="no tokenizer could be loaded"):
         load_tokenizer(tmp_path)

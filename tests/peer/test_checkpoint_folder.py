@@ -230,7 +230,7 @@ def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"pytorch_model\.bin must be converted"):
         CheckpointFolder(folder, model)
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(ValueError, match="there is no folder"):
         CheckpointFolder(tmp_path / "nowhere", model)
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="quantised already"):

@@ -39,7 +39,7 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 def task_of(run: RunConfig, machine: str) -> planner.Task:
     """What a run's settings ask for, on a machine by name or file."""
-    found = hardware.load(hardware.HERE if machine == "here" else machine)
+    found = hardware.load(machine)
     return planner.Task(
         config=analytic.read_config(run.model),
         hardware=found,

@@ -30,7 +30,6 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
 def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Print the forecast of a training step, read off the model's configuration alone: no weight is touched. With
     ``--hardware`` every method is simulated and ranked instead."""
-    _require(run, "model")
     if arguments.hardware:
         from blockwalk.commands.planning import plan_for
 
@@ -55,7 +54,6 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
     from blockwalk.train import eval_batch_size
     from blockwalk.walker import Walker
 
-    _require(run, "model", "data.eval")
     held_out = HeldOut.read(run.data, load_tokenizer(run.model), batch_size=eval_batch_size(run))
     with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
         found = held_out.evaluate(walker)
@@ -69,7 +67,6 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
     from blockwalk.generation import stop_ids
     from blockwalk.walker import Walker
 
-    _require(run, "model")
     tokenizer = load_tokenizer(run.model)
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if arguments.chat:
@@ -85,12 +82,3 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
     print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
     return 0
-
-
-def _require(run: RunConfig, *names: str) -> None:
-    for name in names:
-        value = run
-        for part in name.split("."):
-            value = getattr(value, part)
-        if not value:
-            raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")

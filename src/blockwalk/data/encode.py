@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blockwalk.data.formats import Format, Record, Template, detect_format
+from blockwalk.model_folder import require_config
 
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
@@ -33,11 +34,12 @@ CHUNK = 256
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer saved in a model's folder (or on the hub under that name)."""
+    """The tokenizer saved in a model's folder."""
     from transformers import AutoTokenizer
 
+    folder = require_config(path)
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no tokenizer could be loaded: {error}") from error
 

@@ -19,6 +19,7 @@ from typing import Any
 from blockwalk.compile import Costs, UnitCost
 from blockwalk.compile.placement import computes_in, epilogue_reads
 from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, loss_memory, loss_work, own_loss_work
+from blockwalk.model_folder import require_config
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.simulate.analytic_work import block_work
@@ -78,10 +79,10 @@ class _Dtype:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """A ``config.json``, or that of a folder. Raises FileNotFoundError, or ValueError where it is no JSON object."""
+    """A ``config.json``, or that of a folder. Raises ValueError where there is none, or no JSON object in it."""
     file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
+    if not file.is_file():
+        file = require_config(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

@@ -171,11 +171,14 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """A shipped machine by its name, or a description in a file.
+    """A shipped machine by its name, ``here`` (what :data:`HERE` says of this one), or a description in a file.
 
     Raises:
         ValueError: an unknown name or key, or a figure out of range.
     """
+    if name_or_path == "here" and not HERE.is_file():
+        raise ValueError(f"hardware: here is {HERE} in this folder, which is not there; write it with blockwalk doctor")
+    name_or_path = HERE if name_or_path == "here" else name_or_path
     path = SHIPPED / f"{name_or_path}.yaml"
     if not path.is_file():
         path = Path(name_or_path)

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from blockwalk.safetensors_file import INDEX, StoredTensor, read_header
+from blockwalk.model_folder import checkpoint_files
+from blockwalk.safetensors_file import StoredTensor, read_header
 
 if TYPE_CHECKING:
     from torch import nn
@@ -168,29 +169,6 @@ def _pages(ranges: Iterable[tuple[int, int]], limit: int) -> list[tuple[int, int
         else:
             spans.append((start, stop))
     return spans
-
-
-def checkpoint_files(folder: str | os.PathLike[str]) -> list[str]:
-    """The safetensors files of a model folder, by name: ``model.safetensors``, or those that its index lists.
-
-    Raises:
-        ValueError: there are none, or the index lists one that is missing.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: give the path of a downloaded model (config.json, *.safetensors)")
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    index = folder / INDEX
-    if not index.is_file():
-        found = sorted(p.name for p in folder.glob("*.bin"))
-        hint = f"; {found[0]} must be converted to safetensors first" if found else ""
-        raise ValueError(f"{folder} has neither model.safetensors nor {INDEX}{hint}")
-    files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{folder} is incomplete: its index lists {', '.join(missing)}, which is not there")
-    return files
 
 
 def _is_quantised(config: Path) -> bool:

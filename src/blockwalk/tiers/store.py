@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blockwalk.model_folder import STORE_INDEX
 from blockwalk.state import CODEC_DTYPE, Codec
 from blockwalk.tiers import codecs
 from blockwalk.tiers.disk import MappedFile
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from blockwalk.state import Weight
 
 FORMAT, VERSION = "blockwalk-store", 1
-INDEX = "store.json"
+INDEX = STORE_INDEX
 MAGIC = b"BLKWUNIT"
 ALIGN = 64
 """Bytes that a parameter's offset in its unit is a multiple of."""
