@@ -37,7 +37,8 @@ _NAME = re.compile(r"checkpoint-(\d{6,})")
 _PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
 FIXED = ("model", "method", "seed", "batch_size", "lora", "data")
-"""Settings without which the saved state means something else; any other may change when a run is resumed."""
+"""Settings without which the saved state means something else; any other may change when a run is resumed, and what is
+evaluated (``data.eval...``) too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +300,8 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_me
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             pairs = {f"{name}.{part}": (before.get(part), new) for part, new in value.items()}
         for key, (old, new) in pairs.items():
-            if old != new and name in FIXED and not (any_method and name == "method"):
+            fixed = name in FIXED and not key.startswith("data.eval") and not (any_method and name == "method")
+            if old != new and fixed:
                 raise ValueError(f"the checkpoint was made with {key}: {old}, and the run has {new}; they must agree")
             if old != new:
                 changes.append(f"{key}: {old} → {new}")

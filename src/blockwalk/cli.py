@@ -223,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
             os._exit(code)  # a thread may wait for other ranks for ever
         return code
     except KeyboardInterrupt:
+        print("blockwalk: interrupted", file=sys.stderr)
         return 130
 
 

@@ -47,6 +47,8 @@ class DataSettings:
     """JSONL or Parquet file (or a folder of them), or a hub name."""
     eval: str = ""
     """Held-out records in the same form; empty: no evaluation."""
+    eval_limit: int = 200
+    """Records of it that a training run evaluates, spread evenly; 0: all, as ``blockwalk eval`` always does."""
     subset: str = ""
     """Of a hub data set, with the splits below."""
     train_split: str = "train"
@@ -93,6 +95,8 @@ class RunConfig:
     epochs: int = 1
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
+    eval_first: bool = True
+    """Evaluate before the first step."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and on SIGTERM."""
     keep_checkpoints: int = 2
@@ -122,6 +126,8 @@ class RunConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.start_timeout <= 0:
             raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
+        if self.data.eval_limit < 0:
+            raise ValueError(f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which evaluates all records")
         if self.data.max_length < 2:
             raise ValueError(f"data.max_length is {self.data.max_length}; it must be at least 2")
         if self.data.label_scores not in ("mean", "sum"):

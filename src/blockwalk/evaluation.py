@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -57,27 +57,40 @@ class HeldOut:
     batch_size: int
     padding_multiple: int
     label_scores: str = "mean"
+    records: int = 0
+    """That ``data.eval`` has."""
 
     @staticmethod
-    def read(settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int) -> HeldOut:
-        """Read and encode ``data.eval``.
+    def read(settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int, limit: int = 0) -> HeldOut:
+        """Read and encode ``data.eval``: all of its records, or ``limit`` of them, spread evenly.
 
         Raises:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
-        records = read_records(settings.eval, split=settings.eval_split, subset=settings.subset or None)
+        records = list(read_records(settings.eval, split=settings.eval_split, subset=settings.subset or None))
+        count = len(records)
+        if 0 < limit < count:
+            records = [records[each * count // limit] for each in range(limit)]
         template = template_of(settings)
         rows: Encoded | Choices
         if template is not None and settings.format in ("", Format.CLASSIFICATION):
             rows = encode_choices(records, tokenizer, template, max_length=settings.max_length)
         else:
             rows = encode_rows(settings, records, tokenizer, None)
-        return HeldOut(rows, batch_size, settings.padding_multiple, settings.label_scores)
+        return HeldOut(rows, batch_size, settings.padding_multiple, settings.label_scores, count)
 
-    def evaluate(self, walker: Walker) -> Evaluation:
-        """Measure the walker; its weights stay as they are. Raises FloatingPointError where the loss is not finite."""
+    def evaluate(self, walker: Walker, watch: Callable[[int], None] = lambda _: None) -> Evaluation:
+        """Measure the walker; its weights stay as they are.
+
+        Args:
+            watch: told before each batch how many records are done, on every rank alike; what it raises ends the evaluation.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
         rows = self.rows
-        found = self._classify(walker, rows) if isinstance(rows, Choices) else self._losses(walker, rows)
+        measure: Callable[..., Evaluation] = self._classify if isinstance(rows, Choices) else self._losses
+        found = measure(walker, rows, watch)
         if not math.isfinite(found.loss):
             raise FloatingPointError(
                 f"the held-out loss is {found.loss} after step {walker.steps_done}: go on from an earlier checkpoint with a"
@@ -85,18 +98,20 @@ class HeldOut:
             )
         return found
 
-    def _losses(self, walker: Walker, rows: Encoded) -> Evaluation:
+    def _losses(self, walker: Walker, rows: Encoded, watch: Callable[[int], None]) -> Evaluation:
         loss_sum, tokens = 0.0, 0
-        for batch in in_order(rows, self.batch_size, padding_multiple=self.padding_multiple):
+        for number, batch in enumerate(in_order(rows, self.batch_size, padding_multiple=self.padding_multiple)):
+            watch(number * self.batch_size)
             result = walker.evaluate(batch)
             loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
         return Evaluation(loss_sum / tokens, tokens, len(rows))
 
-    def _classify(self, walker: Walker, choices: Choices) -> Evaluation:
+    def _classify(self, walker: Walker, choices: Choices, watch: Callable[[int], None]) -> Evaluation:
         """One pass over every record with every label word gives both figures: the loss is that of the right word."""
         loss_sum, tokens, correct = 0.0, 0, 0
         each = max(1, self.batch_size // choices.classes)
         for start in range(0, len(choices), each):
+            watch(start)
             rows = range(start, min(start + each, len(choices)))
             words = label_word_batch(choices, rows, self.padding_multiple, scores=self.label_scores)
             losses = walker.label_losses(words.batch)

@@ -12,6 +12,7 @@ output_dir/
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockwalk import checkpoint, config, files
+from blockwalk import checkpoint, config, files, launch
 from blockwalk.config import RunConfig
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch, loss_tokens
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode_choices, load_tokenizer
@@ -114,7 +115,9 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         batches = Batches(
             rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=run.data.padding_multiple
         )
-        held_out = HeldOut.read(run.data, tokenizer, batch_size=eval_batch_size(run)) if run.data.eval else None
+        held_out = None
+        if run.data.eval:
+            held_out = HeldOut.read(run.data, tokenizer, batch_size=eval_batch_size(run), limit=run.data.eval_limit)
         total = run.max_steps or run.epochs * batches.batches_per_epoch
         plan = run.plan
         if not plan.optimizer.total_steps:
@@ -129,6 +132,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
             record = Record.of(walker, shape, adapters=run.lora is not None)
             forecast = Forecast(plan, walker.spec, record.program, walker.device.type)
+            stop.noted = True
             loop.begin(walker, record, start)
             if walker.ranks.rank == 0:
                 files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
@@ -138,6 +142,8 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
                     progress.say(line)
                 for warning in rows.report.warnings():
                     progress.say(f"note: {warning}")
+                if held_out is not None and 0 < run.data.eval_limit < held_out.records:
+                    progress.say(f"evaluates {run.data.eval_limit} of {held_out.records} records (data.eval_limit)")
                 try:
                     outcome = loop.run(progress, stop)
                 except (MemoryError, RuntimeError) as error:
@@ -280,24 +286,25 @@ class _Loop:
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
 
-    def run(self, progress: Progress, stop: list[signal.Signals]) -> Outcome:
+    def run(self, progress: Progress, stop: _Stop) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""
         done = self.walker.steps_done
-        self.walker.ranks.signal = lambda: int(stop[0]) if stop else 0
+        self.walker.ranks.signal = lambda: stop.asked
         if self.saved is not None:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
             progress.say(f"note: changed since the checkpoint: {change}")
         saved_at = -1 if self.saved is None else done
         if not self._agreed(stop):
-            self._evaluate(progress)
+            self._evaluate(progress, stop)
             if self.saved is None and self.walker.ledger is not None:
                 self._save()  # without weights: from here on the ledger has every step
+                saved_at = done
         while self.walker.steps_done < self.total and not self._agreed(stop):
             self._step(progress)
             done = self.walker.steps_done
             if done < self.total:
-                self._evaluate(progress)
+                self._evaluate(progress, stop)
             if self._due(self.config.save_every):
                 self._save()
                 saved_at = done
@@ -307,22 +314,23 @@ class _Loop:
             self.walker.wait_saved()
             self._prune()
         if self.stopped_by is None:
-            self._evaluate(progress)
+            self._evaluate(progress, stop)
         self.metrics.close()
         self.evaluations.close()
         return self._outcome()
 
-    def _agreed(self, stop: list[signal.Signals]) -> bool:
-        """Whether a signal ends the run: one that all ranks know of. Zeroth order tells it with a step's losses."""
-        ranks, own = self.walker.ranks, stop[0] if stop else 0
+    def _agreed(self, stop: _Stop, *, heard: bool = True) -> bool:
+        """Whether a signal ends the run: one that all ranks know of. Zeroth order tells it with a step's losses (``heard``)."""
+        ranks = self.walker.ranks
         if ranks.world == 1:
-            asked = own
-        elif self.walker.plan.estimator is Estimator.ZEROTH_ORDER:
+            asked = stop.asked
+        elif heard and self.walker.plan.estimator is Estimator.ZEROTH_ORDER:
             asked = ranks.heard
         else:
-            asked = int(max(values[0] for values in ranks.exchange([own])))
-        self.stopped_by = signal.Signals(asked) if asked else None
-        return bool(asked)
+            asked = int(max(values[0] for values in ranks.exchange([stop.asked])))
+        if asked:
+            self.stopped_by = signal.Signals(asked)
+        return self.stopped_by is not None
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.walker.steps_done % every == 0
@@ -363,14 +371,25 @@ class _Loop:
             peak_bytes=peak,
         )
 
-    def _evaluate(self, progress: Progress) -> None:
-        """Evaluate where it is due and not in the log yet: before the first step, every ``eval_every``, after the last."""
+    def _evaluate(self, progress: Progress, stop: _Stop) -> None:
+        """Evaluate where it is due and not in the log yet: before the first step, every ``eval_every``, after the last. A
+        signal ends it between two batches, and the resumed run makes it."""
         step, every = self.walker.steps_done, self.config.eval_every
-        due = step in (0, self.total) or (every > 0 and step % every == 0)
+        due = step == self.total or (every > 0 and step % every == 0) if step else self.config.eval_first
         if self.held_out is None or not due or self.evaluated == step:
             return
+
+        def watch(done: int) -> None:
+            show(done)
+            if self._agreed(stop, heard=False):
+                raise InterruptedError
+
         began = time.perf_counter()
-        found = self.held_out.evaluate(self.walker)
+        try:
+            with progress.evaluating(len(self.held_out.rows)) as show:
+                found = self.held_out.evaluate(self.walker, watch)
+        except InterruptedError:
+            return
         seconds = time.perf_counter() - began
         if self.walker.ranks.rank == 0:
             self.evaluations.write({"step": step, **dataclasses.asdict(found), "seconds": seconds})
@@ -454,19 +473,40 @@ def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in line.items() if value is not None}
 
 
-@contextmanager
-def _stop_signals() -> Iterator[list[signal.Signals]]:
-    """A list that SIGTERM and SIGINT append to; a second signal acts as it would have."""
-    asked: list[signal.Signals] = []
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGINT before the run began; nothing was changed."""
 
-    def note(number: int, _: FrameType | None) -> None:
-        asked.append(signal.Signals(number))
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@dataclass(slots=True)
+class _Stop:
+    """What SIGTERM and SIGINT do: end the process where it stands, or be noted for the loop, which ends between two steps."""
+
+    noted: bool = False
+    asked: int = 0
+    """The number of the signal that came; 0: none."""
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    """SIGTERM and SIGINT as a :class:`_Stop` says; a second one acts as it would have."""
+    stop = _Stop()
+
+    def act(number: int, _: FrameType | None) -> None:
         signal.signal(number, previous[signal.Signals(number)])
+        if not stop.noted:
+            raise Stopped(number)
+        stop.asked = number
+        if launch.place().rank == 0:  # not through a buffered writer, which this may have interrupted
+            os.write(2, b"\nstopping after this step, or this batch of an evaluation, with a checkpoint; ^C again to quit\n")
 
     watched = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, note) for number in watched}
+    previous = {number: signal.signal(number, act) for number in watched}
     try:
-        yield asked
+        yield stop
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -19,11 +20,18 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk import train as training
 
-    with launch.joined(launch.place(), Path(run.output_dir), run.start_timeout):
-        outcome = training.train(run, trace=arguments.trace)
-        print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
-        if outcome.stopped_by is not None:
-            print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+    here = launch.place()
+    try:
+        with launch.joined(here, Path(run.output_dir), run.start_timeout):
+            outcome = training.train(run, trace=arguments.trace)
+            print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
+            if outcome.stopped_by is not None:
+                print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+    except training.Stopped as stopped:
+        print(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
+        if here.world > 1:
+            os._exit(128 + stopped.signal)  # a thread may wait for other ranks for ever
+        return 128 + stopped.signal
     return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
 
 

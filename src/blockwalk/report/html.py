@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockwalk.metrics import whole_lines
 from blockwalk.program import human_bytes
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
@@ -51,10 +52,10 @@ def report(folder: str | Path) -> str:
         ValueError: the folder holds no metrics.
     """
     run = Path(folder)
-    steps = _lines(run / "metrics.jsonl")
+    steps = whole_lines(run / "metrics.jsonl")
     if not steps:
         raise ValueError(f"{run} holds no metrics.jsonl with a step in it; give a run's output_dir")
-    evaluations = _lines(run / "evaluations.jsonl")
+    evaluations = whole_lines(run / "evaluations.jsonl")
     config = (run / "config.yaml").read_text(encoding="utf-8") if (run / "config.yaml").is_file() else ""
     forecast = _object(run / "forecast.json")
     parts = [
@@ -188,22 +189,17 @@ def _summary(
     yield "training loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}"
     if evaluations:
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
-    yield "tokens a second", f"{sum(s['tokens'] for s in steps) / max(sum(s['seconds'] for s in steps), 1e-9):.4g}"
+    timed = [step for step in steps if "seconds" in step]  # one that only the ledger has was not: a kill came before its line
+    if not timed:
+        return
+    yield "tokens a second", f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}"
     foreseen = f", {human_bytes(forecast['process_bytes'])} foreseen" if forecast.get("process_bytes") else ""
-    yield "peak memory", human_bytes(max(step["peak_bytes"] for step in steps)) + foreseen
+    yield "peak memory", human_bytes(max(step["peak_bytes"] for step in timed)) + foreseen
     if forecast.get("seconds"):
-        middle = sorted(step["seconds"] for step in steps)[len(steps) // 2]
+        middle = sorted(step["seconds"] for step in timed)[len(timed) // 2]
         yield "seconds a step", f"{middle:.3g} in the middle, {forecast['seconds']:.3g} foreseen at the longest"
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:
     cells = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in rows)
     return f"<table>{cells}</table>"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; none where there is no file."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from blockwalk.program import human_bytes
+
+QUIET = 10.0
+"""Seconds between plain lines of an evaluation."""
 
 
 class Progress:
@@ -33,14 +38,14 @@ class Progress:
             from rich import progress
 
             columns = (
-                progress.TextColumn("step {task.completed}/{task.total}"),
+                progress.TextColumn("{task.fields[what]} {task.completed}/{task.total}"),
                 progress.BarColumn(),
                 progress.TextColumn("{task.description}"),
                 progress.TimeElapsedColumn(),
                 progress.TimeRemainingColumn(),
             )
             self._bar = progress.Progress(*columns)
-            self._task = self._bar.add_task("", total=self._total, completed=self._done)
+            self._task = self._bar.add_task("", what="step", total=self._total, completed=self._done)
             self._bar.start()
         return self
 
@@ -56,6 +61,27 @@ class Progress:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(text, flush=True)
+
+    @contextmanager
+    def evaluating(self, count: int) -> Iterator[Callable[[int], None]]:
+        """Show an evaluation of ``count`` records; what is given here is told how many are done."""
+        began = said = time.perf_counter()
+        task = None if self._bar is None else self._bar.add_task("", what="evaluation", total=count)
+
+        def show(done: int) -> None:
+            nonlocal said
+            now = time.perf_counter()
+            if task is not None:
+                self._bar.update(task, completed=done)
+            elif done and now - said > QUIET:
+                said = now
+                print(f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left", flush=True)
+
+        try:
+            yield show
+        finally:
+            if task is not None:
+                self._bar.remove_task(task)
 
     def step(self, step: int, *, loss: float, seconds: float, tokens_per_second: float, peak_bytes: int) -> None:
         """Show that a step is done."""

@@ -1,0 +1,166 @@
+"""Oracle: the files of a run that nobody killed. Killed ones, at chosen places, and resumed, must leave every line of their
+logs once, all fields that no clock decides alike; signals are answered with what the operating system's exit codes say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk import checkpoint, cli, ledger
+from blockwalk import train as training
+from blockwalk.data import encode
+from blockwalk.metrics import MetricsLog
+from blockwalk.tiers import disk, scratch, store_writer
+from tests.conftest import TinyRun
+
+MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved")
+ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
+MEBP = ["--method", "mebp", "--frozen", "disk", "--lora.dropout", "0.1", "--optimizer.learning_rate", "1e-2"]
+INT8 = ["--method", "mebp", "--frozen", "disk × int8"]
+
+
+def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
+    common = ["--max_steps", "6", "--eval_every", "2", "--save_every", "3", "--resume_from_checkpoint", "latest"]
+    return cli.main(["train", *tiny_run.arguments(folder), *common, *settings])
+
+
+def child(work: Callable[[], int]) -> int:
+    """The exit code of a process that does this; 128 more than the signal that ended it."""
+    if (process := os.fork()) == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            code = work()
+        finally:
+            os._exit(code)
+    status = os.waitpid(process, 0)[1]
+    return os.waitstatus_to_exitcode(status)
+
+
+def before(place: Any, name: str, harm: Callable[[], object], when: Callable[..., bool] = lambda *_: True) -> None:
+    """Do harm before a function is called with arguments that ``when`` holds for."""
+    call = getattr(place, name)
+
+    def harmed(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments):
+            harm()
+        return call(*arguments, **options)
+
+    setattr(place, name, harmed)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """Names, and what must be alike of a run's files."""
+    found: dict[str, Any] = {
+        str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".safetensors" else None
+        for path in folder.rglob("*")
+        if path.is_file() and "weights-" not in str(path)
+    }
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        found[name] = [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    return found
+
+
+
+@pytest.mark.parametrize("settings", [ZO2, MEBP], ids=["zo2", "mebp"])
+def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: TinyRun, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(tiny_run, whole, *settings) == 0
+
+    def evaluates(step: int) -> Callable[..., bool]:
+        return lambda _, walker, *__: walker.steps_done == step
+
+    def on_line(step: int, name: str) -> Callable[..., bool]:
+        return lambda log, line: line["step"] == step and Path(log._file.name).name == name
+
+    places: list[tuple[Any, str, Callable[..., bool]]] = [
+        (MetricsLog, "write", on_line(0, "evaluations.jsonl")),
+        (MetricsLog, "write", on_line(1, "metrics.jsonl")),  # zeroth order: the ledger has the step
+        (training.HeldOut, "evaluate", evaluates(2)),
+        (checkpoint, "prune", lambda *_: True),  # a checkpoint was just written
+        (MetricsLog, "write", on_line(4, "evaluations.jsonl")),
+        (training.HeldOut, "evaluate", evaluates(6)),
+        (training.Walker, "save_pretrained", lambda *_: True),
+    ]
+    if settings is MEBP:
+        places.insert(2, (scratch.os, "unlink", lambda path, *_: "scratch-" in str(path)))
+    else:
+        places.append((ledger.Ledger, "rename", lambda *_: True))
+    for place, name, when in places:
+
+        def work(place: Any = place, name: str = name, when: Callable[..., bool] = when) -> int:
+            before(place, name, kill, when)
+            return train(tiny_run, killed, *settings)
+
+        assert child(work) == -signal.SIGKILL, name
+        assert cli.main(["report", str(killed)]) in (0, 2), "2: there is no step yet"
+    assert train(tiny_run, killed, *settings) == 0
+    assert cli.main(["report", str(killed)]) == 0
+    (killed / "report.html").unlink()
+    found, expected = files(killed), files(whole)
+    assert found["metrics.jsonl"] == expected["metrics.jsonl"]
+    assert found["evaluations.jsonl"] == expected["evaluations.jsonl"]
+    assert [line["step"] for line in found["evaluations.jsonl"]] == [0, 2, 4, 6]
+    assert found == expected
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("settings", [ZO2, MEBP], ids=["zo2", "mebp"])
+def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
+    settings: list[str], tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(tiny_run, whole, *settings) == 0
+    for step in (0, 2, 6):
+        batches: list[int] = []
+
+        def work(step: int = step, batches: list[int] = batches) -> int:
+            call = "label_losses"
+            before(training.Walker, call, stop, lambda walker, _: walker.steps_done == step)
+            before(training.Walker, call, lambda: batches.append(1), lambda walker, _: walker.steps_done == step)
+            code = train(tiny_run, stopped, *settings)
+            assert len(batches) == 1, "no other batch was begun"
+            return code
+
+        assert child(work) == 128 + signal.SIGTERM
+        assert "stopping after this step" in capfd.readouterr().err
+        left = checkpoint.latest(stopped)
+        assert left is not None
+        assert checkpoint.step_of(left) == step, "what was done is saved"
+    assert train(tiny_run, stopped, *settings) == 0
+    found, expected = files(stopped), files(whole)
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert found[name] == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(encode, "_flatten"), (store_writer, "_encode"), (disk.CheckpointFolder, "__init__")]
+)
+def test_a_signal_before_the_run_began_leaves_nothing(
+    place: Any, name: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While records are tokenised, weights packed, the model opened: answered where the process stands."""
+    folder = tmp_path / "run"
+
+    def work() -> int:
+        before(place, name, stop)
+        return train(tiny_run, folder, *INT8)
+
+    assert child(work) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before the run began; nothing was changed" in capfd.readouterr().err
+    assert not folder.exists()
