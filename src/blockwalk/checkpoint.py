@@ -24,6 +24,7 @@ from typing import Any
 
 from blockwalk import files
 from blockwalk import ledger as ledger_module
+from blockwalk.files import Damaged
 
 FORMAT = 2
 SCRATCH = "scratch"
@@ -160,16 +161,29 @@ def _mark(state: Mapping[str, Any]) -> ledger_module.Mark | None:
     return None if state["ledger"] is None else ledger_module.Mark(*state["ledger"])
 
 
+def verify(path: Path) -> None:
+    """Read a checkpoint and compare every byte with its checksum.
+
+    Raises:
+        Damaged: a file of it is missing, or is not as it was written.
+        ValueError: the checkpoint has another format.
+    """
+    from blockwalk import pieces
+
+    _scalars(path)
+    with pieces.Saved(path) as saved:
+        saved.verify()
+
+
 def whole(output_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The checkpoints of a run, oldest first: each had everything when it took its name."""
     if not output_dir.is_dir():
         return []
-    found = [p for p in output_dir.iterdir() if _NAME.fullmatch(p.name) and _is_whole(p)]
-    return sorted(found, key=step_of)
+    return sorted((p for p in output_dir.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The newest whole checkpoint, if there is one."""
+    """The newest checkpoint, if there is one."""
     found = whole(output_dir)
     return found[-1] if found else None
 
@@ -190,6 +204,8 @@ class Start:
     checkpoint: str | None
     """Where it resumes; None: a fresh start."""
     in_the_way: Sequence[str]
+    damaged: Sequence[str] = ()
+    """What is wrong with each newer checkpoint than the one where it resumes."""
 
     def told(self) -> dict[str, Any]:
         """What rank 0 tells the others, as JSON values."""
@@ -234,11 +250,14 @@ def one_run(output_dir: Path) -> Iterator[None]:
 
 
 def sweep(output_dir: Path) -> None:
-    """Remove what nobody will ask for again: files half written, and weights on disk of another run than the ledger's."""
+    """Remove what nobody will ask for again: files half written, and weights on disk of another run than the ledger's. They
+    stay where the ledger that the checkpoints belong to is lost."""
     ledger, scratch = output_dir / ledger_module.NAME, output_dir / SCRATCH
     kept = "weights-*"
     with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
-        kept = f"weights-{ledger_module.read_ledger(ledger)[0]['run'] if ledger.exists() else ''}"
+        last = latest(output_dir)
+        if ledger.exists() or last is None or _mark(_scalars(last)) is None:
+            kept = f"weights-{ledger_module.read_ledger(ledger)[0]['run'] if ledger.exists() else ''}"
     for folder in (*scratch.glob("rank-*"), scratch, output_dir):
         if not folder.is_dir():
             continue
@@ -260,12 +279,14 @@ def prepare(folder: str | os.PathLike[str], resume_from_checkpoint: str, overwri
     ledger = output_dir / ledger_module.NAME
     start: Path | None = None
     in_the_way: list[Path] = []
+    damaged: dict[Path, str] = {}
     if resume_from_checkpoint == "latest":
-        start = latest(output_dir)
+        start, damaged = _newest_undamaged(output_dir)
     elif resume_from_checkpoint:
         start = Path(resume_from_checkpoint)
-        if not _is_whole(start):
-            raise ValueError(f"resume_from_checkpoint: {start} holds no whole checkpoint")
+        if not start.is_dir():
+            raise ValueError(f"resume_from_checkpoint: {start} is not there")
+        verify(start)
         if ledger.exists():
             raise ValueError(
                 f"{output_dir} holds a zeroth-order run, which goes on where its ledger ends; set"
@@ -281,7 +302,30 @@ def prepare(folder: str | os.PathLike[str], resume_from_checkpoint: str, overwri
         )
     if start is not None and (mark := _mark(_scalars(start))) is not None:
         ledger_module.require(ledger, mark, start)
-    return Start(str(output_dir), None if start is None else str(start), [str(path) for path in in_the_way])
+    replaced = [str(path) for path in (*in_the_way, *damaged)]
+    return Start(str(output_dir), None if start is None else str(start), replaced, list(damaged.values()))
+
+
+def _newest_undamaged(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint with the bytes that were written, if there is any; and what is wrong with the newer ones.
+
+    Raises:
+        ValueError: there are checkpoints, and all are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(whole(output_dir)):
+        try:
+            verify(path)
+        except Damaged as error:
+            damaged[path] = str(error)
+        else:
+            return path, {newer: f"{why}; going on from {path.name}" for newer, why in reversed(damaged.items())}
+    if damaged:
+        raise ValueError(
+            f"{'; '.join(damaged.values())}: no checkpoint of {output_dir} is left to go on from; choose another output_dir, or"
+            " begin again with overwrite_output_dir: true and without resume_from_checkpoint"
+        )
+    return None, {}
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
@@ -318,6 +362,3 @@ def versions() -> dict[str, str]:
             found[package] = "not installed"
     return found
 
-
-def _is_whole(path: Path) -> bool:
-    return (path / SCALARS).is_file()

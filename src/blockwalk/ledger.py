@@ -7,8 +7,9 @@
 
 A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn one, which is cut
 off when the ledger is opened again: at most the step in flight is lost. Numbers are written so that reading them gives
-the same float64. A line's digest is of the digest before it and of the line: a line that was changed, removed or moved breaks
-the chain there, and a checkpoint that knows the digest of its step (:class:`Mark`) knows every line up to it.
+the same float64. A step's digest is of the digest before it and of its line: a line that was changed, removed or moved
+breaks the chain there, and a checkpoint that knows the digest of its step (:class:`Mark`) knows every step up to it. The
+header has a digest of its own, so that runs with the same steps have the same lines.
 
 :func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the losses, which no update
 reads; its header tells their number, so that it is whole or refused.
@@ -71,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a ledger: steps, and the digest of the last one's line (with none, of the header)."""
+    """A place in a ledger: steps, and the digest of the last one's line (none: "")."""
 
     steps: int
     digest: str
@@ -188,7 +189,7 @@ def write_exported(path: str | os.PathLike[str], header: Mapping[str, Any], entr
     """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its bytes."""
     lines = [{key: value for key, value in asdict(e).items() if key not in UNREAD} for e in entries]
     head = {"format": FORMAT, "version": VERSION, **header, "exported": {"steps": len(lines)}}
-    packed = gzip.compress(_lines([head, *lines])[0], mtime=0)
+    packed = gzip.compress(_lines([head])[0] + _lines(lines)[0], mtime=0)
     files.write_bytes(path, packed)
     return len(packed)
 
@@ -210,7 +211,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
-    """Header, entries, the digests of all lines, and the bytes that they take: what follows is a torn line."""
+    """Header, entries, their digests after "", and the bytes that they take: what follows is a torn line."""
     if not path.is_file():
         raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
     data = path.read_bytes()
@@ -231,13 +232,14 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
         except ValueError as error:
             raise Damaged(f"{path} is damaged: line {number} does not follow from those before it ({error})") from None
         values.append(value)
-        digests.append(digest)
+        if number > 1:
+            digests.append(digest)
     header, *rest = values
     seal = header.get("exported")
     if seal and seal != {"steps": len(rest)}:
         raise Damaged(f"{path} is damaged: it has {len(rest)} steps of the {seal.get('steps')} it was written with")
     entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
-    return header, entries, digests[1:], sum(len(line) + 1 for line in lines)
+    return header, entries, digests, sum(len(line) + 1 for line in lines)
 
 
 def _require_version(path: Path, line: bytes) -> None:

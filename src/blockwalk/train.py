@@ -140,7 +140,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
                 for line in (*forecast.lines(), *record.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
                     progress.say(line)
-                for warning in rows.report.warnings():
+                for warning in (*rows.report.warnings(), *start.damaged):
                     progress.say(f"note: {warning}")
                 if held_out is not None and 0 < run.data.eval_limit < held_out.records:
                     progress.say(f"evaluates {run.data.eval_limit} of {held_out.records} records (data.eval_limit)")

@@ -61,9 +61,11 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_bytes(b"")
     (tmp_path / "checkpoint-old").mkdir()
-    assert checkpoint.latest(tmp_path) == good
     with checkpoint.one_run(tmp_path):
-        assert checkpoint.prepare(tmp_path, "latest", overwrite=False).checkpoint == str(good)
+        found = checkpoint.prepare(tmp_path, "latest", overwrite=False)
+        assert found.checkpoint == str(good)
+        (said,) = found.damaged
+        assert said.endswith("checkpoint-000009/state.json is missing; going on from checkpoint-000004")
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
     with pytest.raises(ValueError, match=r"state\.json is missing"):
         checkpoint.load(tmp_path / "checkpoint-000009")
@@ -96,7 +98,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert checkpoint.whole(tmp_path / checkpoint.REPLACED) == [tmp_path / checkpoint.REPLACED / first.name]
     third = write(tmp_path, 2)
     assert set(tmp_path.iterdir()) == {third}, "what it replaced goes when it is whole"
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="nowhere is not there"):
         checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import warnings
 from pathlib import Path
 
@@ -40,3 +42,73 @@ def test_no_compiler_is_no_kernel_and_no_warning(tmp_path: Path, monkeypatch: py
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert native.load("noise") is None
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache's folder of libraries, and one kernel that can be compiled into it."""
+    if native._compiler() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "good.c").write_text("int answer(void) { return 42; }")
+    return tmp_path / "cache" / "native"
+
+
+def answer() -> int:
+    library = native.load("good")
+    assert library is not None
+    native._loaded.clear()
+    return int(library.answer())
+
+
+def plant(library: Path) -> None:
+    """Put a library that answers something else in the place of the one that was compiled."""
+    source = library.with_name("other.c")
+    source.write_text("int answer(void) { return 13; }")
+    native._compile(native._compiler() or (), source, library)
+    source.unlink()
+
+
+def test_a_library_that_another_user_planted_is_not_opened(cache: Path) -> None:
+    """Oracle: what the library that was planted answers; a process of its own opens it, where its owner is trusted."""
+    if os.geteuid() != 0:
+        pytest.skip("giving a file to another user needs root")
+    assert answer() == 42
+    (library,) = cache.iterdir()
+    plant(library)
+    os.chown(library, 65534, -1)
+    with pytest.warns(RuntimeWarning, match=f"{library.name} is another user's"):
+        assert answer() == 42
+    os.chown(library, 0, -1)
+    os.chown(cache, 65534, -1)
+    with pytest.warns(RuntimeWarning, match="native is another user's"):
+        assert answer() == 42
+    assert [*cache.iterdir()] == [library], "what is compiled for one process is not left"
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("of", ["folder", "library"])
+def test_a_library_that_others_may_write_is_not_opened(of: str, mode: int, cache: Path) -> None:
+    """Oracle: as above; the folder's mode, then the library's."""
+    assert answer() == 42
+    (library,) = cache.iterdir()
+    plant(library)
+    (cache if of == "folder" else library).chmod(mode)
+    with pytest.warns(RuntimeWarning, match="others may write to it"):
+        assert answer() == 42
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o002, 0o755), (0o027, 0o750), (0o077, 0o700)])
+def test_who_may_enter_the_cache_may_read_the_library(umask: int, mode: int, cache: Path) -> None:
+    """Oracle: the file system's modes. Under a umask that lets the group write, the cache is still its owner's."""
+    before = os.umask(umask)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert answer() == answer() == 42
+    finally:
+        os.umask(before)
+    (library,) = cache.iterdir()
+    assert (stat.S_IMODE(cache.stat().st_mode), stat.S_IMODE(library.stat().st_mode)) == (mode, mode)

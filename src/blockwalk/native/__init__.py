@@ -8,6 +8,9 @@ bits. Fused multiply-add is off (``-ffp-contract=off``) so that C rounds where t
 The kernels start no threads: they share their work out over torch's own (:func:`team`). ctypes releases the interpreter's lock
 during a call.
 
+A library runs as whoever opens it: one that another user could have put into the cache, or changed there, is not opened,
+and the kernel is compiled into a folder of this process alone.
+
 Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``BLOCKWALK_CACHE`` moves the cache folder (default
 ``$XDG_CACHE_HOME/blockwalk`` or ``~/.cache/blockwalk``); ``CC`` names the compiler.
 """
@@ -21,6 +24,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -85,18 +89,41 @@ def _build(name: str) -> ctypes.CDLL | None:
     parts = (source.read_bytes(), " ".join(FLAGS).encode(), _processor().encode(), _version(compiler).encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
     library = _cache_folder() / f"{name}-{digest}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed: two processes may build at once, and a killed one must leave no half library.
-        handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=library.parent)
-        os.close(handle)
-        try:
-            command = [*compiler, *FLAGS, str(source), "-o", scratch, "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
-            os.replace(scratch, library)
-        finally:
-            Path(scratch).unlink(missing_ok=True)
-    return ctypes.CDLL(str(library))
+    library.parent.parent.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(mode=0o755, exist_ok=True)
+    if exposed := [path for path in (library.parent, library) if path.exists() and not _is_safe(path)]:
+        warnings.warn(
+            f"{exposed[0]} is another user's, or others may write to it: {name!r} is compiled for this process alone, which"
+            " takes seconds. Give it to you or root, writable by its owner alone; BLOCKWALK_CACHE moves the cache folder",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        with tempfile.TemporaryDirectory(prefix="blockwalk-") as private:
+            return ctypes.CDLL(str(_compile(compiler, source, Path(private) / library.name)))
+    return ctypes.CDLL(str(library if library.exists() else _compile(compiler, source, library)))
+
+
+def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
+    """Compile ``source`` to ``library``, which whoever may enter its folder may read."""
+    # Written beside and renamed: two processes may build at once, and a killed one must leave no half library.
+    handle, scratch = tempfile.mkstemp(suffix=".tmp", dir=library.parent)
+    os.close(handle)
+    try:
+        command = [*compiler, *FLAGS, str(source), "-o", scratch, "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        os.chmod(scratch, library.parent.stat().st_mode & 0o755)
+        os.replace(scratch, library)
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return library
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether only this user, or root, can have written a file or a folder's entries."""
+    if not hasattr(os, "geteuid"):
+        return True
+    found = path.stat()
+    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _cache_folder() -> Path:
