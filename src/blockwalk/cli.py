@@ -22,6 +22,7 @@ from typing import Any
 from blockwalk import __version__, config, launch, model_folder
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.settings import did_you_mean
+from blockwalk.state import Codec
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
 
@@ -58,12 +59,12 @@ class Command:
 COMMANDS = (
     Command(
         "pack",
-        "write a model as a block store: one file that is read a block at a time",
+        "write a model as a block store: a folder that is read a block at a time",
         "blockwalk.commands.models:pack",
         (
             ("model", {"metavar": "MODEL", "help": "a folder with safetensors"}),
             ("out", {"metavar": "OUT", "help": "the folder to write"}),
-            ("--codec", {"default": "int4", "choices": ["int4", "int8", "bf16"], "help": "default: int4"}),
+            ("--codec", {"default": "int4", "choices": [str(codec) for codec in Codec], "help": "default: int4"}),
             ("--group_size", {"type": int, "default": 32, "choices": [32, 64], "help": "int4: elements a scale"}),
         ),
     ),

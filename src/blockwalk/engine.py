@@ -23,7 +23,7 @@ from blockwalk.blocks import CutModel
 from blockwalk.compile.placement import bucket_states, epilogue_reads, streamed_trainables
 from blockwalk.heap import Slack, give_back
 from blockwalk.noise import NoiseKey
-from blockwalk.opening import open_model
+from blockwalk.opening import open_model, refuse_rounded
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Op
 from blockwalk.skeleton import persistent_buffers
@@ -73,6 +73,8 @@ class Engine:
         training: bool = True,
         slices: SliceGroup | None = None,
     ) -> None:
+        if training:
+            refuse_rounded(model, plan, lora)
         self.plan, self.device, self._slices = plan, device, slices
         self.rank = 0
         self.join(model)

@@ -19,7 +19,7 @@ from blockwalk.identity import weights_digest
 from blockwalk.plan import Estimator, Plan
 from blockwalk.state import CODEC_DTYPE, Codec, Tier
 from blockwalk.tiers.disk import CheckpointFolder
-from blockwalk.tiers.store import BlockStore, is_store
+from blockwalk.tiers.store import BlockStore, is_store, read_index
 
 if TYPE_CHECKING:
     from blockwalk.skeleton import Skeleton
@@ -46,24 +46,57 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
                 f" 'disk × {store.index.codec}', or pack the original checkpoint again with --codec {codec}"
             )
         return store
-    folder = CheckpointFolder(path, model)
-    if codec is Codec.RAW or codec in CODEC_DTYPE:
-        return folder
+    if not is_packing(codec):
+        return CheckpointFolder(path, model)
+    return BlockStore(packed(path, codec, model, workdir))
+
+
+def is_packing(codec: Codec) -> bool:
+    """Whether a folder's weights are encoded for this codec; a plain dtype they are cast to when used."""
+    return codec is not Codec.RAW and codec not in CODEC_DTYPE
+
+
+def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: Any) -> None:
+    """Raise ValueError where all parameters are trained, for want of adapters, and would start from rounded values."""
+    where, codec = f"frozen: {plan.frozen}", plan.frozen.codec
+    if isinstance(model, nn.Module):
+        codec = Codec.RAW if plan.frozen.tier is Tier.DEVICE else codec  # they stay as they are in memory
+    elif is_store(model):
+        where, codec = os.fspath(model), read_index(model).codec
+    if lora is None and not hasattr(model, "peft_config") and is_packing(codec):
+        raise ValueError(
+            f"{where} keeps weights in {codec}, and without adapters every weight is trained: it would start from rounded"
+            " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
+        )
+
+
+def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
+    """The block store of a checkpoint folder in one of ``workdirs``, made in the last where none has it.
+
+    Raises:
+        ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too full.
+    """
+    source = CheckpointFolder(path, model)
     try:
         name = f"{path.resolve().name}-{codec}"
-        packed = workdir / f"{name}-{weights_digest(path)}"
-        if not is_store(packed):
-            log.info("packing %s to %s, once, into %s", path, codec, packed)
-            from blockwalk.blocks import CutModel
-            from blockwalk.tiers.store_writer import write_store
+        stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
+        if there := [store for store in stores if is_store(store)]:
+            return there[0]
+        log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
+        from blockwalk.blocks import CutModel
+        from blockwalk.tiers.store_writer import write_store
 
-            for other in workdir.glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-                shutil.rmtree(other)
-            workdir.mkdir(parents=True, exist_ok=True)
-            write_store(packed, folder, CutModel(model).spec(), codec, copy_from=path)
+        for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
+            shutil.rmtree(other)
+        workdirs[-1].mkdir(parents=True, exist_ok=True)
+        try:
+            write_store(stores[-1], source, CutModel(model).spec(), codec, copy_from=path)
+        except ValueError:
+            if not is_store(stores[-1]):  # another process was faster
+                raise
+        return stores[-1]
     finally:
-        folder.close()
-    return BlockStore(packed)
+        source.close()
 
 
 def open_model(

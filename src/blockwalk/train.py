@@ -31,9 +31,11 @@ from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_b
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode_choices, load_tokenizer
 from blockwalk.data.formats import read_records
 from blockwalk.evaluation import Evaluation, HeldOut, encode_rows, template_of
+from blockwalk.identity import weights_digest
 from blockwalk.ledger import NAME as LEDGER
 from blockwalk.ledger import Entry
 from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
+from blockwalk.opening import refuse_rounded
 from blockwalk.plan import Estimator
 from blockwalk.program import Shape, human_bytes
 from blockwalk.ranks import first
@@ -42,7 +44,7 @@ from blockwalk.report.forecast import Forecast, foresee, zeroth_order_advice
 from blockwalk.report.progress import Progress
 from blockwalk.report.record import Record
 from blockwalk.settings import override
-from blockwalk.state import Codec, Tier
+from blockwalk.state import Tier
 from blockwalk.walker import StepResult, Walker
 
 
@@ -99,11 +101,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
     """
     if not run.model or not run.data.train:
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
-    if run.lora is None and run.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8):
-        raise ValueError(
-            f"frozen: {run.plan.frozen} keeps weights in {run.plan.frozen.codec}, and without adapters every weight is"
-            " trained: it would start from rounded values; set lora.rank, or frozen: disk × raw"
-        )
+    refuse_rounded(run.model, run.plan, run.lora)
     output_dir, device = Path(run.output_dir), "cuda" if torch.cuda.is_available() else "cpu"
     with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(checkpoint.one_run(output_dir)))
@@ -124,7 +122,8 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             plan = override(plan, {"optimizer.total_steps": total})
         shape = Shape(run.micro_batch_rows, _longest(rows if choices is None else choices.rows, run))
         foresee(run, shape, device=device).check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
-        loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory)
+        weights = first(lambda: weights_digest(run.model))
+        loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory, weights)
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         ledger = start.ledger if plan.estimator is Estimator.ZEROTH_ORDER else None
@@ -229,7 +228,10 @@ class _Loop:
         total: int,
         tokenizer: Tokenizer,
         memory: PeakMemory,
+        weights: str,
     ) -> None:
+        self.weights = weights
+        """What the run begins from: see :func:`blockwalk.identity.weights_digest`."""
         self.config, self.batches, self.choices, self.held_out = run, batches, choices, held_out
         self.total, self.tokenizer, self.memory = total, tokenizer, memory
         self.output_dir = Path(run.output_dir)
@@ -243,10 +245,16 @@ class _Loop:
         """Take over what a checkpoint has beside weights.
 
         Raises:
-            ValueError: settings or data differ from those that the saved state builds on.
+            ValueError: settings, data or the model's weights differ from those that the saved state builds on.
         """
         first_order = saved.slices is not None and self.config.plan.estimator is Estimator.BACKPROP
         self.changes = checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=first_order)
+        began = saved.data.get("weights", self.weights)
+        if self.weights != began:
+            raise ValueError(
+                f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
+                f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
+            )
         self.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
@@ -404,7 +412,7 @@ class _Loop:
         """
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
         self.metrics.sync()
-        data = {"batches": self.batches.state_dict()}
+        data = {"batches": self.batches.state_dict(), "weights": self.weights}
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
             path = checkpoint.path_of(self.output_dir, step)

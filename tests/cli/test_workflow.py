@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk import cli
+from blockwalk import Walker, cli, method
+from blockwalk.tiers.store import BlockStore
 from tests.conftest import TinyRun
 
 
@@ -77,6 +78,37 @@ def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsy
     coded = json.loads(run(capsys, *on_store, "--json"))
     assert coded["loss"] != last["loss"]
     assert coded["loss"] == pytest.approx(last["loss"], rel=0.02), "8 bits are nearly the same"
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "fp8", "bf16", "fp16", "fp32", "raw"])
+def test_every_codec_is_packed(codec: str, tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: transformers' tensors, within what the codec's page promises of the largest element of a row."""
+    from transformers import AutoModelForCausalLM
+
+    assert cli.main(["pack", str(tiny_run.model), str(tmp_path / "store"), "--codec", codec]) == 0
+    store = BlockStore(tmp_path / "store")
+    store.verify()
+    bound = {"int4": 1 / 8, "int8": 1 / 254, "fp8": 1 / 16, "bf16": 2**-8, "fp16": 2**-11}.get(codec, 0.0)
+    for name, theirs in AutoModelForCausalLM.from_pretrained(tiny_run.model).named_parameters():
+        ours = torch.empty(theirs.shape)
+        store.read_into(name, ours)
+        assert float((ours - theirs).abs().max()) <= bound * float(theirs.abs().max()), name
+
+
+@pytest.mark.parametrize("from_store", [False, True])
+def test_rounded_weights_are_not_what_training_starts_from(from_store: bool, tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: the command line's refusal, which Python's walker makes as well; nothing is packed for it."""
+    model, frozen = tiny_run.model, "disk × int8"
+    if from_store:
+        assert cli.main(["pack", str(model), str(tmp_path / "store"), "--codec", "int8"]) == 0
+        model, frozen = tmp_path / "store", "disk × raw"
+    plan = method("plain", frozen=frozen)
+    with pytest.raises(ValueError, match="without adapters every weight is trained"):
+        Walker(model, plan, workdir=tmp_path / "work", device="cpu")
+    assert not (tmp_path / "work").exists()
+    Walker(model, plan, workdir=tmp_path / "work", device="cpu", training=False).close()
+    arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--model", str(model), "--method", "plain"]
+    assert cli.main([*arguments, "--frozen", frozen, "--lora", "false"]) == 2
 
 
 def test_all_parameters(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

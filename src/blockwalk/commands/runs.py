@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import sys
 from pathlib import Path
 
-from blockwalk import launch
+from blockwalk import checkpoint, files, launch
 from blockwalk.config import RunConfig
 from blockwalk.program import Shape
 from blockwalk.report.advice import next_plan
@@ -63,7 +64,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
     from blockwalk.walker import Walker
 
     held_out = HeldOut.read(run.data, load_tokenizer(run.model), batch_size=eval_batch_size(run))
-    with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
+    with Walker(_packed(run), run.plan, lora=arguments.adapter, training=False) as walker:
         found = held_out.evaluate(walker)
     print(json.dumps(dataclasses.asdict(found)) if arguments.json else found)
     return 0
@@ -84,9 +85,28 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
     stops = stop_ids(run.model, tokenizer)
-    with Walker(run.model, run.plan, lora=arguments.adapter, training=False) as walker:
+    with Walker(_packed(run), run.plan, lora=arguments.adapter, training=False) as walker:
         written = walker.generate(
             ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
         )
     print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
     return 0
+
+
+def _packed(run: RunConfig) -> str | Path:
+    """The model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there, else one
+    that stays in the cache folder until the model's weights change."""
+    from blockwalk import opening
+    from blockwalk.skeleton import build_skeleton
+    from blockwalk.tiers.store import is_store
+
+    path = Path(run.model).resolve()
+    if is_store(path) or not opening.is_packing(run.plan.frozen.codec):
+        return run.model
+    cache = files.cache_folder() / "packed" / hashlib.blake2s(os.fsencode(path), digest_size=16).hexdigest()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home directory: packed for this time alone
+        return run.model
+    scratch = Path(run.output_dir) / checkpoint.SCRATCH
+    return opening.packed(path, run.plan.frozen.codec, build_skeleton(path).model, scratch, cache)
