@@ -19,9 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from blockwalk import files, pieces
+from blockwalk.agreement import gather_json
 from blockwalk.engine import Engine
 from blockwalk.files import PARTIAL, fsync_folder
-from blockwalk.groups import gather_json
 from blockwalk.pieces import Pieces
 from blockwalk.state import StateKind
 

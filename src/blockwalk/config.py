@@ -172,6 +172,12 @@ class RunConfig:
         plan = {f.name: _plain(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
         return {"model": own.pop("model"), "method": plan.pop("method"), **own, "lora": lora, **plan}
 
+    def shared(self) -> dict[str, Any]:
+        """What must be equal on all ranks of a run: every setting but the places where each finds model, data and output."""
+        found = self.to_mapping()
+        data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
+        return {**{name: value for name, value in found.items() if name not in ("model", "output_dir")}, "data": data}
+
     def digest(self) -> str:
         """SHA-256 of the resolved settings, in hex."""
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()

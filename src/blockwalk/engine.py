@@ -77,7 +77,7 @@ class Engine:
             refuse_rounded(model, plan, lora)
         self.plan, self.device, self._slices = plan, device, slices
         self.rank = 0
-        self.join(model)
+        self.join()
         self.scratch = ScratchMaps(workdir)
         self.source: WeightSource | None = None
         module, self.source, self.compute_dtype = open_model(model, plan, workdir)
@@ -128,7 +128,7 @@ class Engine:
 
     # ---- binding at construction ------------------------------------------------------------------------------------
 
-    def join(self, model: str | os.PathLike[str] | nn.Module) -> None:
+    def join(self) -> None:
         """Before anything is read: meet the other ranks, where there are any."""
 
     def make_buffers(self) -> None:

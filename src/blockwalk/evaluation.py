@@ -79,6 +79,10 @@ class HeldOut:
             rows = encode_rows(settings, records, tokenizer, None)
         return HeldOut(rows, batch_size, settings.padding_multiple, settings.label_scores, count)
 
+    def fingerprint(self) -> str:
+        """A digest of the records as tokens."""
+        return (self.rows.rows if isinstance(self.rows, Choices) else self.rows).fingerprint()
+
     def evaluate(self, walker: Walker, watch: Callable[[int], None] = lambda _: None) -> Evaluation:
         """Measure the walker; its weights stay as they are.
 

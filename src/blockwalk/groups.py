@@ -8,7 +8,6 @@ groups of its own, so that collectives of different lanes never wait for each ot
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -16,17 +15,16 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from blockwalk.launch import LOST, LostRank, Place
+from blockwalk.launch import LOST, LostRank, Place, place
 from blockwalk.mesh import Axis, between, make_axes, slice_of
 from blockwalk.plan import MeshSettings
 from blockwalk.program import Lane
@@ -150,10 +148,16 @@ class Groups:
 
 
 def started(mesh: MeshSettings) -> int:
-    """The ranks that were started. Raises ValueError where they are not the mesh's."""
+    """The ranks that were started. Raises ValueError where they, or those of this node, are not the mesh's."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.world != world:
         raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+    here = place()
+    if here.world == world and here.ranks_per_node % mesh.ranks_per_node:
+        raise ValueError(
+            f"mesh.ranks_per_node is {mesh.ranks_per_node} (mesh.world unless given), and {here.ranks_per_node} ranks were"
+            f" started on this node; set mesh.ranks_per_node: {here.ranks_per_node}"
+        )
     return world
 
 
@@ -174,69 +178,6 @@ def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
                 if groups.rank in members:
                     groups._groups[axis, lane] = made
     return groups
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The same run everywhere
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """What must be equal on all ranks whatever they compute."""
-    found = {"python": platform.python_version()}
-    for package in ("blockwalk", "torch", "transformers", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
-
-
-def gather_json(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's value, by rank; every rank calls this together. What other ranks send is parsed, never unpickled: a pickle
-    from another machine would run code here."""
-    text = json.dumps(value).encode()
-    where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=where)
-    all_gather(lengths, torch.tensor([len(text)], device=where), group=group)
-    longest = int(lengths.max())
-    out_WN = torch.empty(len(lengths), longest, dtype=torch.uint8, device=where)
-    all_gather(
-        out_WN.view(-1), torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(where), group=group
-    )
-    return [json.loads(bytes(row_N.cpu().numpy())) for row_N in out_WN]
-
-
-def first_json(value: Any) -> Any:
-    """Rank 0's value, on every rank, which call this together; what the others give is not looked at. See
-    :func:`gather_json`."""
-    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
-    length = torch.tensor([len(text)], device=where)
-    dist.broadcast(length, src=0)
-    text_N = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(where)
-    dist.broadcast(text_N, src=0)
-    return json.loads(bytes(text_N.cpu().numpy()))
-
-
-def require_agreement(facts: Mapping[str, str]) -> None:
-    """Compare facts (plan, model, versions, ...) on all ranks; every rank calls this together.
-
-    Raises:
-        ValueError: on every rank, naming the ranks and what differs.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    everyone = gather_json(dict(facts))
-    wrong = []
-    for key in sorted({key for each in everyone for key in each}):
-        expected = everyone[0].get(key)
-        differing = [rank for rank, each in enumerate(everyone) if each.get(key) != expected]
-        if differing:
-            other = everyone[differing[0]].get(key)
-            wrong.append(f"{key}: rank 0 has {expected!r}, rank {', '.join(map(str, differing))} has {other!r}")
-    if wrong:
-        raise ValueError("the ranks were not started alike; " + "; ".join(wrong))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

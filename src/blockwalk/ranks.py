@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from blockwalk.groups import Groups, first_json, make_groups, started
+from blockwalk.agreement import first_json
+from blockwalk.groups import Groups, make_groups, started
 from blockwalk.plan import MeshSettings, Plan
 from blockwalk.program import Lane
 from blockwalk.scalars import Scalars, make_scalars
@@ -38,6 +39,8 @@ class Ranks:
     """The highest such number that any rank told with the last losses."""
     _told: float = 0.0
     """A digest of the last entry, which goes with the next losses."""
+    _read: float = 0.0
+    """A digest of the global batch that this rank was given."""
 
     @property
     def world(self) -> int:
@@ -74,6 +77,34 @@ class Ranks:
         if self._groups is not None and self.slices > 1:
             self._groups.gather_(stage_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
 
+    # ---- one batch ----------------------------------------------------------------------------------------------------
+
+    def read(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Take note of the global batch of the step to come: zeroth order compares it with the step's losses."""
+        if self.world > 1:
+            digest = hashlib.blake2b(digest_size=6)
+            for name, tensor in sorted(batch.items()):
+                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            self._read = float(int.from_bytes(digest.digest(), "little"))  # 48 bits: exact
+
+    def begin(self, step: int) -> None:
+        """First order: compare the batch that was read before any of it is used, and hear of a signal; all ranks together.
+
+        Raises:
+            ValueError: on every rank: they were given different batches.
+        """
+        everyone = self.exchange([self._read, float(self.signal())])
+        self.heard = max(int(told) for _, told in everyone)
+        self._require_one_batch(step, [read for read, _ in everyone])
+
+    def _require_one_batch(self, step: int, read: Sequence[float]) -> None:
+        if others := [str(rank) for rank, each in enumerate(read) if each != read[0]]:
+            raise ValueError(
+                f"step {step}: rank {', '.join(others)} was given other data than rank 0; give every rank the same whole batch:"
+                " each takes its own share of it"
+            )
+
     # ---- scalars ------------------------------------------------------------------------------------------------------
 
     def losses(
@@ -91,15 +122,18 @@ class Ranks:
             For each forward its numbers in the order of the global batch.
 
         Raises:
-            RuntimeError: the ranks read different data.
+            ValueError: the ranks read different data.
+            RuntimeError: their steps before differ.
         """
         cuts = len(counted)
         most = -(-passes // self.mesh.perturb) * len(self.cuts_of(0, cuts)) * rows
         ours = [counted[cut] for cut in self.cuts_of(self.rank, cuts)]
-        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._told, float(self.signal())]
+        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._read, self._told, float(self.signal())]
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
         everyone = self.exchange(sent)
         self.heard = max(int(values.pop()) for values in everyone)
+        told = [values.pop() for values in everyone]
+        self._require_one_batch(step, [values.pop() for values in everyone])
         for rank, values in enumerate(everyone):
             at = iter(values)
             for p in self.passes_of(rank, passes):
@@ -107,15 +141,11 @@ class Ranks:
                     for row in range(rows):
                         table[p][cut * rows + row] = next(at)
             theirs = [counted[cut] for cut in self.cuts_of(rank, cuts)]
-            if values[-1] != self._told:
+            if told[rank] != self._told:
                 raise RuntimeError(
                     f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the step before differs"
                 )
-            if values[most:-1] != theirs:
-                raise RuntimeError(
-                    f"step {step}: rank {rank} counted {values[most:-1]} tokens where rank {self.rank} counts {theirs}: they"
-                    " read different data"
-                )
+            assert values[most:] == theirs, f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not {theirs}"
         return table
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:

@@ -8,23 +8,18 @@ are in :mod:`blockwalk.groups`.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from blockwalk import sharded_whole
 from blockwalk.compile.sharded_layout import PARTS, buffer_pools, has_node_slice, hosts_node_slice
 from blockwalk.engine import Engine
-from blockwalk.groups import make_groups, require_agreement, versions
+from blockwalk.groups import make_groups
 from blockwalk.program import Op, Pool
 from blockwalk.sharded_slices import frozen_shard, trainable_shard
 from blockwalk.state import ParamSpec, StateKind, Tier, Weight
@@ -38,14 +33,11 @@ class ShardedEngine(Engine):
 
     # ---- construction -----------------------------------------------------------------------------------------------
 
-    def join(self, model: str | os.PathLike[str] | nn.Module) -> None:
-        """Meet the other ranks. Raises ValueError where they have another plan, model or version."""
+    def join(self) -> None:
         self.groups = make_groups(self.plan.mesh, self.device)
         self.rank = self.groups.rank
         self.shards: dict[tuple[int, StateKind], Shard] = {}
         self._owner: dict[str, tuple[int, StateKind]] = {}
-        plan = json.dumps(asdict(self.plan), default=str)
-        require_agreement({"plan": plan, "model": _fingerprint(model), **versions()})
 
     def _place_frozen(self, index: int) -> None:
         self._keep(index, StateKind.FROZEN, frozen_shard(self, index))
@@ -410,22 +402,3 @@ class ShardedEngine(Engine):
 
 def _copy(out_P: torch.Tensor, from_P: torch.Tensor) -> None:
     out_P.copy_(from_P, non_blocking=True)
-
-
-def _fingerprint(model: str | os.PathLike[str] | nn.Module) -> str:
-    """What tells one model from another: of a folder its configuration and the sizes of its files, of a module every
-    parameter's name, shape and a few of its values."""
-    digest = hashlib.blake2s(digest_size=8)
-    if isinstance(model, nn.Module):
-        for name, parameter in model.named_parameters():
-            flat = parameter.detach().reshape(-1)
-            few = flat[:: max(1, flat.numel() // 16)].double().tolist() if not flat.is_meta else []
-            digest.update(
-                repr((name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad, few)).encode()
-            )
-    else:
-        for file in sorted(Path(model).iterdir()):
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-            if file.name == "config.json":
-                digest.update(file.read_bytes())
-    return digest.hexdigest()

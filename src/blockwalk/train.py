@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from blockwalk import checkpoint, config, files, launch
+from blockwalk.agreement import facts_of, require_agreement
 from blockwalk.config import RunConfig
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch, loss_tokens
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode_choices, load_tokenizer
@@ -117,6 +118,8 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         if run.data.eval:
             held_out = HeldOut.read(run.data, tokenizer, batch_size=eval_batch_size(run), limit=run.data.eval_limit)
         total = run.max_steps or run.epochs * batches.batches_per_epoch
+        facts = {**facts_of(run.shared()), "data.train": rows.fingerprint()}
+        require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.fingerprint()})
         plan = run.plan
         if not plan.optimizer.total_steps:
             plan = override(plan, {"optimizer.total_steps": total})
@@ -328,11 +331,11 @@ class _Loop:
         return self._outcome()
 
     def _agreed(self, stop: _Stop, *, heard: bool = True) -> bool:
-        """Whether a signal ends the run: one that all ranks know of. Zeroth order tells it with a step's losses (``heard``)."""
+        """Whether a signal ends the run: one that all ranks know of: over ranks it is told within a step (``heard``)."""
         ranks = self.walker.ranks
         if ranks.world == 1:
             asked = stop.asked
-        elif heard and self.walker.plan.estimator is Estimator.ZEROTH_ORDER:
+        elif heard:
             asked = ranks.heard
         else:
             asked = int(max(values[0] for values in ranks.exchange([stop.asked])))

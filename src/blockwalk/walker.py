@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -17,13 +16,14 @@ import torch
 from torch import nn
 
 from blockwalk import generation
+from blockwalk.agreement import facts_of, require_agreement, versions, weights_digest
 from blockwalk.compile import Costs, Pending, compile
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.objectives import as_objective
 from blockwalk.estimators.zeroth_order import ZerothOrder
-from blockwalk.groups import Watch, begin_watch, require_agreement, started, versions
+from blockwalk.groups import Watch, begin_watch, started
 from blockwalk.lanes import Lanes, Mark
 from blockwalk.ledger import Entry, Ledger, LedgerCopy
 from blockwalk.metrics import page_cache
@@ -121,14 +121,17 @@ class Walker:
         self.ranks = make_ranks(plan, self.device)
         if self.ranks.world > 1:
             folder = folder / f"rank-{self.ranks.rank}"
+            digests = {"the model's weights": weights_digest(model)}
+            if isinstance(lora, str | os.PathLike):
+                digests["the adapter's weights"] = weights_digest(lora)
+            require_agreement({**facts_of({"plan": asdict(plan)}), **digests, **versions()})
         run = self.ranks.first(lambda: run_of(ledger))
         place: dict[str, Any] = {"slices": self.ranks} if zeroth_order else {}
         self.engine = engine_class(plan)(
             model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training, **place
         )
         if self.ranks.world > 1 and zeroth_order:
-            facts = {"plan": json.dumps(asdict(plan), default=str), "the model's weights": self.engine.buckets.checksum}
-            require_agreement({**facts, **versions()})
+            require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
         self.lanes = Lanes(self.device)
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
         """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
@@ -166,7 +169,7 @@ class Walker:
                 one drawn from numpy's generator, as the original does.
 
         Raises:
-            ValueError: shapes that do not fit, or a step without a single label.
+            ValueError: shapes that do not fit, a step without a single label, or other data than on another rank.
             FloatingPointError: the loss or a gradient is not finite; weights and optimizer states are as they were.
         """
         began = time.perf_counter()
@@ -371,6 +374,10 @@ class Walker:
 
     def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+        words = options.get("words")
+        self.ranks.read(batch if words is None else {**batch, "targets": words.targets_B})
+        if self.plan.sharded:
+            self.ranks.begin(self.steps_done + 1)
         count = self.plan.gradient_accumulation_steps if training else 1
         if self.plan.sharded or not training:
             (whole,) = self._micro_batches(batch, 1)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockwalk.groups import Watch, gather_json, make_groups, require_agreement
+from blockwalk.agreement import gather_json, require_agreement
+from blockwalk.groups import Watch, make_groups
 from blockwalk.launch import LostRank, Place
 from blockwalk.mesh import between, gather_bytes, make_axes, slice_of
 from blockwalk.plan import MeshSettings

@@ -1,0 +1,128 @@
+"""Oracle: what one rank was given that the other was not, named on both, with the weights as they were."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk import train
+from blockwalk.methods import method
+from blockwalk.walker import Walker
+from tests.conftest import TinyRun
+from tests.models import random_batch, tiny_model
+from tests.ranks.processes import run_ranks
+from tests.ranks.test_sharded_train import run_config
+
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("mezo", {}),
+    ("distzo2", {"mesh": {"perturb": 1}}),
+    ("zero3", {}),
+    ("mics", {"update.timing": "block"}),
+    ("fcdp", {"gradient_accumulation_steps": 2}),
+    ("hzp", {}),
+]
+
+
+def refused(work: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as told:
+        work()
+    return str(told.value)
+
+
+def _plan(name: str, settings: dict[str, Any]) -> Any:
+    mesh = {"world": 2, **settings.get("mesh", {})}
+    return method(name, **{**settings, "mesh": mesh, "optimizer.learning_rate": 1e-2})
+
+
+def _own_batches(rank: int) -> list[str]:
+    said = []
+    for name, settings in PLANS:
+        walker = Walker(tiny_model("llama"), _plan(name, settings))
+        before = {key: value.clone() for key, value in walker.state_dict().items() if isinstance(value, torch.Tensor)}
+        said.append(refused(lambda: walker.step(random_batch(4, 8, seed=rank))))  # noqa: B023
+        after = walker.state_dict()
+        assert before
+        assert all(torch.equal(value, after[key]) for key, value in before.items()), name
+        walker.step(random_batch(4, 8, seed=1))
+        walker.close()
+    return said
+
+
+def test_ranks_that_bring_a_batch_each_are_refused_by_every_method_before_an_update() -> None:
+    for said in run_ranks(2, _own_batches):
+        assert said == [
+            "step 1: rank 1 was given other data than rank 0; give every rank the same whole batch: each takes its own share"
+            " of it"
+        ] * len(PLANS)
+
+
+def _own_weights(rank: int, folders: list[Path]) -> list[str]:
+    said = []
+    for name in ("fcdp", "distzo2"):
+        said.append(refused(lambda: Walker(folders[rank], _plan(name, {}))))  # noqa: B023
+        said.append(refused(lambda: Walker(tiny_model("llama", seed=rank), _plan(name, {}))))  # noqa: B023
+    Walker(folders[2 * rank], _plan("fcdp", {})).close()  # an equal copy
+    return said
+
+
+def test_ranks_that_read_other_weights_are_refused(tmp_path: Path) -> None:
+    """One byte in the middle of a copy differs, its size does not; a copy without a difference is the same model."""
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    tiny_model("llama").save_pretrained(folders[0])
+    for folder in folders[1:]:
+        shutil.copytree(folders[0], folder)
+    file = folders[1] / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    answers = run_ranks(2, _own_weights, folders)
+    assert answers[0] == answers[1]
+    for said in answers[0]:
+        assert said.startswith("the ranks were not started alike; the model's weights: rank 0 has '")
+
+
+def _own_settings(rank: int, changes: list[list[str]], arguments: list[str]) -> list[str]:
+    return [
+        refused(lambda: train.train(run_config([*arguments, *(change if rank else [])], rank, 2)))  # noqa: B023
+        for change in changes
+    ]
+
+
+def test_ranks_with_other_settings_or_data_are_refused_before_anything_is_written(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    output_dir, other = tmp_path / "run", tmp_path / "other.jsonl"
+    arguments = [*tiny_run.arguments(output_dir), "--method", "fcdp"]
+    lines = tiny_run.train.read_text().splitlines()
+    other.write_text("\n".join(reversed(lines)) + "\n")
+    changes = [["--save_every", "3"], ["--eval_every", "2"], ["--optimizer.learning_rate", "0.5"], ["--data.train", str(other)]]
+    for said in run_ranks(2, _own_settings, changes, arguments):
+        saved, evaluated, rate, data = said
+        assert saved.endswith("; save_every: rank 0 has '0', rank 1 has '3'")
+        assert evaluated.endswith("; eval_every: rank 0 has '0', rank 1 has '2'")
+        assert "optimizer.learning_rate: rank 0 has '0.0001', rank 1 has '0.5'" in rate
+        assert "; data.train: rank 0 has '" in data
+    assert not list(output_dir.glob("*"))
+
+
+def _other_node(rank: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        said = refused(lambda: Walker(tiny_model("llama"), method("fcdp", mesh={"world": 4})))
+        Walker(tiny_model("llama"), method("fcdp", mesh={"world": 4, "ranks_per_node": 1})).close()  # islands in a node
+        return said
+
+
+def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
+    """Closed form: torchrun's variables."""
+    for said in run_ranks(4, _other_node):
+        assert said == (
+            "mesh.ranks_per_node is 4 (mesh.world unless given), and 2 ranks were started on this node; set"
+            " mesh.ranks_per_node: 2"
+        )
