@@ -399,7 +399,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(TABLES)}; all unless given")
     arguments.add_argument("--json", metavar="FILE")
-    arguments.add_argument("--check", action="store_true", help="exit 1 where memory is off by 15% or speed by 25%")
+    arguments.add_argument("--check", action="store_true", help="exit 1 where memory is off by 15%% or speed by 25%%")
     given = arguments.parse_args()
     found = {name: list(TABLES[name]()) for name in given.tables or TABLES}
     missed = [

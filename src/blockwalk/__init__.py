@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blockwalk.config import LoraSettings as LoraSettings
     from blockwalk.methods import method as method
     from blockwalk.plan import Plan as Plan
     from blockwalk.walker import StepResult as StepResult
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {"method": "methods", "Plan": "plan", "Walker": "walker", "StepResult": "walker"}
+_HOME = {"method": "methods", "Plan": "plan", "LoraSettings": "config", "Walker": "walker", "StepResult": "walker"}
 
-__all__ = ["Plan", "StepResult", "Walker", "__version__", "method"]
+__all__ = ["LoraSettings", "Plan", "StepResult", "Walker", "__version__", "method"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +80,9 @@ def _weightless(model: nn.Module) -> Iterator[None]:
                 stand_ins.append((module, leaf, param, twin))
                 module._parameters[leaf] = twin
     try:
-        yield
+        with warnings.catch_warnings():  # PEFT asks transformers for it by this name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            yield
     finally:
         for module, leaf, param, twin in stand_ins:
             param.requires_grad_(twin.requires_grad)
@@ -141,6 +144,39 @@ def add_lora(
         if param.requires_grad and param.dtype != torch.float32:
             param.data = param.data.float()
     return wrapped
+
+
+def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
+    """What a caller gives as adapters, in one form: settings, a mapping of their fields or a ``peft.LoraConfig`` as settings; a
+    folder as it is; None for none.
+
+    Raises:
+        ValueError: something else, or a field that Blockwalk cannot honour.
+    """
+    from blockwalk.config import OF_PEFT, LoraSettings, lora_settings
+
+    if lora is None or isinstance(lora, LoraSettings | str | os.PathLike):
+        return lora
+    if isinstance(lora, Mapping):
+        return lora_settings(lora)
+    from peft import LoraConfig
+
+    if not isinstance(lora, LoraConfig):
+        raise ValueError(
+            f"lora is {lora!r}; it takes a blockwalk.LoraSettings, a mapping such as {{'rank': 8}}, a peft.LoraConfig, or the"
+            " folder of a saved adapter"
+        )
+    _refuse(lora)
+    if lora.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(f"the LoraConfig's task_type is {lora.task_type}; Blockwalk trains causal language models: CAUSAL_LM")
+    if lora.target_modules is None:
+        raise ValueError("the LoraConfig's target_modules is None; name the modules, or set it to 'all-linear'")
+    given = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora)}
+    given = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
+    own = {ours: given.pop(theirs) for theirs, ours in OF_PEFT.items()}
+    plain = lora_config()
+    options = {name: value for name, value in given.items() if value is not None and value != getattr(plain, name)}
+    return lora_settings({**own, "options": options})
 
 
 def adapt(model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed: int = 0) -> Any:

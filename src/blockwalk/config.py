@@ -7,7 +7,6 @@ keys are errors. Nothing here imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,8 +22,11 @@ import yaml
 from blockwalk import settings as plan_settings
 from blockwalk.methods import METHODS, method
 from blockwalk.plan import Estimator, Plan
-from blockwalk.settings import did_you_mean, override
+from blockwalk.settings import coerce, did_you_mean, override
 from blockwalk.state import Codec, Placement
+
+OF_PEFT = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+"""PEFT's names of the fields of :class:`LoraSettings`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,13 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank is {self.rank}; it must be at least 1 (lora: false trains everything)")
+        for theirs, ours in OF_PEFT.items():
+            if theirs in self.options:
+                raise ValueError(f"lora.options.{theirs} is PEFT's name of lora.{ours}; set that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +145,6 @@ class RunConfig:
             raise ValueError(f"data.padding_multiple is {self.data.padding_multiple}; it must be at least 1")
         if bool(self.data.template) != bool(self.data.label_words):
             raise ValueError("classification needs both data.template and data.label_words; one of them is missing")
-        if self.lora is not None and self.lora.rank < 1:
-            raise ValueError(f"lora.rank is {self.lora.rank}; it must be at least 1 (lora: false trains everything)")
-        for theirs, ours in _OF_PEFT.items():
-            if self.lora is not None and theirs in self.lora.options:
-                raise ValueError(f"lora.options.{theirs} is PEFT's name of {ours}; set that")
         if self.batch_size % self.plan.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
@@ -183,12 +187,6 @@ class RunConfig:
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
 
 
-_OF_PEFT = {
-    "r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "target_modules": "lora.target_modules",
-}
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
 _PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
 _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
@@ -234,10 +232,12 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
                 del settings[other]
         settings[key] = value
 
-    own = {k: _coerce(k, settings.pop(k), get_type_hints(RunConfig)[k]) for k in list(settings) if k in _OWN}
+    if str(resume := settings.get("resume_from_checkpoint")).lower() in ("true", "false"):
+        settings["resume_from_checkpoint"] = "latest" if str(resume).lower() == "true" else ""
+    own = {k: coerce(k, settings.pop(k), get_type_hints(RunConfig)[k]) for k in list(settings) if k in _OWN}
     data = _section(DataSettings, "data", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
-    wants_lora = _coerce("lora", settings.pop("lora", True), bool)
+    wants_lora = coerce("lora", settings.pop("lora", True), bool)
     lora = _section(LoraSettings, "lora", settings)
     name = str(settings.pop("method", "mebp"))
     if name == "auto":
@@ -252,6 +252,20 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
         wants_lora = any(codec in (Codec.INT4, Codec.INT8) for codec in codecs)
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
+
+
+def lora_settings(given: Mapping[str, Any]) -> LoraSettings:
+    """The adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``.
+
+    Raises:
+        ValueError: an unknown name, or a value that makes no sense.
+    """
+    names = [f"lora.{f.name}" for f in dataclasses.fields(LoraSettings)]
+    for key in given:
+        if f"lora.{key}" not in names:
+            raise ValueError(f"unknown setting 'lora.{key}'{did_you_mean(f'lora.{key}', names)}")
+    found: LoraSettings = _section(LoraSettings, "lora", {f"lora.{key}": value for key, value in given.items()})
+    return found
 
 
 def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:
@@ -332,49 +346,8 @@ def _section(cls: type, name: str, settings: dict[str, Any]) -> Any:
             typed = yaml.load(value, Loader=Loader) if isinstance(value, str) else value
             given["options"] = {**given.get("options", {}), short.removeprefix("options."): typed}
         else:
-            given[short] = _coerce(key, value, hints[short])
+            given[short] = coerce(key, value, hints[short])
     return cls(**given)
-
-
-def _coerce(key: str, value: Any, hint: Any) -> Any:
-    """``value`` as the setting's type; flags give text, YAML may give numbers, lists and mappings."""
-    if key == "resume_from_checkpoint" and str(value).lower() in ("true", "false"):
-        return "latest" if str(value).lower() == "true" else ""
-    wanted: str
-    if hint is str:
-        wanted = "text (put quotes around it)"
-        if isinstance(value, str):
-            return value
-    elif hint is bool:
-        wanted = "true or false"
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
-    elif hint is int:
-        wanted = "a whole number"
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str) and re.fullmatch(r"[-+]?\d+", value.strip()):
-            return int(value)
-        if isinstance(value, float | str):  # 1e3 is a whole number too
-            with contextlib.suppress(ValueError, OverflowError):
-                if float(value).is_integer():
-                    return int(float(value))
-    elif hint is float:
-        wanted = "a number"
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):
-                return float(value)
-    elif hint == Mapping[str, Any]:
-        wanted = "a mapping"
-        if isinstance(value, Mapping):
-            return dict(value)
-    else:  # a tuple of texts, or one text
-        wanted = "a list of texts, such as [yes, no]"
-        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-        if isinstance(value, str):
-            return value if hint == str | tuple[str, ...] else tuple(v.strip() for v in value.split(","))
-    raise ValueError(f"{key} is {value!r}; it takes {wanted}")
 
 
 def _plain(value: Any) -> Any:

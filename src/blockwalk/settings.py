@@ -1,7 +1,8 @@
-"""A plan's settings as text: dotted names and values from YAML or flags, sizes in bytes, and what was probably meant."""
+"""Settings as text: dotted names and values from YAML or flags, sizes in bytes, and what was probably meant."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
@@ -30,16 +31,16 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         elif isinstance(value, Mapping):
             nested.setdefault(head, {}).update(value)
         else:
-            changes[head] = _coerce(key, value, _hints(type(plan))[head])
+            changes[head] = coerce(key, value, get_type_hints(type(plan))[head])
     for head, inner in nested.items():
         current = changes.get(head, getattr(plan, head))
         if not dataclasses.is_dataclass(current):
             raise ValueError(f"setting {head!r} has no parts; it was given {', '.join(inner)}")
-        hints = _hints(type(current))
+        hints = get_type_hints(type(current))
         for key in inner:
             if key not in hints:
                 raise ValueError(f"unknown setting '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}")
-        typed = {k: _coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
+        typed = {k: coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
         changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
     return dataclasses.replace(plan, **changes)
 
@@ -88,48 +89,66 @@ def parse_bytes(text: str | int) -> int:
         raise ValueError(f"{text!r} is no size; write it like 18GB, 512MiB or a number of bytes") from None
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+def coerce(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type of the setting ``key``: flags give text; YAML numbers, words, lists and mappings.
 
-
-def _coerce(key: str, value: Any, hint: Any) -> Any:
-    """``value`` as the field's type; YAML and flags give strings, ints and lists."""
-    if hint == int | None:
-        return None if value is None or value == "" else parse_bytes(value)
-    casts: dict[Any, Callable[[Any], Any]] = {
-        int: _integer,
-        float: float,
-        bool: _boolean,
-        str: str,
-        tuple[float, float]: lambda v: tuple(float(x) for x in (v.split(",") if isinstance(v, str) else v)),
-        Placement: _placement,
-    }
-    cast = casts.get(hint) or (hint if isinstance(hint, type) and issubclass(hint, StrEnum) else None)
-    if cast is None:
+    Raises:
+        ValueError: it is none; the message says what the setting takes.
+    """
+    read: Callable[[Any], Any]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        wanted, read = f"one of {', '.join(hint)}", hint
+    elif hint not in _READERS:
         raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
+    else:
+        wanted, read = _READERS[hint]
     try:
-        return cast(value)
-    except (TypeError, ValueError) as error:
-        names = (
-            ", ".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else getattr(hint, "__name__", hint)
-        )
-        raise ValueError(f"{key} is {value!r}, which is no {names}: {error}") from None
+        return read(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{key} is {value!r}; it takes {wanted}") from None
 
 
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
-        raise ValueError("a whole number is needed")
-    return int(float(value)) if isinstance(value, str) and "e" in value.lower() else int(value)
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
 
 
 def _boolean(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return word in _TRUE
+
+
+def _integer(value: Any) -> int:
+    """A whole number; ``1e3`` is one too."""
+    with contextlib.suppress(ValueError):
+        return int(_text(value))
+    if not _number(value).is_integer():
+        raise ValueError
+    return int(value) if isinstance(value, int) else int(float(value))
+
+
+def _number(value: Any) -> float:
     if isinstance(value, bool):
-        return value
-    if str(value).lower() in ("true", "yes", "on", "1"):
-        return True
-    if str(value).lower() in ("false", "no", "off", "0"):
-        return False
-    raise ValueError("write true or false")
+        raise ValueError
+    return float(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    first, second = map(_number, value.split(",") if isinstance(value, str) else value)
+    return first, second
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError
+    return dict(value)
 
 
 def _placement(value: Any) -> Placement:
@@ -141,3 +160,19 @@ def _placement(value: Any) -> Placement:
         Codec(parts[1]) if len(parts) > 1 else Codec.RAW,
         Group(parts[2]) if len(parts) > 2 else Group.NOBODY,
     )
+
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    str: ("text (put quotes around it)", _text),
+    bool: ("true or false", _boolean),
+    int: ("a whole number", _integer),
+    float: ("a number", _number),
+    int | None: ("a size, such as 18GB, 512MiB or a number of bytes", lambda v: None if v in (None, "") else parse_bytes(v)),
+    tuple[float, float]: ("two numbers, such as [0.9, 0.95]", _pair),
+    tuple[str, ...]: ("a list of texts, such as [yes, no]", _texts),
+    str | tuple[str, ...]: ("a text, or a list of texts", lambda v: v if isinstance(v, str) else _texts(v)),
+    Mapping[str, Any]: ("a mapping", _mapping),
+    Placement: (f"tier × codec × group: {', '.join(Tier)}; {', '.join(Codec)}; {', '.join(Group)}", _placement),
+}
+"""For each type of a setting what it takes, in words, and the function that reads it."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from blockwalk import generation
+from blockwalk.adapters import as_lora
 from blockwalk.agreement import facts_of, require_agreement, versions, weights_digest
 from blockwalk.compile import Costs, Pending, compile
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
@@ -35,6 +36,8 @@ from blockwalk.schedules import make_schedule
 from blockwalk.state import Tier
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from blockwalk.checkpoint_sharded import Saver
     from blockwalk.config import LoraSettings
 
@@ -80,7 +83,8 @@ class Walker:
         model: a checkpoint folder, a block store, or a ``transformers`` causal model in memory. Given a path, the weights
             are never all in memory unless the plan says so.
         plan: see :func:`blockwalk.method`.
-        lora: train these adapters (settings, or the folder of a saved adapter) instead of the model's own parameters.
+        lora: train these adapters instead of the model's own parameters: :class:`blockwalk.LoraSettings`, a mapping of its
+            fields, a ``peft.LoraConfig``, or the folder of a saved adapter.
         device: ``cpu`` or ``cuda``; CUDA where there is one unless given.
         workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
         training: False for evaluation and generation alone: nothing is trained, so nothing is kept for it.
@@ -91,7 +95,7 @@ class Walker:
     Raises:
         ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another run's.
 
-    >>> walker = Walker("Qwen2.5-0.5B", blockwalk.method("mebp"), lora=LoraSettings(rank=8))  # doctest: +SKIP
+    >>> walker = Walker("Qwen2.5-0.5B", blockwalk.method("mebp"), lora={"rank": 8})  # doctest: +SKIP
     >>> walker.step(batch).loss                                                               # doctest: +SKIP
     """
 
@@ -100,7 +104,7 @@ class Walker:
         model: str | os.PathLike[str] | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | str | os.PathLike[str] | None = None,
+        lora: LoraSettings | Mapping[str, Any] | LoraConfig | str | os.PathLike[str] | None = None,
         device: str | torch.device | None = None,
         workdir: str | os.PathLike[str] | None = None,
         training: bool = True,
@@ -110,6 +114,7 @@ class Walker:
         self.plan = plan
         rate = plan.optimizer
         schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
+        lora = as_lora(lora)
         self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockwalk.adapters import add_lora, load_adapter, lora_config, save_adapter
+from blockwalk.adapters import adapt, add_lora, as_lora, load_adapter, lora_config, save_adapter
 from blockwalk.anatomy import canonical_name
 from blockwalk.blocks import CutModel
 from blockwalk.skeleton import build_skeleton
@@ -143,3 +143,43 @@ def test_lora_on_the_head_is_described() -> None:
         down, up, factor = head.lora
         logits = normed @ (values[head.weight] + factor * values[up] @ values[down]).T
         torch.testing.assert_close(logits, model(**batch).logits)
+
+
+@pytest.mark.filterwarnings("error")
+def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None:
+    """Oracle: `get_peft_model` of the same configuration; no library's note reaches the caller."""
+    from peft import LoraConfig, get_peft_model
+
+    import blockwalk
+
+    config = tiny_config("llama")
+    given = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.25, target_modules=["q_proj", "v_proj"], use_rslora=True,
+                       rank_pattern={"v_proj": 2}, task_type="CAUSAL_LM")  # fmt: skip
+    with pytest.warns(FutureWarning):
+        theirs = get_peft_model(tiny_model_before_seed(config), given).peft_config["default"].to_dict()
+    mapping = {"rank": 3, "alpha": 5, "dropout": 0.25, "target_modules": ["v_proj", "q_proj"],
+               "options": {"use_rslora": True, "rank_pattern": {"v_proj": 2}}}  # fmt: skip
+    settings = blockwalk.LoraSettings(3, 5, 0.25, ("q_proj", "v_proj"), mapping["options"])
+    for lora in (given, mapping, settings):
+        ours = adapt(build_skeleton(config).model, as_lora(lora)).peft_config["default"].to_dict()
+        assert {**ours, "base_model_name_or_path": None} == {**theirs, "base_model_name_or_path": None}
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (True, "lora is True; it takes a blockwalk.LoraSettings"),
+        ({"r": 8}, "unknown setting 'lora.r'; did you mean 'lora.rank'"),
+        ({"rank": 0}, "lora.rank is 0"),
+        ({"use_dora": True}, "use_dora"),
+        ({"task_type": "SEQ_CLS"}, "task_type is SEQ_CLS"),
+        ({}, "target_modules is None"),
+    ],
+)
+def test_adapters_that_cannot_be_carried_are_refused(lora: object, message: str) -> None:
+    """Oracle: the field's name; the last three are PEFT's own configurations."""
+    from peft import LoraConfig
+
+    peft_own = isinstance(lora, dict) and not lora.keys() & {"r", "rank"}
+    with pytest.raises(ValueError, match=message):
+        as_lora(LoraConfig(**lora) if peft_own else lora)

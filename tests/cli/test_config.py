@@ -103,7 +103,7 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
         ({"optimizer": {"learning_rate": -1}}, r"optimizer.learning_rate is -1"),
         ({"frozen": "disk × int5"}, r"frozen is 'disk × int5'"),
         ({"frozen": {"teir": "disk"}}, r"unknown setting 'frozen.teir'; did you mean 'frozen.tier'"),
-        ({"budget": "much"}, r"'much' is no size"),
+        ({"budget": "much"}, r"budget is 'much'; it takes a size, such as 18GB"),
         ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, r"batch_size is 8 .* does not divide"),
         ({3: 4}, r"setting 3 is no name"),
     ],
@@ -111,6 +111,15 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
 def test_what_is_wrong_is_said(setting: dict[Any, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.from_mapping(setting)
+
+
+@pytest.mark.parametrize("word", ["true", "yes", "on", "1", "false", "no", "off", "0"])
+def test_every_switch_reads_the_same_words(word: str) -> None:
+    """Oracle: the words themselves; of the run's switches and of the plan's, as flags and as YAML 1.2 has them."""
+    flags = config.parse_flags([f"--{name}={word}" for name in ("data.packing", "data.shuffle", "compile", "lora")])
+    run = config.from_mapping({"method": "plain"}, flags)
+    switched = word in ("true", "yes", "on", "1")
+    assert (run.data.packing, run.data.shuffle, run.plan.compile, run.lora is not None) == (switched,) * 4
 
 
 @pytest.mark.parametrize(

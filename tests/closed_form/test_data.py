@@ -159,6 +159,13 @@ def test_a_cut_that_does_not_divide_names_the_setting() -> None:
         micro_batches(collate(rows_of([2, 2]), [0, 1]), 3)
 
 
+def test_a_batch_that_is_none_says_what_is_wanted() -> None:
+    """Oracle: the name of the type that was given."""
+    for batch, message in (({"input_ids": [[1, 2]]}, "input_ids of the batch is a list"), ([1], "mapping .*, not a list")):
+        with pytest.raises(ValueError, match=message):
+            micro_batches(batch, 1)  # type: ignore[arg-type]
+
+
 def test_collate_pads_on_the_right_to_the_longest() -> None:
     batch = collate(rows_of([2, 3, 5]), [1, 0], padding_multiple=4)
     assert {name: tensor.dtype for name, tensor in batch.items()} == dict.fromkeys(batch, torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,3 +40,13 @@ def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     }
     assert missed == UNEXPLAINED.get(name, set())
     sys.modules.pop("paper_tables")
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
+def test_help_answers_and_does_nothing_else() -> None:
+    """Oracle: argparse's exit code; what the tables print is not there."""
+    command = [sys.executable, BENCHMARKS / "paper_tables.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "off by 15% or speed by 25%" in done.stdout
+    assert "published figures missed" not in done.stdout

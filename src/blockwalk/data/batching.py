@@ -134,6 +134,11 @@ def micro_batches(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[st
     Raises:
         ValueError: something is missing, of another shape, or B is no multiple of ``count``.
     """
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch is a mapping with input_ids and labels, not a {type(batch).__name__}")
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{key} of the batch is a {type(value).__name__}; it must be a tensor, int64 [batch, sequence]")
     if "input_ids" not in batch or "labels" not in batch:
         raise ValueError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
     shape = batch["input_ids"].shape
