@@ -36,7 +36,7 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
         },
     }
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**common, **sizes[kind], "max_position_embeddings": 64, **changes})
+    config = AutoConfig.for_model(kind, **{**common, **sizes.get(kind, {}), "max_position_embeddings": 64, **changes})
     return AutoModelForCausalLM.from_config(config).float()
 
 

@@ -133,7 +133,10 @@ class _Bench:
         if frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8):
             return True
         stored = CODEC_DTYPE.get(frozen.codec, p.dtype)
-        return frozen.tier is not Tier.DEVICE and getattr(torch, stored) != self.dtype
+        return frozen.tier is not Tier.DEVICE and getattr(torch, stored) != self.used_as(p)
+
+    def used_as(self, p: ParamSpec) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32) if p.exact else self.dtype
 
     def master_dtype(self, p: ParamSpec) -> torch.dtype:
         codec = self.plan.trainable.codec
@@ -145,10 +148,10 @@ class _Bench:
         values: dict[str, torch.Tensor | Weight] = {}
         for p in unit.params:
             if self.lazily(p):
-                one = torch.empty((1, 1), dtype=self.dtype, device=self.device)
-                values[p.name] = _FakeWeight((p.shape[0], p.shape[1]), self.dtype, one)
+                one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)
+                values[p.name] = _FakeWeight((p.shape[0], p.shape[1]), one.dtype, one)
             elif not p.trainable or not self.backprop:
-                dtype = self.dtype if getattr(torch, p.dtype).is_floating_point else getattr(torch, p.dtype)
+                dtype = self.used_as(p) if getattr(torch, p.dtype).is_floating_point else getattr(torch, p.dtype)
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
         return values
 
@@ -160,8 +163,8 @@ class _Bench:
 
     def live(self, index: int, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bind trainables as :meth:`blockwalk.engine.Engine.live` does."""
-        bound = {name: master.detach().to(self.dtype) for name, master in masters.items()}
-        return self.cut.bind(index, bound)
+        used = {p.name: self.used_as(p) for p in self.cut.spec().params()}
+        return self.cut.bind(index, {name: master.detach().to(used[name]) for name, master in masters.items()})
 
 
 def _measure(
@@ -197,7 +200,7 @@ def _measure(
 def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
     """Run the prologue for real, on parameters of one element each: masks depend on data."""
     unit, cut, shape = bench.cut.spec().prologue, bench.cut, bench.shape
-    cut.bind(0, {p.name: _blank(p, bench.dtype) for p in unit.params})
+    cut.bind(0, {p.name: _blank(p, bench.used_as(p)) for p in unit.params})
     ids_BS = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
     mask_BS = torch.ones_like(ids_BS)
     if padded:
@@ -312,7 +315,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
         works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
         works = works if bench.backprop else (works[0], Work())
         return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops, *works)
-    cut.bind(last, {p.name: _blank(p, bench.dtype) for p in spec.epilogue.params if p.name in cut._units.slots[last]})
+    cut.bind(last, {p.name: _blank(p, bench.used_as(p)) for p in spec.epilogue.params if p.name in cut._units.slots[last]})
     hidden_BSD = torch.zeros(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)
     batch = {"input_ids": torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)}

@@ -91,6 +91,7 @@ class Engine:
         self.cut = CutModel(module).to(device)
         self._held = self.cut.take_parameters()
         self.spec: ModelSpec = self.cut.spec().with_assembled(self._assembled)
+        self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.gradients: dict[str, torch.Tensor] = {}
@@ -167,7 +168,7 @@ class Engine:
             tier=self.plan.frozen.tier,
             count=self.plan.prefetch + 1,
             device=self.device,
-            compute_dtype=self.compute_dtype,
+            used_as=self.used_as,
         )
 
     def _compile(self) -> None:
@@ -188,21 +189,22 @@ class Engine:
         return name not in self._held and self.source is not None and not self.source.in_place(name)
 
     def _as_used(self, param: ParamSpec, weight: torch.Tensor | Weight) -> torch.Tensor | Weight:
-        """A frozen parameter in the compute dtype: converted where it is small, a range at a time where it is a matrix."""
+        """A frozen parameter as its products read it: converted where it is small, a range at a time where it is a matrix."""
+        dtype = self.used_as(param.name)
         if isinstance(weight, EncodedWeight):
             if weight.device != self.device:
                 weight = EncodedWeight(weight.buffer.to(self.device), weight.layout)
-            return weight.to(self.compute_dtype)
+            return weight.to(dtype)
         if not isinstance(weight, torch.Tensor):
             return weight
         resident = self.plan.frozen.tier is Tier.DEVICE or self.device.type != "cpu"
         if resident:
-            return weight.to(self.device, self.compute_dtype, copy=self.source is not None)
-        if weight.dtype == self.compute_dtype:
+            return weight.to(self.device, dtype, copy=self.source is not None)
+        if weight.dtype == dtype:
             return weight
         if param.quantizable and weight.dim() == 2:
-            return DenseWeight(weight, self.compute_dtype)
-        return weight.to(self.compute_dtype)
+            return DenseWeight(weight, dtype)
+        return weight.to(dtype)
 
     def _place_trainables(self, index: int, params: list[ParamSpec]) -> None:
         """Masters and optimizer states of a unit, on their tiers; the values come from the source or the module."""
@@ -311,11 +313,15 @@ class Engine:
 
     # ---- what the estimators use ------------------------------------------------------------------------------------
 
+    def used_as(self, name: str) -> torch.dtype:
+        """The dtype that a parameter is computed with, by its canonical name."""
+        return torch.promote_types(self.compute_dtype, torch.float32) if name in self._exact else self.compute_dtype
+
     def live(self, unit: int) -> dict[str, torch.Tensor]:
         """Bind a unit's trainables as its forward uses them, in the compute dtype on the device: leaves of a new graph."""
         params = self._trainables[unit]
         return self.cut.bind(
-            unit, {p.name: self.masters[p.name].detach().to(self.device, self.compute_dtype) for p in params}
+            unit, {p.name: self.masters[p.name].detach().to(self.device, self.used_as(p.name)) for p in params}
         )
 
     def unread(self, unit: int) -> list[Weight]:
@@ -326,7 +332,7 @@ class Engine:
 
     def rest(self, unit: int) -> None:
         """Let go of what :meth:`live` bound, where it was a copy."""
-        copies = [p.name for p in self._trainables[unit] if self.masters[p.name].dtype != self.compute_dtype]
+        copies = [p.name for p in self._trainables[unit] if self.masters[p.name].dtype != self.used_as(p.name)]
         if copies:
             self.cut.unbind(unit, copies)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 from glob import escape
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from blockwalk.compile.placement import computes_in
 from blockwalk.identity import weights_digest
 from blockwalk.plan import Estimator, Plan
+from blockwalk.skeleton import stays_float32
 from blockwalk.state import CODEC_DTYPE, Codec, Tier
 from blockwalk.tiers.disk import CheckpointFolder
 from blockwalk.tiers.store import BlockStore, is_store, read_index
@@ -116,9 +116,11 @@ def open_model(
         if plan.frozen.tier is Tier.DEVICE:
             # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
             if plan.estimator is Estimator.BACKPROP and not plan.sharded:
-                for param in model.parameters():  # not the buffers: tables of rotary frequencies stay in float32
+                base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+                for name, param in model.named_parameters():  # not the buffers: rotary frequencies stay in float32
                     if param.is_floating_point():
-                        param.data = param.data.to(dtype)
+                        exact = "lora_" not in name and stays_float32(base, dtype, name)
+                        param.data = param.data.to(torch.float32 if exact else dtype)
             return model, None, dtype
         from blockwalk.safetensors_file import save_model
 
@@ -148,7 +150,6 @@ def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
     from blockwalk.tiers.conversion import optional
 
     model: Any = skeleton.model
-    kept = model._get_dtype_plan(model.dtype)
     known, done = set(source.names()), set()
     for name in skeleton.persistent_buffers:
         buffer = model.get_buffer(name)
@@ -158,7 +159,7 @@ def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
         if found != tuple(buffer.shape):
             raise ValueError(f"the buffer {name} is {tuple(buffer.shape)} in {type(model).__name__} and {found} in its files")
         done.add(id(buffer))  # two modules may share one
-        dtype = next((kept[glob] for glob in kept if re.search(glob.replace("*", ".*"), name)), buffer.dtype)
+        dtype = torch.float32 if stays_float32(model, model.dtype, name) else buffer.dtype
         value = source.weights([name])[name]
         assert isinstance(value, torch.Tensor), f"{name} is encoded"
         buffer.data = value.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)

@@ -89,7 +89,7 @@ class ShardedEngine(Engine):
         if isinstance(found, torch.Tensor):
             return found
         assert self.source is not None
-        whole = torch.empty(param.shape, dtype=self.compute_dtype)
+        whole = torch.empty(param.shape, dtype=self.used_as(param.name))
         self.source.read_into(param.name, whole)
         return whole
 
@@ -178,6 +178,8 @@ class ShardedEngine(Engine):
                 if shard.numel:
                     found = shard.weights(self._slots[self._slot_of[owner]][part])
                     values |= {name: weight for name, weight in found.items() if name in self._reads[unit]}
+        for name in self._exact & values.keys():
+            values[name] = values[name].to(torch.float32)  # type: ignore[union-attr]
         return self.cut.bind(unit, values)
 
     def rest(self, unit: int) -> None:

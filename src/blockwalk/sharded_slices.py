@@ -14,6 +14,7 @@ from blockwalk.compile.sharded_layout import (
     has_node_slice,
     hosts_node_slice,
     part_layout,
+    travels_as,
 )
 from blockwalk.state import Codec, ParamSpec, StateKind, Tier
 from blockwalk.tiers import codecs
@@ -84,7 +85,11 @@ def _slice(engine: ShardedEngine, shard: Shard, size: int, dtype: torch.dtype, t
     encoded = shard.layout.codec is not Codec.RAW
 
     def read(param: ParamSpec) -> torch.Tensor:
-        return encode(engine, shard, param) if encoded else engine.read(param)
+        if encoded:
+            return encode(engine, shard, param)
+        if travels_as(param, "") == "float32":
+            return engine.read(param).to(torch.float32).reshape(-1).view(shard.dtype)
+        return engine.read(param)
 
     read_slice(made, shard, engine.groups.slice(shard.numel, size).start, read)
     return made
@@ -103,7 +108,7 @@ def encode(engine: ShardedEngine, shard: Shard, param: ParamSpec) -> torch.Tenso
     """
     layout = shard.encoding(param)
     if layout.codec is Codec.RAW:
-        dense = engine.read(param).to(shard.compute_dtype, copy=True)
+        dense = engine.read(param).to(getattr(torch, layout.dtype), copy=True)
         return dense.reshape(-1).view(torch.uint8)
     stored = engine.stored(param.name)
     if isinstance(stored, EncodedWeight) and stored.layout.codec is layout.codec:

@@ -6,6 +6,7 @@ And the same configuration with small dimensions, on which the cutting of a mode
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,11 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def stays_float32(model: Any, dtype: torch.dtype, name: str) -> bool:
+    """Whether ``from_pretrained(dtype=dtype)`` loads a parameter or buffer in float32 (``_keep_in_fp32_modules``)."""
+    return any(re.search(glob.replace("*", ".*"), name) for glob in model._get_dtype_plan(dtype))
+
+
 def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None, cls: type[nn.Module] | None = None) -> Skeleton:
     """Build the causal language model of a checkpoint folder or configuration without its weights.
 
@@ -127,6 +133,9 @@ def build_skeleton(path_or_config: Any, dtype: torch.dtype | None = None, cls: t
     dtype = dtype or config.dtype or torch.float32
     with _parameters_on_meta():
         model: nn.Module = cls._from_config(config, dtype=dtype)  # type: ignore[attr-defined]
+    for name, param in model.named_parameters():
+        if stays_float32(model, dtype, name):
+            param.data = param.data.to(torch.float32)
     strays = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if strays:
         raise ValueError(

@@ -98,6 +98,8 @@ class ParamSpec:
     assembled: bool = False
     """True where its tier does not hold it in one piece, to be read where it lies: experts stored one by one, or encoded. It
     is made at its block's turn. What a model's configuration alone tells is a guess; the source of the weights knows."""
+    exact: bool = False
+    """True where the model computes with it in float32 whatever the compute dtype: a router's gate, say."""
 
     @property
     def numel(self) -> int:

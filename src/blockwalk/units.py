@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from blockwalk.anatomy import Anatomy, pieces
+from blockwalk.skeleton import stays_float32
 from blockwalk.state import ModelSpec, ParamSpec, UnitSpec
 
 _IDS_OF_PLACE = ("layer_idx", "layer_id", "layer_index", "layer_number")
@@ -93,6 +94,13 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         places.setdefault(plain, []).append((name, units.owner(name), Slot(modules[prefix], leaf)))
         if alias != plain:
             tied.append((alias, plain))
+    dtypes = Counter(param.dtype for name, param in units.placeholders.items() if "lora_" not in name)
+    most = dtypes.most_common(1)[0][0]
+    exact = {
+        name
+        for name, param in units.placeholders.items()
+        if "lora_" not in name and (param.dtype == torch.float32 != most or stays_float32(base, torch.bfloat16, name))
+    }
     specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.slots]
     for plain, found in places.items():
         param = units.placeholders[plain]
@@ -102,11 +110,10 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         for _, unit, slot in found:
             units.slots[unit].setdefault(plain, []).append(slot)
         name, slot = next((name, slot) for name, unit, slot in found if unit == home)
-        specs[home].append((name, _param_spec(plain, param, slot)))
+        specs[home].append((name, _param_spec(plain, param, slot, plain in exact)))
         if param.requires_grad:
             units.trainable.add(plain)
     config = base.config.get_text_config()
-    dtypes = Counter(spec.dtype for unit in specs for _, spec in unit if "lora_" not in spec.name)
     return ModelSpec(
         name=type(base).__name__,
         prologue=UnitSpec("prologue", "prologue", tuple(spec for _, spec in specs[0])),
@@ -114,16 +121,16 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         epilogue=UnitSpec("epilogue", "epilogue", tuple(spec for _, spec in specs[-1])),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        dtype=dtypes.most_common(1)[0][0],
+        dtype=str(most).removeprefix("torch."),
         tied=tuple(tied),
     )
 
 
-def _param_spec(name: str, param: torch.Tensor, slot: Slot) -> ParamSpec:
+def _param_spec(name: str, param: torch.Tensor, slot: Slot, exact: bool) -> ParamSpec:
     dtype = str(param.dtype).removeprefix("torch.")
     quantizable = _quantizable(slot, param, name)
     fused = quantizable and param.ndim == 3
-    return ParamSpec(name, tuple(param.shape), dtype, param.requires_grad, quantizable, assembled=fused)
+    return ParamSpec(name, tuple(param.shape), dtype, param.requires_grad, quantizable, assembled=fused, exact=exact)
 
 
 def _quantizable(slot: Slot, param: torch.Tensor, name: str) -> bool:

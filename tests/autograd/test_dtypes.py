@@ -76,3 +76,53 @@ def test_16_bit_masters_round_to_the_same_bits_on_every_tier(tmp_path: Path) -> 
                 walker.step(random_batch(seed=step))
             ends.append(walker.state_dict())
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0] if k != "steps_done")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"name": "plain"},
+        {"name": "plain", "in_memory": True},
+        {"name": "mebp", "frozen": "disk × raw"},
+        {"name": "mebp", "frozen": "host × raw", "lora": True},
+        {"name": "mebp", "frozen": "disk × raw", "lora": True},
+        {"name": "mezo"},
+        {"name": "zo2"},
+        {"name": "fcdp", "lora": True},
+        {"name": "fcdp", "lora": True, "frozen": "device × int8 × node"},
+    ],
+    ids=lambda plan: " ".join(map(str, plan.values())),
+)
+def test_what_transformers_keeps_in_float32_is_computed_in_float32(plan: dict[str, Any], tmp_path: Path) -> None:
+    """Oracle: the loss and the parameters' dtypes of ``from_pretrained(dtype=torch.bfloat16)``, bit for bit."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {
+        "num_key_value_heads": 2,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "moe_layer_start_index": 1,
+    }
+    model = tiny_model(
+        "ernie4_5_moe", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **sizes
+    )
+    for module in model.modules():
+        if hasattr(module, "moe_statics"):
+            module.weight.data.normal_(std=0.1)  # the constructor leaves zeros
+    model.save_pretrained(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    kept = {name for name, p in theirs.named_parameters() if p.dtype == torch.float32}
+    assert any(name.endswith("gate.weight") for name in kept)
+    batch = random_batch()
+    with torch.no_grad():
+        expected = float(theirs(**batch, use_cache=False).loss)
+    settings = dict(plan)
+    lora = LoraSettings(rank=2, target_modules=("q_proj",)) if settings.pop("lora", False) else None
+    given = theirs if settings.pop("in_memory", False) else tmp_path / "model"
+    settings |= {"loss": "model", "compute_dtype": "bfloat16"}
+    with Walker(given, method(**settings), lora=lora, workdir=tmp_path / "work", device="cpu") as walker:
+        error = 0.02 if "int8" in str(plan) else 1e-7
+        assert walker.evaluate(batch).loss == pytest.approx(expected, rel=error)
+        assert {p.name for p in walker.spec.params() if p.exact} == kept
+        walker.step(batch)

@@ -57,7 +57,9 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
     for param in unit.params:
         if param.trainable == (part is StateKind.TRAINABLE):
             offsets.append((param.name, end))
-            size = param.numel if codec is Codec.RAW else encoded_nbytes(param.shape, dtype, written_as(param, codec))
+            own = travels_as(param, dtype)
+            size = encoded_nbytes(param.shape, own, written_as(param, codec))
+            size = param.numel * DTYPE_BYTES[own] // DTYPE_BYTES[dtype] if codec is Codec.RAW else size
             end += -(-size // align) * align
     itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
     return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)
@@ -67,6 +69,11 @@ def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -
     """The layout of one part of a unit under a plan."""
     codec = plan.frozen.codec if part is StateKind.FROZEN and encodes_frozen(plan) else Codec.RAW
     return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
+
+
+def travels_as(param: ParamSpec, dtype: str) -> str:
+    """The dtype that a parameter has in a flat buffer of ``dtype``: a frozen one that is computed in float32 keeps its bits."""
+    return "float32" if param.exact and not param.trainable else dtype
 
 
 def written_as(param: ParamSpec, codec: Codec) -> Codec:

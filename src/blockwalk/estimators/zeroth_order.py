@@ -253,7 +253,7 @@ class ZerothOrder:
     def _whole(self, place: int, param: ParamSpec, perturbation: Perturbation) -> torch.Tensor:
         """The trainable at one place of a block, under a perturbation, in the compute dtype."""
         weight = self._perturbed(param.name, perturbation)
-        cell, dtype = weight.cell, self.engine.compute_dtype
+        cell, dtype = weight.cell, self.engine.used_as(param.name)
         if not perturbation.scale and cell.dense and cell.tensor.dtype == dtype:
             return cell.tensor
         out = self.scratch.take(f"whole {place}", *param.shape, like=cell.bytes_P, dtype=dtype)
@@ -268,7 +268,7 @@ class ZerothOrder:
         """A trainable under a perturbation, in the compute dtype: a matrix as a range at a time, the rest as a copy."""
         weight = self._perturbed(param.name, perturbation)
         cell = weight.cell
-        if not perturbation.scale and cell.dense and cell.tensor.dtype == self.engine.compute_dtype:
+        if not perturbation.scale and cell.dense and cell.tensor.dtype == self.engine.used_as(param.name):
             return cell.tensor
         return weight if param.quantizable and len(param.shape) == 2 else weight.whole()
 
@@ -287,7 +287,7 @@ class ZerothOrder:
     def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
         cells = self.engine.buckets.cells(self.engine.buckets.home[name])[name]
         return PerturbedWeight(
-            name, cells[""], perturbation, self.engine.compute_dtype, self.scratch, cells.get(HESSIAN)
+            name, cells[""], perturbation, self.engine.used_as(name), self.scratch, cells.get(HESSIAN)
         )
 
     # ---- from losses to weights -------------------------------------------------------------------------------------

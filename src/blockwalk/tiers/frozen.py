@@ -92,7 +92,7 @@ class FrozenSlots:
         tier: host or disk.
         count: slots.
         device: where blocks compute.
-        compute_dtype: what small parameters, and those that are assembled, are converted to.
+        used_as: the dtype that a parameter is computed with: small ones, and those that are assembled, are converted to it.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class FrozenSlots:
         tier: Tier,
         count: int,
         device: torch.device,
-        compute_dtype: torch.dtype,
+        used_as: Callable[[str], torch.dtype],
     ) -> None:
         self._units: dict[int, dict[str, tuple[int, Piece]]] = {}
         self._nbytes: dict[int, int] = {}
         for unit, params in units.items():
             placed, end = {}, 0
             for param in params:
-                piece = piece_of(param, source, compute_dtype)
+                piece = piece_of(param, source, used_as(param.name))
                 placed[param.name] = (end, piece)
                 end += -(-piece.nbytes // _ALIGN) * _ALIGN
             self._units[unit], self._nbytes[unit] = placed, end

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blockwalk.compile.sharded_layout import FlatLayout, written_as
+from blockwalk.compile.sharded_layout import FlatLayout, travels_as, written_as
 from blockwalk.state import Codec, ParamSpec, Weight
 from blockwalk.tiers.layout import Layout
 from blockwalk.tiers.weights import EncodedWeight
@@ -52,7 +52,7 @@ class Shard:
     def encoding(self, param: ParamSpec) -> Layout:
         """How a parameter's bytes are laid out, where elements are bytes."""
         name = str(self.compute_dtype).removeprefix("torch.")
-        return Layout(param.shape, written_as(param, self.layout.codec), name)
+        return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, name))
 
     def weights(self, flat_P: torch.Tensor) -> dict[str, torch.Tensor | Weight]:
         """The parameters, by name, in a buffer that holds all of them: views, and encoded matrices that are decoded when
@@ -65,19 +65,22 @@ class Shard:
             bytes_P = flat_P[start : start + layout.nbytes]
             dense = layout.codec is Codec.RAW
             found[name] = (
-                bytes_P.view(self.compute_dtype).view(layout.shape)
+                bytes_P.view(getattr(torch, layout.dtype)).view(layout.shape)
                 if dense
                 else EncodedWeight(bytes_P, layout, self.compute_dtype)
             )
         return found
 
     def views(self, flat_P: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters, by name, in a buffer of numbers that holds all of them, in any dtype."""
+        """The parameters, by name, in a buffer of numbers that holds all of them, in any dtype; what keeps float32's bits in a
+        narrower one, in float32."""
         assert self.layout.codec is Codec.RAW, "encoded parameters have no views"
         views = {}
         for name, start in self.layout.offsets:
-            shape = torch.Size(self.params[name].shape)
-            views[name] = flat_P[start : start + shape.numel()].view(shape)
+            shape, dtype = torch.Size(self.params[name].shape), str(flat_P.dtype).removeprefix("torch.")
+            own: torch.dtype = getattr(torch, travels_as(self.params[name], dtype))
+            stop = start + shape.numel() * own.itemsize // flat_P.itemsize
+            views[name] = flat_P[start:stop].view(own).view(shape)
         return views
 
     def held(self) -> dict[str, torch.Tensor]:
