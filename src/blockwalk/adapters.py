@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,8 @@ def add_lora(
     """Put a LoRA adapter on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
 
     The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
-    ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``config``, a ``LoraConfig``, takes the
+    ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
+    never calls. ``config``, a ``LoraConfig``, takes the
     place of the four settings before. Raises ValueError for a configuration that does not leave the base weights alone.
     """
     from peft import LoraConfig, get_peft_model
@@ -136,6 +138,8 @@ def add_lora(
     if not isinstance(config, LoraConfig):
         raise ValueError(f"add_lora takes a peft.LoraConfig, not a {type(config).__name__}")
     _refuse(config)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        config = _only_reached(config, model)
     with torch.random.fork_rng(devices=[]), _weightless(model):
         torch.default_generator.manual_seed(seed)
         wrapped: Any = get_peft_model(model, config)
@@ -144,6 +148,25 @@ def add_lora(
         if param.requires_grad and param.dtype != torch.float32:
             param.data = param.data.float()
     return wrapped
+
+
+def _only_reached(config: Any, model: nn.Module) -> Any:
+    """The configuration without the modules that a pass over text never calls, such as a vision tower: their adapters would
+    not be trained."""
+    from blockwalk.units import find_parts
+    from blockwalk.verification import certified_anatomy
+
+    anatomy = certified_anatomy(model)
+    called = {*anatomy.prologue, *anatomy.epilogue}
+    idle = [part.name for part in find_parts(model, anatomy, str).pieces if part.name not in called]
+    if not any(isinstance(module, nn.Linear) for name in idle for module in model.get_submodule(name).modules()):
+        return config
+    given = config.exclude_modules or ()
+    own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(given)]
+    whole = [rf"{re.escape(name)}(\..*)?" for name in idle]
+    config = copy.copy(config)
+    config.exclude_modules = "|".join(f"({pattern})" for pattern in (*own, *whole))
+    return config
 
 
 def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:

@@ -315,15 +315,18 @@ class Backprop:
             m = op.micro_batch
             prologue, trainables = state.prologues.pop(m), state.prologue_trainables.pop(m)
             reached = state.outer.pop(m)
-            outer = [
-                (source, leaf)
+            pairs = [(prologue.hidden_BSD, state.gradient.pop(m))]
+            pairs += [
+                (source, reached[id(leaf)])
                 for source, leaf in zip(prologue.sources, prologue.leaves, strict=True)
                 if id(leaf) in reached
             ]
-            outputs = [prologue.hidden_BSD, *(source for source, _ in outer)]
-            seeds = [state.gradient.pop(m), *(reached[id(leaf)] for _, leaf in outer)]
-            grads = torch.autograd.grad(outputs, list(trainables.values()), seeds, allow_unused=True)
-            self.engine.add_gradients(trainables, grads)
+            # an adapter of a part that this batch did not run leaves the prologue without a graph
+            pairs = [(output, seed) for output, seed in pairs if output.requires_grad]
+            if pairs:
+                outputs, seeds = zip(*pairs, strict=True)
+                grads = torch.autograd.grad(outputs, list(trainables.values()), seeds, allow_unused=True)
+                self.engine.add_gradients(trainables, grads)
             self.engine.rest(0)
 
         return work
