@@ -39,6 +39,20 @@ def process_bytes() -> int:
     return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(_COUNTED)) * 1024
 
 
+def peak_resident_bytes() -> int:
+    """Bytes of the most resident memory that this process has had, file pages that the kernel can drop included: what ``top``
+    shows as RSS; 0 where there is no ``/proc``."""
+    try:
+        status = _STATUS.read_bytes()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(b"VmHWM:")) * 1024
+
+
+COUNTED = "private memory of the whole process, which the kernel cannot drop"
+"""What :func:`process_bytes` counts, in words."""
+
+
 def host_memory() -> tuple[int, bool]:
     """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
     import psutil

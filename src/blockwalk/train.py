@@ -35,7 +35,7 @@ from blockwalk.evaluation import Evaluation, HeldOut, encode_rows, template_of
 from blockwalk.identity import weights_digest
 from blockwalk.ledger import NAME as LEDGER
 from blockwalk.ledger import Entry
-from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
+from blockwalk.metrics import COUNTED, MetricsLog, PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.opening import refuse_rounded
 from blockwalk.plan import Estimator
 from blockwalk.program import Shape, human_bytes
@@ -65,12 +65,10 @@ class Outcome:
     saved_to: Path
     stopped_by: signal.Signals | None = None
     """The signal that ended the run early, after a checkpoint."""
-    forecast_bytes: int = 0
-    """Tensors on the device and the host at the peak of a step, as foreseen for the longest sequences."""
-    measured_bytes: int = 0
-    """What the process (on a GPU: the device) grew by from before the model was opened to its peak."""
+    resident_bytes: int = 0
+    """The process's peak with the file pages that the kernel can drop; 0 where it is not known."""
     compared: tuple[str, ...] = ()
-    """Forecast against measured, where doctor has measured the machine."""
+    """Forecast against measured."""
 
     def lines(self) -> Iterator[str]:
         """The summary that a run prints last."""
@@ -80,10 +78,9 @@ class Outcome:
             yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
-        yield f"peak memory        {human_bytes(self.peak_bytes)} (whole process, file pages not counted)"
-        if self.forecast_bytes:
-            foreseen, grown = human_bytes(self.forecast_bytes), human_bytes(self.measured_bytes)
-            yield f"forecast           {foreseen} of tensors at a step's peak; measured: {grown} more than before the model"
+        yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
+        if self.resident_bytes:
+            yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
         yield from self.compared
         yield f"saved to           {self.saved_to}"
 
@@ -123,7 +120,8 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         plan = run.plan
         if not plan.optimizer.total_steps:
             plan = override(plan, {"optimizer.total_steps": total})
-        shape = Shape(run.micro_batch_rows, _longest(rows if choices is None else choices.rows, run))
+        lengths = _lengths(rows if choices is None else choices.rows, run)
+        shape = Shape(run.micro_batch_rows, lengths[-1])
         foresee(run, shape, device=device).check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
         weights = first(lambda: weights_digest(run.model))
         loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory, weights)
@@ -132,7 +130,8 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
         ledger = start.ledger if plan.estimator is Estimator.ZEROTH_ORDER else None
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
-            record = Record.of(walker, shape, adapters=run.lora is not None)
+            kinds = min(len(lengths), total)
+            record = Record.of(walker, shape, adapters=run.lora is not None, before=opened_at, lengths=kinds)
             forecast = Forecast(plan, walker.spec, record.program, walker.device.type)
             stop.noted = True
             loop.begin(walker, record, start)
@@ -140,7 +139,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
                 files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 record.write(output_dir, trace)
             with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
-                for line in (*forecast.lines(), *record.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
+                for line in (*record.lines(), *forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
                     progress.say(line)
                 for warning in (*rows.report.warnings(), *start.damaged):
                     progress.say(f"note: {warning}")
@@ -159,14 +158,13 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
                     ) from error
             return dataclasses.replace(
                 outcome,
-                forecast_bytes=record.tensor_bytes,
-                measured_bytes=_grown(walker, outcome.peak_bytes - opened_at),
-                compared=tuple(record.compared(outcome.peak_bytes)),
+                resident_bytes=peak_resident_bytes(),
+                compared=tuple(record.compared(_grown(walker, outcome.peak_bytes))),
             )
 
 
 def _grown(walker: Walker, process: int) -> int:
-    """Bytes that training took: on a GPU the allocator's own peak, else those of the process."""
+    """Bytes that training took: on a GPU the allocator's own peak, else these of the process."""
     if walker.device.type != "cuda":
         return max(process, 0)
     return int(torch.cuda.max_memory_allocated(walker.device))
@@ -207,11 +205,10 @@ def eval_batch_size(run: RunConfig) -> int:
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
 
 
-def _longest(rows: Encoded, run: RunConfig) -> int:
-    """Tokens of the longest sequence that a batch can have, padding included."""
-    longest = int(np.diff(rows.starts).max())
+def _lengths(rows: Encoded, run: RunConfig) -> list[int]:
+    """Tokens that a batch can be padded to, shortest first."""
     multiple = run.data.padding_multiple
-    return -(-longest // multiple) * multiple
+    return sorted({-(-length // multiple) * multiple for length in np.diff(rows.starts).tolist()})
 
 
 class _Loop:

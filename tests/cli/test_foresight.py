@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -12,8 +13,14 @@ from typing import Any
 import pytest
 
 from blockwalk import cli
+from blockwalk.methods import method
+from blockwalk.metrics import process_bytes
+from blockwalk.program import Shape
+from blockwalk.report.record import Record
 from blockwalk.simulate import hardware
+from blockwalk.walker import Walker
 from tests.conftest import TinyRun
+from tests.models import tiny_model
 
 
 def events(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -46,6 +53,39 @@ def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
     said = capsys.readouterr().out
     assert "foreseen: " in said
     assert "forecast, time" in said
+
+
+def test_the_process_is_foreseen_and_what_is_counted_is_said(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the kernel's counters. Without doctor's measurements the first line foresees the peak of the whole process, which
+    is more than it holds when the model is open, and less than twice the measured one."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("memory: ")
+    assert "private memory of the whole process, which the kernel cannot drop" in said[0]
+    assert "interpreter, libraries, tokenizer, data, the open model" in said[1]
+    assert any("not counted: " in line and "doctor measures" in line and "lengths here" in line for line in said)
+    assert any("RSS incl. droppable file pages: " in line for line in said)
+    foreseen = json.loads((tmp_path / "run" / "forecast.json").read_text())["process_bytes"]
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    measured = max(json.loads(line)["peak_bytes"] for line in metrics)
+    assert measured / 2 < foreseen < 2 * measured
+
+
+def test_what_a_process_holds_beside_the_model_is_foreseen() -> None:
+    """Oracle: the size of an allocation, as a tokenizer or a data set would be."""
+    with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker:
+        before = process_bytes()
+        alone = Record.of(walker, Shape(2, 10), adapters=False, before=before)
+        held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for start in range(0, 64 << 20, 1 << 20):
+            held[start : start + (1 << 20)] = b"\1" * (1 << 20)
+        beside = Record.of(walker, Shape(2, 10), adapters=False, before=process_bytes())
+        held.close()
+    assert alone.process_bytes >= before + alone.tensor_bytes
+    assert abs(beside.process_bytes - alone.process_bytes - (64 << 20)) < 8 << 20
 
 
 def test_a_plan_over_its_budget_names_the_next_one_that_fits(

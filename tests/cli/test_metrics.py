@@ -4,9 +4,10 @@ import json
 import mmap
 from pathlib import Path
 
+import psutil
 import pytest
 
-from blockwalk.metrics import MetricsLog, PeakMemory, process_bytes
+from blockwalk.metrics import MetricsLog, PeakMemory, peak_resident_bytes, process_bytes
 
 MIB = 1 << 20
 
@@ -28,6 +29,8 @@ def test_file_backed_pages_are_not_counted(tmp_path: Path) -> None:
         before = process_bytes()
         assert sum(mapped[:: mmap.PAGESIZE]) == 64 * MIB // mmap.PAGESIZE  # touch every page
         assert process_bytes() - before < 8 * MIB
+        resident = psutil.Process().memory_info().rss
+        assert peak_resident_bytes() >= resident > process_bytes() + 60 * MIB, "what top shows has them"
 
 
 def test_the_sampler_sees_a_peak_that_is_gone(tmp_path: Path) -> None:

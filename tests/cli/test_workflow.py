@@ -20,19 +20,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def accuracy_and_loss(model: Any, tokenizer: Any, records: list[dict[str, str]]) -> tuple[float, float]:
-    """MeZO's classification by label words, written out: the likelier of two continuations."""
+    """MeZO's classification by label words, written out: of two continuations the one whose tokens are likelier on average."""
     correct, total, tokens = 0, 0.0, 0
     for record in records:
-        losses = {}
+        losses, means = {}, {}
         for word in ("good", "bad"):
             prompt = tokenizer(f"{record['text']} It was")["input_ids"]
             ids = torch.tensor([prompt + tokenizer(f" {word}")["input_ids"]])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
             losses[word] = torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
+            means[word] = losses[word] / (ids.shape[1] - len(prompt))
             if word == record["label"]:
                 total, tokens = total + losses[word], tokens + ids.shape[1] - len(prompt)
-        correct += min(losses, key=losses.__getitem__) == record["label"]
+        correct += min(means, key=means.__getitem__) == record["label"]
     return correct / len(records), total / tokens
 
 

@@ -87,7 +87,7 @@ class Forecast:
         yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
         peaks = program.peaks()
         pools = ", ".join(f"{pool} {human_bytes(peaks[pool])}" for pool in Pool if peaks.get(pool))
-        yield f"  predicted peak: {pools}"
+        yield f"  predicted peak of tensors: {pools}"
         if plan.budget is not None:
             yield f"  budget: {human_bytes(plan.budget)} on the device"
 

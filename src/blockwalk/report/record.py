@@ -1,7 +1,8 @@
 """What a run foresees of its steps, and keeps beside its metrics for its report: ``forecast.json`` and ``trace.json``.
 
-Seconds, and memory of the whole process, are foreseen where ``blockwalk doctor`` has measured the machine (``hardware.yaml`` in
-the working directory); bytes of tensors always.
+Seconds are foreseen where ``blockwalk doctor`` has measured the machine (``hardware.yaml`` in the working directory); bytes of
+tensors always; on a processor memory of the whole process: what it holds by now, tokenizer and data included, and what a step
+adds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockwalk import checkpoint, files
-from blockwalk.metrics import process_bytes
+from blockwalk.metrics import COUNTED, process_bytes
 from blockwalk.program import Pool, Program, Shape, StepKind, human_bytes
 from blockwalk.simulate import hardware, memory, trace
 from blockwalk.simulate.simulator import Simulation, simulate
@@ -34,27 +35,40 @@ class Record:
     program: Program
     simulation: Simulation | None = None
     process_bytes: int = 0
-    """Foreseen peak of the whole process on a CPU; 0 where it is not foreseen."""
+    """Foreseen peak of the whole process on a CPU; 0 on a GPU."""
+    held_bytes: int = 0
+    """What the process held when the model was open, before the first step."""
+    not_counted: str = ""
+    """What that forecast leaves out."""
     seconds: list[float] = field(default_factory=list)
     """Of the steps done."""
     paths: tuple[Path, ...] = ()
     """Where the trace goes: on rank 0."""
 
     @classmethod
-    def of(cls, walker: Walker, shape: Shape, *, adapters: bool) -> Record:
-        """Foresee a run's training step."""
-        program = walker.program(StepKind.TRAIN, shape, foresee=True)
-        if not hardware.HERE.is_file():
-            return cls(program)
-        here = hardware.load(hardware.HERE)
-        if here.device != walker.device.type:
-            return cls(program)
-        found = simulate(program, walker.plan, walker.spec, here, walker.costs(shape))
-        process = 0
-        if here.process_bytes:  # beside what doctor found on its walks a run holds a tokenizer, data, and their libraries
-            growth = memory.step_growth(program, walker.plan, here, adapters=adapters)
-            process = max(memory.process_peak(program, walker.plan, here, adapters=adapters), process_bytes() + growth)
-        return cls(program, found, process)
+    def of(cls, walker: Walker, shape: Shape, *, adapters: bool, before: int = 0, lengths: int = 1) -> Record:
+        """Foresee a run's training step.
+
+        Args:
+            walker: with its model open.
+            shape: one rank's rows at the longest sequences.
+            adapters: whether adapters are trained.
+            before: bytes that the process held before the model was opened: interpreter, libraries, tokenizer, data.
+            lengths: different lengths that a batch can be padded to.
+        """
+        program, plan, held = walker.program(StepKind.TRAIN, shape, foresee=True), walker.plan, process_bytes()
+        here = hardware.of_this_machine(walker.device.type)
+        found = simulate(program, plan, walker.spec, here, walker.costs(shape)) if here.name != hardware.UNMEASURED else None
+        if walker.device.type != "cpu":
+            return cls(program, found)
+        growth = memory.step_growth(program, plan, here, adapters=adapters)
+        process = max(
+            memory.process_peak(program, plan, here, adapters=adapters), before + memory.tensors(program), held + growth
+        )
+        missing = [] if here.slack else ["free heap and buffers of libraries, which blockwalk doctor measures"]
+        if lengths > 1:
+            missing.append(f"what oneDNN keeps of each product at each new length, up to about 1 MB ({lengths} lengths here)")
+        return cls(program, found, process, held, "; ".join(missing))
 
     @property
     def tensor_bytes(self) -> int:
@@ -62,22 +76,29 @@ class Record:
         return memory.tensors(self.program)
 
     def lines(self) -> Iterator[str]:
-        """What is foreseen beside the program's own bytes."""
+        """What is foreseen: memory first."""
+        if self.process_bytes:
+            now, more = human_bytes(self.held_bytes), human_bytes(self.process_bytes - self.held_bytes)
+            yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
+            yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
+            if mapped := self.program.peaks().get(Pool.MAPPED):
+                yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
+            if self.not_counted:
+                yield f"  not counted: {self.not_counted}"
         if self.simulation is not None:
             found = self.simulation
             yield f"  foreseen: {found.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s; {found.bottleneck()}"
-        if self.process_bytes:
-            yield f"  foreseen: {human_bytes(self.process_bytes)} of memory, of the whole process"
 
     def compared(self, measured_bytes: int) -> Iterator[str]:
-        """Forecast against measured, after a run."""
-        if self.process_bytes:
-            whole = f"{human_bytes(self.process_bytes)} of the whole process at its peak"
-            yield f"forecast, memory   {whole}; measured: {human_bytes(measured_bytes)}"
+        """Forecast against measured, after a run: bytes of the process, or of the allocator's tensors on a GPU."""
+        what, foreseen = "private memory of the whole process", self.process_bytes
+        if not foreseen:
+            what, foreseen = "tensors", self.tensor_bytes
+        yield f"forecast, memory   {human_bytes(foreseen)} of {what} at a step's peak; measured: {human_bytes(measured_bytes)}"
         steady = sorted(self.seconds[1:] or self.seconds)
         if self.simulation is not None and steady:
-            foreseen, middle = self.simulation.seconds, steady[len(steady) // 2]
-            yield f"forecast, time     {foreseen:.3g} s a step at the longest sequences; measured: {middle:.3g} s (median)"
+            expected, middle = self.simulation.seconds, steady[len(steady) // 2]
+            yield f"forecast, time     {expected:.3g} s a step at the longest sequences; measured: {middle:.3g} s (median)"
 
     def write(self, folder: Path, trace_path: str | Path | None = None) -> None:
         """``forecast.json``, for the report; the trace will follow beside it, and to ``trace_path``."""

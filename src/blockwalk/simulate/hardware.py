@@ -212,6 +212,10 @@ def load(name_or_path: str | Path) -> Hardware:
     return Hardware(**values)
 
 
+UNMEASURED = "this machine, not measured"
+"""The name of a machine that doctor has not described."""
+
+
 def of_this_machine(device: str = "cpu") -> Hardware:
     """What doctor wrote here; before it has, the memory that there is, with rates that only rank plans by their work."""
     if HERE.is_file() and (found := load(HERE)).device == device:
@@ -223,7 +227,7 @@ def of_this_machine(device: str = "cpu") -> Hardware:
     host, disk = int(psutil.virtual_memory().total), shutil.disk_usage(".").free
     rough = load("rtx-4090" if device == "cuda" else "laptop")
     return dataclasses.replace(
-        rough, name="this machine, not measured", device=device, host_bytes=host, disk_bytes=disk,
+        rough, name=UNMEASURED, device=device, host_bytes=host, disk_bytes=disk,
         device_bytes=rough.device_bytes if device == "cuda" else host,
     )  # fmt: skip
 

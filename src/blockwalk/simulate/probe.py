@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from blockwalk.metrics import host_memory
+from blockwalk.metrics import COUNTED, host_memory
 from blockwalk.simulate import probe_rates, probe_walk
 from blockwalk.simulate.hardware import Hardware, Link
 
@@ -65,6 +65,9 @@ class Findings:
         if hw.start_seconds:
             starts = ", ".join(f"{1e6 * seconds:.1f} ({kind})" for kind, seconds in hw.start_seconds.items())
             yield f"  an operation      takes so many µs to start: {starts}"
+        if hw.process_bytes:
+            yield f"  a process         holds so much {COUNTED};"
+            yield "                    measured without tokenizer and data, at one length: a run's own first lines have these"
         for kind, nbytes in hw.process_bytes.items():
             free = f"{hw.slack[kind]:.2f} bytes of free heap for each that comes and goes"
             yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {free}"
