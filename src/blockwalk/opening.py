@@ -80,8 +80,8 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
     try:
         name = f"{path.resolve().name}-{codec}"
         stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
-        if there := [store for store in stores if is_store(store)]:
-            return there[0]
+        if (there := next(filter(_is_undamaged, stores), None)) is not None:
+            return there
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         from blockwalk.blocks import CutModel
         from blockwalk.tiers.store_writer import write_store
@@ -97,6 +97,22 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
         return stores[-1]
     finally:
         source.close()
+
+
+def _is_undamaged(packed: Path) -> bool:
+    """Whether a store is there with the bytes that were packed, all of which are read."""
+    if not is_store(packed):
+        return False
+    try:
+        store = BlockStore(packed)
+        try:
+            store.verify()
+        finally:
+            store.close()
+    except ValueError as error:
+        log.warning("%s", error)
+        return False
+    return True
 
 
 def open_model(

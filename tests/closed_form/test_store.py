@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockwalk import files
 from blockwalk.pack import pack
 from blockwalk.skeleton import build_skeleton
 from blockwalk.state import Codec, ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
@@ -151,12 +152,12 @@ def test_the_files_are_laid_out_as_documented(codec: Codec, tmp_path: Path) -> N
     source, spec = toy()
     write_store(tmp_path / "store", source, spec, codec, group_size=32)
     index = json.loads((tmp_path / "store" / "store.json").read_text())
-    assert (index["format"], index["version"], index["codec"], index["group_size"]) == ("blockwalk-store", 1, codec, 32)
+    assert (index["format"], index["version"], index["codec"], index["group_size"]) == ("blockwalk-store", 2, codec, 32)
     for number, unit in enumerate(index["units"]):
         data = (tmp_path / "store" / unit["file"]).read_bytes()
-        magic, version, who, generations, area, sequence, step, nbytes = struct.unpack_from("<8sIIIIQqQ", data)
-        assert (magic, version, who, generations, area) == (b"BLKWUNIT", 1, number, 1, 0)
-        assert (sequence, step, nbytes) == (1, 0, unit["nbytes"])
+        magic, version, who, generations, area, sequence, step, nbytes, crc = struct.unpack_from("<8sIIIIQqQI", data)
+        assert (magic, version, who, generations, area) == (b"BLKWUNIT", 2, number, 1, 0)
+        assert (sequence, step, nbytes, crc) == (1, 0, unit["nbytes"], 0)
         assert len(data) == 8192 + -(-nbytes // 4096) * 4096
         end = 0
         for param in unit["params"]:
@@ -239,8 +240,7 @@ def test_pages_are_asked_for_and_given_back_by_name(store: Path) -> None:
 
 
 def edit_index(store: Path, **changes: object) -> None:
-    value = json.loads((store / "store.json").read_text())
-    (store / "store.json").write_text(json.dumps({**value, **changes}))
+    files.write_sealed(store / "store.json", {**files.read_sealed(store / "store.json"), **changes})
 
 
 def test_every_single_flipped_bit_is_found(store: Path) -> None:
@@ -256,12 +256,13 @@ def test_every_single_flipped_bit_is_found(store: Path) -> None:
             byte = file.read(1)[0]
             file.seek(position)
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-        with pytest.raises(ValueError, match=f"checksums differ for {param.name} in unit-00001.bin"):
-            opened.verify()
+        for read in (BlockStore.verify, lambda store, name=param.name: store.weights([name])):
+            with pytest.raises(files.Damaged, match=f"checksums differ for {param.name} in unit-00001.bin"):
+                read(BlockStore(store))
         with open(store / unit.file, "r+b") as file:
             file.seek(position)
             file.write(bytes([byte]))
-    opened.verify()
+    BlockStore(store).verify()
 
 
 def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path) -> None:
@@ -280,7 +281,7 @@ def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path)
         BlockStore(store)
     other = unpack_header(whole)
     assert other is not None
-    unit.write_bytes(replace(other, unit=2).pack() + whole[44 + 8 :])
+    unit.write_bytes(replace(other, unit=2).pack() + whole[len(other.pack()) :])
     with pytest.raises(ValueError, match="is not unit 1 of this store"):
         BlockStore(store)
     unit.unlink()
@@ -290,16 +291,21 @@ def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path)
     BlockStore(store).close()
 
     text = (store / "store.json").read_text()
-    for changed, message in (
-        (text[:-50], "damaged or truncated"),
-        (text.replace('"blockwalk-store"', '"zip"'), "no block store's"),
-        (text.replace('"version": 1', '"version": 7', 1), "version 7"),
-        (text.replace('"codec_version": 1', '"codec_version": 9'), "codec version 9"),
-        (text.replace('"int8"', '"int3"', 1), "is damaged: ValueError"),
-        (text.replace('"units"', '"rooms"'), "is damaged: KeyError"),
-        ("[]", "no block store's"),
+    for damaged in (text[:-50], "[]", "", text.replace('"nbytes": 40', '"nbytes": 41', 1), text.replace("int8", "int9", 1)):
+        assert damaged != text
+        (store / "store.json").write_text(damaged)
+        with pytest.raises(files.Damaged, match=r"store\.json is damaged"):
+            BlockStore(store)
+    (store / "store.json").write_text(text)
+    value = files.read_sealed(store / "store.json")
+    for changes, message in (
+        ({"format": "zip"}, "no block store's"),
+        ({"version": 7}, "version 7"),
+        ({"codec_version": 9}, "codec version 9"),
+        ({"codec": "int3"}, "is damaged: ValueError"),
+        ({"units": None}, "is damaged: TypeError"),
     ):
-        (store / "store.json").write_text(changed)
+        files.write_sealed(store / "store.json", {**value, **changes})
         with pytest.raises(ValueError, match=message):
             BlockStore(store)
     with pytest.raises(ValueError, match=r"has no store\.json"):
@@ -394,6 +400,31 @@ def test_values_written_through_the_buffer(tmp_path: Path) -> None:
     reader = BlockStore(tmp_path / "store")
     assert torch.equal(reader.weights([BLOCK])[BLOCK], source.tensors[BLOCK] + 1)
     assert torch.equal(reader.weights([NORM])[NORM], source.tensors[NORM])
+
+
+def test_a_damaged_generation_counts_as_not_written(tmp_path: Path) -> None:
+    """Oracle: the contents before it; the step that they are of. One bit of the newest data, then of both."""
+    file = tmp_path / "store" / "unit-00001.bin"
+    with writable(tmp_path / "store") as store:
+        unit = store.units[1]
+        packed = file.read_bytes()
+        for step in (1, 2):
+            store.write_unit(1, contents(1, step, unit.nbytes), step)
+    whole, buffer_P = bytearray(file.read_bytes()), torch.empty(unit.nbytes, dtype=torch.uint8)
+    newest = whole[:]
+    newest[unit.area_offset(0) + unit.nbytes // 2] ^= 1
+    for data, step in ((whole, 2), (newest, 1), (packed, 0)):
+        file.write_bytes(data)
+        with WritableStore(tmp_path / "store") as store:
+            assert store.read_unit(1, buffer_P) == store.step(1) == step
+            if step:
+                assert torch.equal(buffer_P, contents(1, step, unit.nbytes))
+        assert BlockStore(tmp_path / "store").steps[1] == step, "readers see the same generation"
+    newest[unit.area_offset(1) + unit.nbytes // 2] ^= 1
+    for data in (newest, bytes([*packed[: DATA_START + 9], packed[DATA_START + 9] ^ 1, *packed[DATA_START + 10 :]])):
+        file.write_bytes(data)
+        with pytest.raises(files.Damaged, match=r"unit-00001\.bin is damaged: .* rebuild it from the ledger"):
+            WritableStore(tmp_path / "store")
 
 
 def test_a_crash_at_any_instant_leaves_a_whole_generation(tmp_path: Path) -> None:

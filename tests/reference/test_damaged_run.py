@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk import cli, ledger
+from blockwalk.tiers.store import read_index, read_unit_headers
 from tests.conftest import TinyRun
 
 COMMON = "--optimizer.schedule constant --save_every 2 --log_every 100 --data.eval "
@@ -156,4 +157,30 @@ def test_a_ledger_that_is_not_the_checkpoints(
         assert sorted(folder.glob("*/*")) == before
     path.write_bytes(data)
     assert train(folder, name, 6, "--resume_from_checkpoint", "latest") == 0
+    assert weights(folder) == expected
+
+
+def test_a_damaged_pack_is_made_again(train: Train, half: Callable[[str], tuple[Path, bytes]]) -> None:
+    """Oracle: also the bytes of the pack before."""
+    folder, expected = half("mebp")
+    (unit,) = folder.glob("scratch/*-int4-*/unit-00002.bin")
+    before = unit.read_bytes()
+    for file, at in ((unit, None), (unit, 9), (unit.with_name("store.json"), None)):
+        flip(file, at)
+        assert train(folder, "mebp", 6, "--resume_from_checkpoint", "latest") == 0
+        assert unit.read_bytes() == before
+        assert weights(folder) == expected
+
+
+@pytest.mark.parametrize("unit", range(5))
+def test_damaged_weights_on_disk_are_those_before_and_the_ledger(
+    unit: int, train: Train, half: Callable[[str], tuple[Path, bytes]]
+) -> None:
+    folder, expected = half("zo2 disk")
+    (store,) = folder.glob("scratch/weights-*")
+    file, index = store / f"unit-{unit:05d}.bin", read_index(store)
+    with open(file, "rb") as opened:
+        (newest, *_) = read_unit_headers(opened.fileno(), file, unit, index.units[unit], 2)
+    flip(file, index.units[unit].area_offset(newest.area) + index.units[unit].nbytes // 2)
+    assert train(folder, "zo2 disk", 6, "--resume_from_checkpoint", "latest") == 0
     assert weights(folder) == expected

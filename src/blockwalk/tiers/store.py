@@ -11,17 +11,18 @@ header page, with a checksum of its own, then says that this area is the newer.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from blockwalk import files
+from blockwalk.files import Damaged
 from blockwalk.model_folder import STORE_INDEX
 from blockwalk.state import CODEC_DTYPE, Codec
 from blockwalk.tiers import codecs
@@ -32,7 +33,7 @@ from blockwalk.tiers.weights import EncodedWeight
 if TYPE_CHECKING:
     from blockwalk.state import Weight
 
-FORMAT, VERSION = "blockwalk-store", 1
+FORMAT, VERSION = "blockwalk-store", 2
 INDEX = STORE_INDEX
 MAGIC = b"BLKWUNIT"
 ALIGN = 64
@@ -40,7 +41,7 @@ ALIGN = 64
 HEADER_PAGE = 4096
 """Bytes of a header page, and what the areas of a unit file are multiples of."""
 DATA_START = 2 * HEADER_PAGE
-_HEADER = struct.Struct("<8sIIIIQqQ")  # magic, version, unit, generations, area, sequence, step, nbytes; then a crc32
+_HEADER = struct.Struct("<8sIIIIQqQI")  # magic, version, then UnitHeader's fields; then a crc32
 BUFFERS = "buffers"
 """The unit, after the model's own, that holds persistent buffers; absent where there are none."""
 
@@ -106,7 +107,8 @@ class StoredUnit:
 
 @dataclass(frozen=True, slots=True)
 class UnitHeader:
-    """What a unit file says of its contents: the area that holds them, and the step after which they were written."""
+    """What a unit file says of its contents: the area that holds them, and the step after which they were written. The CRC-32
+    of what training wrote is here; as packed (sequence 1) it is 0, and the index has one of each parameter."""
 
     unit: int
     generations: int
@@ -114,12 +116,11 @@ class UnitHeader:
     sequence: int
     step: int
     nbytes: int
+    crc32: int = 0
 
     def pack(self) -> bytes:
-        """The header as it stands at the start of its page, checksum included."""
-        head = _HEADER.pack(
-            MAGIC, VERSION, self.unit, self.generations, self.area, self.sequence, self.step, self.nbytes
-        )
+        """The header as it stands at the start of its page, its own checksum included."""
+        head = _HEADER.pack(MAGIC, VERSION, *astuple(self))
         return head + struct.pack("<I", zlib.crc32(head))
 
 
@@ -130,14 +131,14 @@ def unpack_header(data: bytes) -> UnitHeader | None:
     head = data[: _HEADER.size]
     if struct.unpack_from("<I", data, _HEADER.size)[0] != zlib.crc32(head):
         return None
-    _, version, unit, generations, area, sequence, step, nbytes = _HEADER.unpack(head)
+    _, version, *fields = _HEADER.unpack(head)
     if version != VERSION:
         raise ValueError(f"a unit file has format version {version}; this version of blockwalk reads {VERSION}")
-    return UnitHeader(unit, generations, area, sequence, step, nbytes)
+    return UnitHeader(*fields)
 
 
-def read_unit_header(fd: int, path: Path, index: int, unit: StoredUnit, generations: int) -> UnitHeader:
-    """The newest whole header of a unit file.
+def read_unit_headers(fd: int, path: Path, index: int, unit: StoredUnit, generations: int) -> list[UnitHeader]:
+    """The whole headers of a unit file, the newest first.
 
     Raises:
         ValueError: the file is truncated, is no unit file, or is another unit's.
@@ -151,10 +152,29 @@ def read_unit_header(fd: int, path: Path, index: int, unit: StoredUnit, generati
     headers = [header for header in map(unpack_header, pages) if header is not None]
     if not headers:
         raise ValueError(f"{path} is damaged: neither of its headers is whole")
-    newest = max(headers, key=lambda header: header.sequence)
+    headers.sort(key=lambda header: header.sequence, reverse=True)
+    newest = headers[0]
     if (newest.unit, newest.nbytes, newest.generations) != (index, unit.nbytes, generations):
         raise ValueError(f"{path} is not unit {index} of this store ({unit.nbytes} bytes): {newest}")
-    return newest
+    return headers
+
+
+class CheckedPart(NamedTuple):
+    """A part of a unit file that has one checksum: a parameter as it was packed, or all that training wrote of a unit."""
+
+    name: str
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+    crc32: int
+
+
+def part_of(unit: StoredUnit, header: UnitHeader, param: StoredParam) -> CheckedPart:
+    """The part that holds a parameter, in the area that a header is of."""
+    start = unit.area_offset(header.area)
+    if header.sequence > 1:
+        return CheckedPart(unit.name, start, unit.nbytes, header.crc32)
+    return CheckedPart(param.name, start + param.offset, param.nbytes, param.crc32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +209,8 @@ def read_index(path: str | os.PathLike[str]) -> StoreIndex:
     file = Path(path) / INDEX
     if not file.is_file():
         raise ValueError(f"{path} is no block store: it has no {INDEX}; make one with `blockwalk pack`")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged or truncated: {error}") from None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
+    value = files.read_sealed(file)
+    if value.get("format") != FORMAT:
         raise ValueError(f"{file} is no block store's: its format is not {FORMAT!r}")
     versions = (value.get("version"), value.get("codec_version"))
     if versions != (VERSION, FORMAT_VERSION):
@@ -242,7 +259,9 @@ class BlockStore:
         self.steps: list[int] = []
         """For each unit, the step after which it was written; 0 as it was packed."""
         self._files: list[MappedFile] = []
+        self._headers: list[UnitHeader] = []
         self._where: dict[str, tuple[int, int, StoredParam]] = {}
+        self._verified: set[str] = set()
         try:
             for number, unit in enumerate(self.index.units):
                 self._open(number, unit)
@@ -256,11 +275,12 @@ class BlockStore:
             raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            header = read_unit_header(fd, path, number, unit, self.index.generations)
+            header = read_unit_headers(fd, path, number, unit, self.index.generations)[0]
         finally:
             os.close(fd)
         self._files.append(MappedFile(path))
         self.steps.append(header.step)
+        self._headers.append(header)
         for param in unit.params:
             self._where[param.name] = (number, unit.area_offset(header.area) + param.offset, param)
 
@@ -277,6 +297,8 @@ class BlockStore:
         return self._where[name][2].nbytes
 
     def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        names = list(names)
+        self.verify(names)
         return {name: self._where[name][2].open(self._bytes(name), self.index.group_size) for name in names}
 
     def _bytes(self, name: str) -> torch.Tensor:
@@ -291,6 +313,7 @@ class BlockStore:
         param = self._where[name][2]
         if tuple(out.shape) != param.shape:
             raise ValueError(f"{name} has shape {param.shape}, the buffer given has {tuple(out.shape)}")
+        self.verify([name])
         layout = param.layout(self.index.group_size)
         codecs.decode_rows(self._bytes(name), layout, 0, layout.rows, out.view(layout.rows, layout.columns))
 
@@ -307,19 +330,24 @@ class BlockStore:
         for number, ranges in self._ranges(names).items():
             self._files[number].dont_need(ranges)
 
-    def verify(self) -> None:
-        """Read everything and compare checksums. Units that training has rewritten have none and are passed over.
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare the checksums of parameters, all unless given, once each; of a unit that training wrote, the unit's.
 
         Raises:
-            ValueError: parameters whose bytes are not those that were packed, by name.
+            Damaged: bytes are not those that were written; the message names the parameters or the unit.
         """
         damaged = []
-        for name, (number, _, param) in self._where.items():
-            if self.steps[number] == 0 and crc32(self._bytes(name)) != param.crc32:
-                damaged.append(f"{name} in {self.index.units[number].file}")
-            self.release([name])
+        for name in self._where if names is None else names:
+            number, _, param = self._where[name]
+            unit = self.index.units[number]
+            part = part_of(unit, self._headers[number], param)
+            if part.name not in self._verified:
+                if crc32(self._files[number].bytes_P[part.offset : part.offset + part.nbytes]) != part.crc32:
+                    damaged.append(f"{part.name} in {unit.file}")
+                self._files[number].dont_need([(part.offset, part.nbytes)])
+                self._verified.add(part.name)
         if damaged:
-            raise ValueError(f"{self.path} is damaged: checksums differ for {', '.join(damaged)}")
+            raise Damaged(f"{self.path} is damaged: checksums differ for {', '.join(damaged)}; pack or copy the model again")
 
     def close(self) -> None:
         for file in self._files:

@@ -123,7 +123,7 @@ def write_store(
                     source.release([param.name])
             written.append(replace(unit, params=tuple(params)))
         value = asdict(replace(index, units=tuple(written)))
-        files.write_json(folder / INDEX, {"format": FORMAT, "version": VERSION, **value})
+        files.write_sealed(folder / INDEX, {"format": FORMAT, "version": VERSION, **value})
 
 
 def _encode(source: WeightSource, param: StoredParam, group_size: int, bytes_P: torch.Tensor) -> Iterator[int]:

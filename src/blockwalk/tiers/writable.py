@@ -2,7 +2,8 @@
 
 A unit's file has two areas. New contents go into the idle one and are synced; then the idle area's header, with a higher
 sequence number, is written and synced. A crash before that leaves the old header the newest; a torn header fails its
-checksum, and the other counts. Either way the contents are one whole generation, and the header says of which step.
+checksum, and the other counts. Either way the contents are one whole generation, and the header says of which step. Where
+contents no longer have the checksum that was written with them, those before them count, and a ledger goes on from there.
 
 Large units move past the page cache (``O_DIRECT``) where the file system and the buffer's address allow: the disk copies
 from and to the buffer itself, so that the processor's cores stay with what they compute, and a memory limit is not charged
@@ -13,20 +14,25 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from blockwalk.files import Damaged
 from blockwalk.state import Codec, ModelSpec
+from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.store import (
     HEADER_PAGE,
     INDEX,
     StoredUnit,
     UnitHeader,
+    crc32,
+    part_of,
     read_index,
-    read_unit_header,
+    read_unit_headers,
 )
 from blockwalk.tiers.store_writer import write_store
 
@@ -74,10 +80,27 @@ class WritableStore:
                     raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
                 self._fds.append(os.open(file, os.O_RDWR | getattr(os, "O_BINARY", 0)))
                 self._direct.append(_open_direct(file) if unit.nbytes >= DIRECT_BYTES else -1)
-                self._headers.append(read_unit_header(self._fds[-1], file, number, unit, 2))
+                self._headers.append(self._newest_undamaged(number, file))
         except BaseException:
             self.close()
             raise
+
+    def _newest_undamaged(self, number: int, file: Path) -> UnitHeader:
+        """The header of a unit's newest generation whose bytes have their checksums; a newer one's is cleared.
+
+        Raises:
+            Damaged: no generation has.
+        """
+        unit, fd = self.units[number], self._fds[number]
+        with MappedFile(file) as mapped:
+            for header in read_unit_headers(fd, file, number, unit, 2):
+                parts = {part_of(unit, header, param) for param in unit.params}
+                if all(crc32(mapped.bytes_P[p.offset : p.offset + p.nbytes]) == p.crc32 for p in parts):
+                    mapped.dont_need([(0, mapped.nbytes)], drop_cache=True)
+                    return header
+                _transfer(os.pwritev, fd, memoryview(bytes(HEADER_PAGE)), header.area * HEADER_PAGE)
+                self._settle(fd)
+        raise Damaged(f"{file} is damaged: {unit.name} has another checksum; remove {self.path} to rebuild it from the ledger")
 
     @classmethod
     def create(
@@ -126,8 +149,8 @@ class WritableStore:
     def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
         """Write a unit's new contents (contiguous CPU uint8 [nbytes]), as they are after ``step``; durable on return."""
         old = self._headers[unit]
-        new = UnitHeader(unit, 2, 1 - old.area, old.sequence + 1, step, old.nbytes)
-        fd = self._fds[unit]
+        fd, checksum = self._fds[unit], zlib.crc32(self._buffer(unit, data_P))
+        new = UnitHeader(unit, 2, 1 - old.area, old.sequence + 1, step, old.nbytes, checksum)
         self._move(os.pwritev, unit, data_P, new.area)
         self._settle(fd)
         _transfer(os.pwritev, fd, memoryview(new.pack()), new.area * HEADER_PAGE)
