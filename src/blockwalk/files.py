@@ -7,6 +7,7 @@ leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A disk that is full, a quota that is used up, a file longer than ``ulimit -f`` allows."""
 LOCK = ".lock"
 """The file in a folder that :func:`locked` holds; it says who does."""
 
@@ -52,6 +55,19 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str], nbytes: int | None = None) -> Iterator[None]:
+    """Where there is no room for a file, say which it is, how many bytes it was to have, and how many are free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        size, free = "" if nbytes is None else f" of {nbytes / 1e6:.3g} MB", shutil.disk_usage(Path(path).parent).free
+        text = f"{os.strerror(error.errno)} for a file{size} where {free / 1e6:.3g} MB are free"
+        raise OSError(error.errno, text, os.fspath(path)) from error
+
+
+@contextmanager
 def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises.
 
@@ -62,7 +78,7 @@ def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     path = Path(path)
     partial = _beside(path)
     try:
-        with open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with naming(path), open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -145,8 +161,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     partial = _beside(path)
     partial.mkdir()
     try:
-        yield partial
-        fsync_tree(partial)
+        with naming(path):
+            yield partial
+            fsync_tree(partial)
         refuse_existing(path)  # os.rename would silently replace an empty folder
         os.rename(partial, path)
     except BaseException:

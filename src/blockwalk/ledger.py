@@ -130,10 +130,11 @@ class Ledger:
         line, digest = _lines([asdict(entry)], self._digests[-1])
         start = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
-            done = 0
-            while done < len(line):
-                done += os.write(self._fd, line[done:])
-            os.fdatasync(self._fd)
+            with files.naming(self.path):
+                done = 0
+                while done < len(line):
+                    done += os.write(self._fd, line[done:])
+                os.fdatasync(self._fd)
         except OSError:
             os.ftruncate(self._fd, start)  # a full disk: the step does not count, and the next one starts a fresh line
             os.lseek(self._fd, start, os.SEEK_SET)

@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,33 +54,63 @@ COUNTED = "private memory of the whole process, which the kernel cannot drop"
 """What :func:`process_bytes` counts, in words."""
 
 
-def host_memory() -> tuple[int, bool]:
-    """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Memory that something allows this process."""
+
+    nbytes: int
+    where: str
+    swap: int = 0
+    """Bytes that may go to swap beside them."""
+    of_process: bool = False
+    """It counts this process alone, not others of its group or machine."""
+
+
+def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[Limit]:
+    """Every limit of memory that this process is under: the machine's, those of its control group and of those around it, of
+    either version, and that of its address space (``ulimit -v``)."""
     import psutil
 
-    total = int(psutil.virtual_memory().total)
-    limits = []
-    for path in _limit_files():
-        try:
-            text = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    bound = min([total, *limits])
-    return bound, bound < total
+    swap = int(psutil.swap_memory().total)
+    limits = [Limit(int(psutil.virtual_memory().total), "this machine", swap)]
+    for path in _limit_files(root, groups):
+        if (limit := _number(path)) is not None:
+            most = _number(path.with_name("memory.swap.max"))
+            limits.append(Limit(limit, str(path), swap if most is None else min(swap, most)))
+    if os.name != "nt":
+        import resource
+
+        address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if address_space != resource.RLIM_INFINITY:
+            limits.append(Limit(address_space, "ulimit -v", of_process=True))
+    return limits
 
 
-def _limit_files() -> Iterator[Path]:
-    """Where the memory limits of this process may stand: of its own control group and of those around it, either version."""
-    root = Path("/sys/fs/cgroup")
+def host_memory() -> tuple[int, bool]:
+    """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
+    machine, *groups = [limit.nbytes for limit in memory_limits() if not limit.of_process]
+    bound = min([machine, *groups])
+    return bound, bound < machine
+
+
+def _number(path: Path) -> int | None:
+    """What a file of a control group says; None where there is no such file, or no limit (``max``)."""
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _limit_files(root: Path, groups: Path) -> Iterator[Path]:
+    """Where the memory limits of this process may stand: of its own control group and of those around it, either version."""
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     for line in lines or ["0::/", "0:memory:/"]:
         _, controllers, group = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if not controllers or "memory" in controllers.split(","):
             base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
             own = base / group.strip("/")
             yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
@@ -176,7 +207,8 @@ class MetricsLog:
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; it is readable at once and safe after the next :meth:`sync`. Every figure is finite: JSON has no
         other."""
-        self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
+        with files.naming(self._file.name):
+            self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
         self.first_line, self.last_line = self.first_line or line, line
 
     def sync(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blockwalk.files import naming
 from blockwalk.model_folder import INDEX
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def write(path: str | os.PathLike[str], entries: Mapping[str, Entry], pieces: It
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned
     written = 0
-    with open(path, "wb") as file:
+    with naming(path, 8 + len(text) + offset), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for piece in pieces:
             flat = piece.detach().to("cpu").contiguous().reshape(-1)

@@ -44,6 +44,7 @@ from blockwalk.report.advice import OutOfMemory, is_out_of_memory, next_plan
 from blockwalk.report.forecast import Forecast, foresee, zeroth_order_advice
 from blockwalk.report.progress import Progress
 from blockwalk.report.record import Record
+from blockwalk.report.room import check_disks, check_memory, close_memory
 from blockwalk.settings import override
 from blockwalk.state import Tier
 from blockwalk.walker import StepResult, Walker
@@ -122,11 +123,14 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             plan = override(plan, {"optimizer.total_steps": total})
         lengths = _lengths(rows if choices is None else choices.rows, run)
         shape = Shape(run.micro_batch_rows, lengths[-1])
-        foresee(run, shape, device=device).check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
+        held, foreseen = process_bytes(), foresee(run, shape, device=device)
+        foreseen.check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
         weights = first(lambda: weights_digest(run.model))
         loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory, weights)
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
+        first(lambda: check_memory(run, foreseen, held))
+        first(lambda: check_disks(run, foreseen, total - (loop.saved.step if loop.saved else 0)))
         ledger = start.ledger if plan.estimator is Estimator.ZEROTH_ORDER else None
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=output_dir / checkpoint.SCRATCH, ledger=ledger) as walker:
@@ -141,20 +145,27 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
                 for line in (*record.lines(), *forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
                     progress.say(line)
+                for line in close_memory(run, forecast, opened_at, record.process_bytes):
+                    progress.say(line)
                 for warning in (*rows.report.warnings(), *start.damaged):
                     progress.say(f"note: {warning}")
                 if held_out is not None and 0 < run.data.eval_limit < held_out.records:
                     progress.say(f"evaluates {run.data.eval_limit} of {held_out.records} records (data.eval_limit)")
                 try:
                     outcome = loop.run(progress, stop)
+                except OSError as error:
+                    if error.errno not in files.NO_ROOM:
+                        raise
+                    where = f"at step {walker.steps_done}; free some, and go on with --resume_from_checkpoint latest"
+                    raise OSError(error.errno, f"{error.strerror}, {where}", error.filename) from error
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    foreseen, held = record.tensor_bytes, _grown(walker, memory.highest - opened_at)
+                    needed, held = record.tensor_bytes, _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
-                        f"out of memory after {walker.steps_done} steps: {human_bytes(foreseen)} of tensors were foreseen at a"
+                        f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
                         f" step's peak, {human_bytes(held)} were held when more was refused"
-                        + next_plan(run, min(foreseen, held), shape, device=walker.device.type)
+                        + next_plan(run, min(needed, held), shape, device=walker.device.type)
                     ) from error
             return dataclasses.replace(
                 outcome,

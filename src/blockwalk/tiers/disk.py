@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from blockwalk.files import naming
 from blockwalk.model_folder import checkpoint_files
 from blockwalk.safetensors_file import StoredTensor, read_header
 
@@ -82,9 +83,10 @@ class MappedFile:
         self._fd = os.open(self.path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o644)
         try:
             if length is not None:
-                os.ftruncate(self._fd, length)
-                if hasattr(os, "posix_fallocate") and length:
-                    os.posix_fallocate(self._fd, 0, length)
+                with naming(self.path, length):
+                    os.ftruncate(self._fd, length)
+                    if hasattr(os, "posix_fallocate") and length:
+                        os.posix_fallocate(self._fd, 0, length)
             self.nbytes = os.fstat(self._fd).st_size
             if self.nbytes == 0:
                 raise ValueError(f"{self.path} is empty: nothing to map")

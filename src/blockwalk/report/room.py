@@ -1,0 +1,121 @@
+"""Whether a run has room on this machine, before its first step: memory under every limit, and the disks that it writes to.
+
+What is compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockwalk import checkpoint
+from blockwalk.metrics import memory_limits
+from blockwalk.plan import Estimator
+from blockwalk.program import Pool, human_bytes
+from blockwalk.report.advice import next_plan
+from blockwalk.report.forecast import DoesNotFit, Forecast
+from blockwalk.state import Codec, Tier
+
+if TYPE_CHECKING:
+    from blockwalk.config import RunConfig
+
+CLOSE = 0.9
+"""The part of a limit from which on a run is warned."""
+
+
+def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
+    """
+    Args:
+        held: bytes that this process holds before the model is opened.
+
+    Raises:
+        DoesNotFit: what this process holds already and the tensors of a step are more than a limit of this process, of its
+            control group, of one around it, or of the machine.
+    """
+    tensors = _host_tensors(forecast)
+    for limit in memory_limits():
+        ranks = 1 if limit.of_process else run.plan.mesh.ranks_per_node
+        if ranks * (held + tensors) > limit.nbytes + limit.swap:
+            each = f" for each of {ranks} ranks" if ranks > 1 else ""
+            raise DoesNotFit(
+                f"the run needs more than {human_bytes(held + tensors)} of memory{each} ({human_bytes(held)} that the process"
+                f" holds already, {human_bytes(tensors)} of tensors at a step's peak), and {limit.where} allows"
+                f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
+                " another tier (frozen: disk × int4)"
+                + next_plan(run, max(limit.nbytes // ranks - held, 1), forecast.program.shape, device=forecast.device)
+            )
+
+
+def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:
+    """A warning where what is ``foreseen`` of the process (0: not calibrated, the tensors beside what it ``held`` before the
+    model was opened) is near the tightest limit."""
+    foreseen = foreseen or held + _host_tensors(forecast)
+    limits = [(each.nbytes // (1 if each.of_process else run.plan.mesh.ranks_per_node), each) for each in memory_limits()]
+    room, limit = min(limits, key=lambda pair: pair[0])
+    if foreseen > CLOSE * room:
+        yield (
+            f"note: {human_bytes(foreseen)} of memory are foreseen for the process, and {limit.where} leaves"
+            f" {human_bytes(room)}: the kernel may end the run; lower batch_size or data.max_length, or raise the limit"
+        )
+
+
+def _host_tensors(forecast: Forecast) -> int:
+    peaks = forecast.program.peaks()
+    return peaks.get(Pool.HOST, 0) + (peaks.get(Pool.DEVICE, 0) if forecast.device == "cpu" else 0)
+
+
+def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
+    """
+    Args:
+        steps: optimizer steps that the run has before it.
+
+    Raises:
+        ValueError: checkpoints, the final model and scratch are more than what is free on their disk, with what is there of
+            the same kind and goes.
+    """
+    from blockwalk.tiers.store import is_store
+
+    folder = Path(run.output_dir)
+    rows = {row.kind: row for row in forecast.rows()}
+    trained, state = rows["trainable"].nbytes, rows["optimizer"].nbytes
+    zeroth_order = run.plan.estimator is Estimator.ZEROTH_ORDER
+    streamed = zeroth_order and rows["trainable"].placement.tier is Tier.DISK
+    saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
+    kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
+    final = trained if run.lora is not None else sum(unit.nbytes() for unit in forecast.model.units)
+    on_disk = [row for row in rows.values() if row.placement.tier is Tier.DISK and row.kind != "frozen"]
+    scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
+    if run.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8) and not is_store(run.model):  # it is packed first
+        scratch += rows["frozen"].nbytes
+    needs = [(folder, kept * (trained + state) + final), (folder / checkpoint.SCRATCH, scratch)]
+    goes = [(path, _size(path)) for path in (*checkpoint.whole(folder), folder / "model", folder / "adapter")]
+    goes += [(folder / checkpoint.SCRATCH, _size(folder / checkpoint.SCRATCH))]
+    for disk in dict.fromkeys(_disk(place) for place, _ in needs):
+        needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
+        place = next(place for place, _ in needs if _disk(place) == disk)
+        free = shutil.disk_usage(_there(place)).free
+        if needed > free + sum(nbytes for path, nbytes in goes if _disk(path) == disk):
+            raise ValueError(
+                f"the run writes {human_bytes(needed)} to the disk of {place}, which has {human_bytes(free)} free:"
+                f" {kept} checkpoints at a time of {human_bytes(trained + state)} (keep_checkpoints: {run.keep_checkpoints},"
+                f" and the one that is being written), {human_bytes(final)} at the end, {human_bytes(scratch)} of scratch; free"
+                " some space, choose another output_dir, or lower keep_checkpoints"
+            )
+
+
+def _there(path: Path) -> Path:
+    """The path, or the nearest folder around it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def _disk(path: Path) -> int:
+    return os.stat(_there(path)).st_dev
+
+
+def _size(path: Path) -> int:
+    """Bytes of the files below; 0 where there is nothing."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,144 @@
+"""Oracle: closed forms. Limits written into a tree like the kernel's; bytes of checkpoints and models counted by hand. The
+kernel itself refuses a file's growth, and limits a real control group's memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from benchmarks.memory_limit import run_limited, why_not
+
+from blockwalk import cli
+from blockwalk import train as training
+from blockwalk.metrics import Limit, memory_limits
+from blockwalk.report import room
+from tests.conftest import TinyRun
+
+MB = 10**6
+PARAMETERS = 258 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64
+"""Of the tiny model, float32; embedding and head are one tensor."""
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+def of_groups(root: Path, groups: str) -> list[tuple[int, str]]:
+    """The limits that are neither the machine's nor the process's."""
+    (root / "self").write_text(groups)
+    found = [limit for limit in memory_limits(root, root / "self")[1:] if not limit.of_process]
+    return [(limit.nbytes, str(Path(limit.where).relative_to(root))) for limit in found]
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    limits = {"a/b/memory.max": "max", "a/memory.max": "900", "a/memory.swap.max": "7", "other/memory.max": "1"}
+    second = tree(tmp_path / "2", limits)
+    assert of_groups(second, "0::/a/b\n") == [(900, "a/memory.max")]
+    (limit,) = [each for each in memory_limits(second, second / "self")[1:] if not each.of_process]
+    assert limit.swap == min(7, psutil.swap_memory().total)
+    assert of_groups(tree(tmp_path / "3", {"memory.max": "800"}), "0::/\n") == [(800, "memory.max")]
+    name = "memory.limit_in_bytes"
+    most = 9223372036854771712
+    first = tree(tmp_path / "1", {f"memory/a/b/{name}": "500", f"memory/a/{name}": "400", f"memory/{name}": str(most)})
+    both = [(500, f"memory/a/b/{name}"), (400, f"memory/a/{name}"), (most, f"memory/{name}")]
+    assert of_groups(first, "5:cpu,memory:/a/b\n4:pids:/x\n1:name=systemd:/y\n") == both
+    assert of_groups(first, "5:memory:/docker/of/the/host\n") == both[2:], "in a container, the root is its own group"
+    assert memory_limits(tmp_path / "none", tmp_path / "none")[0].nbytes == psutil.virtual_memory().total
+
+
+def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
+    method = [] if "--method" in settings else ["--method", "plain"]
+    return cli.main(["train", *tiny_run.arguments(folder), *method, "--max_steps", "4", *settings])
+
+
+@pytest.mark.parametrize(("swap", "of_process"), [(0, False), (3 * MB, False), (0, True)])
+def test_a_run_that_cannot_fit_is_refused_with_the_figures(
+    swap: int,
+    of_process: bool,
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 bytes a parameter (weight, gradient, two moments) do not fit beside the process into 1 MB and the swap."""
+    held = 16 * PARAMETERS
+    monkeypatch.setattr(training, "process_bytes", lambda: 100 * MB)
+
+    def limits(spare: int) -> Callable[[], list[Limit]]:
+        return lambda: [Limit(10**15, "this machine"), Limit(100 * MB + spare - swap, "the group", swap, of_process)]
+
+    monkeypatch.setattr(room, "memory_limits", limits(held))
+    assert train(tiny_run, tmp_path / "run") == 3, "activations come on top"
+    error = capsys.readouterr().err
+    assert "100.0 MB that the process holds already" in error
+    assert f"the group allows {(100 * MB + held - swap) / MB:.1f} MB" in error
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(room, "memory_limits", limits(2 * held))
+    assert train(tiny_run, tmp_path / "run") == 0
+    assert "MB of memory are foreseen for the process, and the group leaves" in capsys.readouterr().out, "it is close"
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at the end."""
+    needed = 2 * 12 * PARAMETERS + 4 * PARAMETERS
+    usage = room.shutil.disk_usage
+    free = needed - 1
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
+    assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 2
+    error = capsys.readouterr().err
+    assert f"writes {needed / MB:.1f} MB to the disk of" in error
+    assert "2 checkpoints at a time of 1.5 MB" in error
+    assert not (tmp_path / "run").exists()
+    free = needed
+    assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 0
+    free = 0
+    again = ["--save_every", "2", "--overwrite_output_dir", "true"]
+    assert train(tiny_run, tmp_path / "run", *again) == 0, "what it replaces goes"
+
+
+@pytest.mark.parametrize("method", ["plain", "mezo"])
+def test_a_file_that_finds_no_room_is_named(
+    method: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the kernel, which lets no file grow beyond 100 kB (``ulimit -f``)."""
+    if (child := os.fork()) == 0:
+        torch.set_num_threads(1)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
+        os._exit(train(tiny_run, tmp_path, "--save_every", "3", "--method", method))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    nbytes = (12 if method == "plain" else 4) * PARAMETERS
+    assert f"File too large for a file of {nbytes / MB:.1f}" in error
+    assert "checkpoint-000003" in error
+    if method == "mezo":
+        assert "at step 3; free some, and go on with --resume_from_checkpoint latest" in error
+    assert not list(tmp_path.glob("*checkpoint-000003*")), "nothing is left half written"
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_real_limit_is_read(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: the kernel. 33 million parameters that are trained in 500 MB are refused in words, and not
+    killed."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 258, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=0, eos_token_id=1)).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_run.model).save_pretrained(tmp_path / "model")
+    settings = ["--method", "plain", "--max_steps", "1", "--data.eval", "", "--model", str(tmp_path / "model")]
+    command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(tmp_path / "run"), *settings]
+    done, _ = run_limited(command, 500 * MB)
+    assert done.returncode == 3, done.stderr
+    assert "memory.limit_in_bytes allows 500.0 MB" in done.stderr
