@@ -2,6 +2,8 @@
 
 Code lines are lines of Python that hold a token which is no comment and no docstring; tokens are those of Python's own tokenizer,
 the same left out. Native code counts by itself. The layers and the budget stand in ``dev/house.toml``.
+
+    python dev/house.py [--picture FILE.svg]     # the picture has a box a folder and an arrow for each import between two folders
 """
 
 from __future__ import annotations
@@ -76,11 +78,11 @@ class House:
                         yield Arrow(name, base, node.lineno, id(node) in inside)
 
     def up(self) -> list[Arrow]:
-        """The imports that the layers do not allow."""
+        """The imports that the layers do not allow. The files at the root name what is public, and may import anything."""
         return [
             arrow
             for arrow in self.arrows
-            if (a := folder(arrow.importer)) != (b := folder(arrow.imported)) and b and b not in self.may_import.get(a, ())
+            if (a := folder(arrow.importer)) and a != (b := folder(arrow.imported)) and b and b not in self.may_import.get(a, ())
         ]
 
     def circles(self) -> list[list[str]]:
@@ -107,18 +109,27 @@ class House:
                 found.setdefault(arrow.importer, []).append(arrow)
         return found
 
-    def floors(self) -> int:
-        """Folders on the longest way down through the imports between folders; circles are cut where they close."""
-        below: dict[str, set[str]] = {}
+    @cached_property
+    def below(self) -> dict[str, set[str]]:
+        """The folders that each folder imports."""
+        found: dict[str, set[str]] = {folder(name): set() for name in self.modules if folder(name)}
         for arrow in self.arrows:
             a, b = folder(arrow.importer), folder(arrow.imported)
             if a != b and a and b:
-                below.setdefault(a, set()).add(b)
+                found[a].add(b)
+        return found
 
-        def depth(name: str, above: frozenset[str]) -> int:
-            return 1 + max((depth(b, above | {name}) for b in below.get(name, ()) if b not in above), default=0)
+    def floor_of(self) -> dict[str, int]:
+        """The floor of each folder: one above the highest that it imports. Circles are cut where they close."""
 
-        return max((depth(name, frozenset({name})) for name in below), default=0)
+        def floor(name: str, above: frozenset[str]) -> int:
+            return 1 + max((floor(b, above | {name}) for b in self.below[name] if b not in above), default=0)
+
+        return {name: floor(name, frozenset({name})) for name in self.below}
+
+    def floors(self) -> int:
+        """Folders on the longest way down through the imports between folders."""
+        return max(self.floor_of().values(), default=0)
 
     def size(self) -> dict[str, tuple[int, int]]:
         """Code lines and tokens of each folder, subfolders included; the files at the root stand under ``.``."""
@@ -160,6 +171,53 @@ def native_lines(root: Path) -> int:
     return sum(bool(line) and not line.startswith(("//", "/*", "*")) for line in lines)
 
 
+def picture(house: House) -> str:
+    """The folders by floor as an SVG, with an arrow for each import that no longer way down says as well."""
+    floor = house.floor_of()
+    rows: dict[int, list[str]] = {}
+    for name in sorted(floor):
+        rows.setdefault(floor[name], []).append(name)
+    wide, high, gap, width = 104, 30, 74, 760
+    place = {}
+    for height, names in rows.items():
+        for k, name in enumerate(names):
+            left = (width - len(names) * (wide + 36)) / 2 + k * (wide + 36) + 18
+            place[name] = left, 20 + (max(rows) - height) * gap
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {max(rows) * gap}" font-family="sans-serif" font-size="13">',
+        '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
+        '<path d="M0,0 L6,3 L0,6 z" fill="#889"/></marker></defs>',
+        f'<rect width="{width}" height="{max(rows) * gap}" fill="#fff"/>',
+    ]
+    for a in sorted(floor):
+        for b in sorted(house.below[a]):
+            if any(b in _reach(house, c) for c in house.below[a] - {b}):
+                continue
+            (x, y), (u, v) = place[a], place[b]
+            lines.append(
+                f'<path d="M{x + wide / 2:.0f},{y + high} C{x + wide / 2:.0f},{y + high + 26} {u + wide / 2:.0f},{v - 30}'
+                f' {u + wide / 2:.0f},{v - 2}" fill="none" stroke="#889" marker-end="url(#tip)"/>'
+            )
+    for name, (x, y) in place.items():
+        pure = name in ("plan", "program", "simulate")
+        lines.append(
+            f'<rect x="{x:.0f}" y="{y}" width="{wide}" height="{high}" rx="5" fill="{"#e6f0e6" if pure else "#eef1f8"}"'
+            f' stroke="#557"/><text x="{x + wide / 2:.0f}" y="{y + 20}" text-anchor="middle">{name}</text>'
+        )
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _reach(house: House, name: str) -> set[str]:
+    """The folders below a folder, at any distance."""
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        for b in house.below[ahead.pop()] - found:
+            found.add(b)
+            ahead.append(b)
+    return found
+
+
 def open_house() -> tuple[House, dict[str, int]]:
     """The house as it stands, and its budget."""
     settings = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))
@@ -168,6 +226,9 @@ def open_house() -> tuple[House, dict[str, int]]:
 
 def main() -> int:
     house, budget = open_house()
+    if sys.argv[1:2] == ["--picture"]:
+        Path(sys.argv[2]).write_text(picture(house), encoding="utf-8")
+        return 0
     rooms = house.size()
     for name, (lines, tokens) in sorted(rooms.items()):
         print(f"{name:<14} {lines:>6,} code lines {tokens:>8,} tokens")
