@@ -1,9 +1,10 @@
-"""The gauge of the house: how large its rooms are, and whether imports go one way. ``make house`` prints it, and fails over budget.
+"""The gauge of the house: how large its rooms are, and whether imports go one way. ``make house`` prints it, and fails over
+budget.
 
-Code lines are lines of Python that hold a token which is no comment and no docstring; tokens are those of Python's own tokenizer,
-the same left out. Native code counts by itself. The layers and the budget stand in ``dev/house.toml``.
+Code lines are lines of Python that hold a token which is no comment and no docstring; tokens are those of Python's own
+tokenizer, the same left out. Native code counts by itself. The layers and the budget stand in ``dev/house.toml``.
 
-    python dev/house.py [--picture FILE.svg]     # the picture has a box a folder and an arrow for each import between two folders
+    python dev/house.py [--picture FILE.svg]     # draws a box for each folder, and arrows for the imports between them
 """
 
 from __future__ import annotations
@@ -79,11 +80,8 @@ class House:
 
     def up(self) -> list[Arrow]:
         """The imports that the layers do not allow. The files at the root name what is public, and may import anything."""
-        return [
-            arrow
-            for arrow in self.arrows
-            if (a := folder(arrow.importer)) and a != (b := folder(arrow.imported)) and b and b not in self.may_import.get(a, ())
-        ]
+        pairs = ((arrow, folder(arrow.importer), folder(arrow.imported)) for arrow in self.arrows)
+        return [arrow for arrow, a, b in pairs if a and b and a != b and b not in self.may_import.get(a, ())]
 
     def circles(self) -> list[list[str]]:
         """Groups of modules that import one another."""
@@ -183,8 +181,9 @@ def picture(house: House) -> str:
         for k, name in enumerate(names):
             left = (width - len(names) * (wide + 36)) / 2 + k * (wide + 36) + 18
             place[name] = left, 20 + (max(rows) - height) * gap
+    size = f"{width} {max(rows) * gap}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {max(rows) * gap}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="13">',
         '<defs><marker id="tip" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto">'
         '<path d="M0,0 L6,3 L0,6 z" fill="#889"/></marker></defs>',
         f'<rect width="{width}" height="{max(rows) * gap}" fill="#fff"/>',

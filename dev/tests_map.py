@@ -1,7 +1,7 @@
 """The map from modules to the tests that speak to them, written into ``tests/README.md``.
 
-    python dev/tests_map.py           # rewrites the table
-    python dev/tests_map.py --check   # exits with 1 where the table is out of date
+python dev/tests_map.py           # rewrites the table
+python dev/tests_map.py --check   # exits with 1 where the table is out of date
 """
 
 from __future__ import annotations

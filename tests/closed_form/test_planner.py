@@ -1,4 +1,4 @@
-"""Oracle: what must hold of any ranking, whatever the model: order, budgets, and the interpreter's count of calls and its modules."""
+"""Oracle: what must hold of any ranking, whatever the model: order, budgets, the interpreter's count of calls, its modules."""
 
 from __future__ import annotations
 

@@ -26,8 +26,10 @@ Cases = Iterator[tuple[str, Program]]
 def costs(model: ModelSpec) -> Costs:
     """Figures that no two kinds of unit share, so that a mix-up shows."""
     kinds = sorted({unit.kind for unit in model.units})
-    figures = {kind: UnitCost(1000 * k + 11, 5000 * k + 13, 2000 * k + 17, 100 * k + 1, 200 * k + 3) for k, kind in enumerate(kinds, 1)}
-    return Costs(tuple(figures.items()), scratch=4096)
+    figures = (
+        (1000 * k + 11, 5000 * k + 13, 2000 * k + 17, 100 * k + 1, 200 * k + 3) for k in range(1, len(kinds) + 1)
+    )
+    return Costs(tuple((kind, UnitCost(*each)) for kind, each in zip(kinds, figures, strict=True)), scratch=4096)
 
 
 def variants(name: str) -> Iterator[tuple[str, Plan]]:
@@ -63,10 +65,10 @@ def variants(name: str) -> Iterator[tuple[str, Plan]]:
 def steps(plan: Plan, model: ModelSpec, device: str) -> Cases:
     """The kinds of step of a plan: the first one, one after it, what it finds pending flushed, evaluation."""
 
-    def compiled(kind: StepKind, pending: Pending = Pending()) -> Program:
+    def compiled(kind: StepKind, pending: Pending) -> Program:
         return compile(plan, model, kind, SHAPE, costs=costs(model), pending=pending, device=device, page_cache=20_000)
 
-    first = compiled(StepKind.TRAIN)
+    first = compiled(StepKind.TRAIN, Pending())
     yield "first", first
     yield "steady", compiled(StepKind.TRAIN, Pending(entries=1, flush=True, dirty=first.dirty))
     if plan.update.timing is Timing.DEFERRED:

@@ -38,7 +38,9 @@ def llama(layers: int = 4, rank: int = 4) -> ModelSpec:
         UnitSpec("prologue", "prologue", (param("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),)),
         tuple(map(block, range(layers))),
         UnitSpec(
-            "epilogue", "epilogue", (param("model.norm.weight", (HIDDEN,)), param("lm_head.weight", (VOCABULARY, HIDDEN)))
+            "epilogue",
+            "epilogue",
+            (param("model.norm.weight", (HIDDEN,)), param("lm_head.weight", (VOCABULARY, HIDDEN))),
         ),
         HIDDEN,
         VOCABULARY,
@@ -116,7 +118,9 @@ def mixtral(layers: int = 2, experts: int = 4) -> ModelSpec:
         UnitSpec("prologue", "prologue", (param("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),)),
         tuple(map(block, range(layers))),
         UnitSpec(
-            "epilogue", "epilogue", (param("model.norm.weight", (HIDDEN,)), param("lm_head.weight", (VOCABULARY, HIDDEN)))
+            "epilogue",
+            "epilogue",
+            (param("model.norm.weight", (HIDDEN,)), param("lm_head.weight", (VOCABULARY, HIDDEN))),
         ),
         HIDDEN,
         VOCABULARY,
