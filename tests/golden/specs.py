@@ -28,8 +28,8 @@ def llama(layers: int = 4, rank: int = 4) -> ModelSpec:
         for name, (rows, columns) in linears.items():
             params.append(param(f"{prefix}.{name}.weight", (rows, columns)))
             if rank and name.endswith(("q_proj", "v_proj")):
-                params.append(ParamSpec(f"{prefix}.{name}.lora_A.default.weight", (rank, columns), "float32", True))
-                params.append(ParamSpec(f"{prefix}.{name}.lora_B.default.weight", (rows, rank), "float32", True))
+                params.append(ParamSpec(f"{prefix}.{name}.lora_A.weight", (rank, columns), "float32", True))
+                params.append(ParamSpec(f"{prefix}.{name}.lora_B.weight", (rows, rank), "float32", True))
         norms = [param(f"{prefix}.{name}_layernorm.weight", (HIDDEN,)) for name in ("input", "post_attention")]
         return UnitSpec(prefix, "LlamaDecoderLayer", (*params, *norms))
 
@@ -95,7 +95,8 @@ def mixtral(layers: int = 2, experts: int = 4) -> ModelSpec:
 
     def param(name: str, shape: tuple[int, ...], *, assembled: bool = False) -> ParamSpec:
         trainable = name.endswith("layernorm.weight")
-        return ParamSpec(name, shape, "bfloat16", trainable, quantizable=len(shape) > 1, assembled=assembled)
+        matrix = len(shape) > 1 and not name.endswith("gate.weight")  # a router is no linear layer
+        return ParamSpec(name, shape, "bfloat16", trainable, quantizable=matrix, assembled=assembled)
 
     def block(i: int) -> UnitSpec:
         prefix = f"model.layers.{i}"

@@ -1,14 +1,16 @@
-"""Oracle: the programs of main, byte for byte. A change to what is compiled must show here as a diff that its author meant;
-``python -m tests.golden.programs`` rewrites them."""
+"""Oracle: the programs of main, byte for byte, of models as the cut of real ``transformers`` models describes them. A change to
+what is compiled must show here as a diff that its author meant; ``python -m tests.golden.programs`` rewrites them."""
 
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import pytest
 
 from blockwalk.methods import METHODS
-from tests.golden.programs import MODELS, path_of, text
+from tests.golden.programs import path_of, text
+from tests.golden.specs import HIDDEN, MODELS, VOCABULARY
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -17,3 +19,41 @@ def test_the_programs_of_a_row_are_those_of_main(name: str, model: str) -> None:
     wanted, found = path_of(name, model).read_text(), text(name, model)
     changed = list(difflib.unified_diff(wanted.splitlines(), found.splitlines(), "main", "here", n=1, lineterm=""))
     assert not changed, "\n".join(changed[:40]) + "\n\nif this is meant: python -m tests.golden.programs"
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 176, "num_hidden_layers": 4, "num_key_value_heads": 2},
+    "opt": {"ffn_dim": 4 * HIDDEN, "num_hidden_layers": 3, "word_embed_proj_dim": HIDDEN, "max_position_embeddings": 128},
+    "mixtral": {"intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
+    """Oracle: the cut of the model that transformers builds from these sizes."""
+    import torch
+    from transformers import AutoConfig
+
+    from blockwalk.adapters import add_lora
+    from blockwalk.blocks import CutModel
+    from blockwalk.skeleton import build_skeleton
+
+    wanted = MODELS[name]
+    config = AutoConfig.for_model(
+        name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name]
+    )
+    model = build_skeleton(config, getattr(torch, wanted.dtype)).model
+    if name == "llama":
+        model = add_lora(model, 4, target_modules=["q_proj", "v_proj"])
+    found = CutModel(model).spec()
+    assert (found.tied, found.hidden_size, found.vocab_size, found.dtype) == (
+        wanted.tied,
+        wanted.hidden_size,
+        wanted.vocab_size,
+        wanted.dtype,
+    )
+    for one, other in zip(found.units, wanted.units, strict=True):
+        assert one.name == other.name
+        assert [(p.name, p.shape, p.dtype, p.quantizable) for p in one.params] == [
+            (p.name, p.shape, p.dtype, p.quantizable) for p in other.params
+        ]
