@@ -23,7 +23,7 @@ from blockwalk import settings as plan_settings
 from blockwalk.methods import METHODS, method
 from blockwalk.plan import Estimator, Plan
 from blockwalk.settings import coerce, did_you_mean, override
-from blockwalk.state import Codec, Placement
+from blockwalk.state import Placement
 
 OF_PEFT = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
 """PEFT's names of the fields of :class:`LoraSettings`."""
@@ -250,7 +250,7 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     plan = method(name, **settings)
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
-        wants_lora = any(codec in (Codec.INT4, Codec.INT8) for codec in codecs)
+        wants_lora = any(codec.encoded for codec in codecs)
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
 
 

@@ -35,7 +35,7 @@ from blockwalk.estimators.chunks import DECODE_BYTES, UPDATE_ELEMENTS, LossMemor
 from blockwalk.metering import Meter
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
-from blockwalk.state import CODEC_DTYPE, Codec, ParamSpec, Tier, UnitSpec, Weight
+from blockwalk.state import ParamSpec, Tier, UnitSpec, Weight
 from blockwalk.work import Work, elementwise, sizes
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ class _Bench:
         if not p.quantizable or len(p.shape) != 2:
             return False
         if p.trainable:
-            dense = self.plan.trainable.codec is Codec.RAW or self.plan.trainable.codec in CODEC_DTYPE
+            dense = not self.plan.trainable.codec.encoded
             as_it_is = self.plan.zo.noise == "mezo" and dense and self.master_dtype(p) == self.dtype
             return not (self.backprop or as_it_is)
         frozen = self.plan.frozen
-        if frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8):
+        if frozen.codec.encoded:
             return True
-        stored = CODEC_DTYPE.get(frozen.codec, p.dtype)
+        stored = frozen.codec.dtype_of(p.dtype)
         return frozen.tier is not Tier.DEVICE and getattr(torch, stored) != self.used_as(p)
 
     def used_as(self, p: ParamSpec) -> torch.dtype:
@@ -140,7 +140,7 @@ class _Bench:
 
     def master_dtype(self, p: ParamSpec) -> torch.dtype:
         codec = self.plan.trainable.codec
-        dtype: torch.dtype = getattr(torch, CODEC_DTYPE.get(codec, p.dtype))
+        dtype: torch.dtype = getattr(torch, codec.dtype_of(p.dtype))
         return dtype
 
     def frozen_values(self, unit: UnitSpec) -> dict[str, torch.Tensor | Weight]:

@@ -27,7 +27,7 @@ from blockwalk.opening import open_model, refuse_rounded
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Op
 from blockwalk.skeleton import persistent_buffers
-from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, StateKind, Tier, Weight
+from blockwalk.state import ModelSpec, ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.scratch import ScratchMaps
 from blockwalk.tiers.weights import DenseWeight, EncodedWeight
 from blockwalk.updates import global_norm, make_rule, sum_of_squares
@@ -248,7 +248,7 @@ class Engine:
 
     def _master_dtype(self, param: ParamSpec) -> torch.dtype:
         codec = self.plan.trainable.codec
-        name = param.dtype if codec is Codec.RAW else CODEC_DTYPE[codec]
+        name = codec.dtype_of(param.dtype)
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 

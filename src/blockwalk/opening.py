@@ -17,7 +17,7 @@ from blockwalk.compile.placement import computes_in
 from blockwalk.identity import weights_digest
 from blockwalk.plan import Estimator, Plan
 from blockwalk.skeleton import stays_float32
-from blockwalk.state import CODEC_DTYPE, Codec, Tier
+from blockwalk.state import Codec, Tier
 from blockwalk.tiers.disk import CheckpointFolder
 from blockwalk.tiers.store import BlockStore, is_store, read_index
 
@@ -46,14 +46,9 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
                 f" 'disk × {store.index.codec}', or pack the original checkpoint again with --codec {codec}"
             )
         return store
-    if not is_packing(codec):
+    if not codec.encoded:
         return CheckpointFolder(path, model)
     return BlockStore(packed(path, codec, model, workdir))
-
-
-def is_packing(codec: Codec) -> bool:
-    """Whether a folder's weights are encoded for this codec; a plain dtype they are cast to when used."""
-    return codec is not Codec.RAW and codec not in CODEC_DTYPE
 
 
 def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: Any) -> None:
@@ -63,7 +58,7 @@ def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: 
         codec = Codec.RAW if plan.frozen.tier is Tier.DEVICE else codec  # they stay as they are in memory
     elif is_store(model):
         where, codec = os.fspath(model), read_index(model).codec
-    if lora is None and not hasattr(model, "peft_config") and is_packing(codec):
+    if lora is None and not hasattr(model, "peft_config") and codec.encoded:
         raise ValueError(
             f"{where} keeps weights in {codec}, and without adapters every weight is trained: it would start from rounded"
             " values; set lora.rank, or the original checkpoint and frozen: disk × raw"

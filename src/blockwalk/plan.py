@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from blockwalk.state import CODEC_DTYPE, Codec, Group, Placement, Tier
+from blockwalk.state import Codec, Group, Placement, Tier
 
 
 class Estimator(StrEnum):
@@ -243,7 +243,7 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             " walk: use deferred or step",
         ),
         (
-            plan.compile and plan.frozen.codec in (Codec.FP8, Codec.INT8, Codec.INT4),
+            plan.compile and plan.frozen.codec.encoded,
             f"compile is true, and a compiled block needs its weights whole, where frozen: {plan.frozen} decodes a range at a"
             " time; set compile: false, or frozen: device",
         ),
@@ -280,7 +280,7 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             " 2 (8 in the paper)",
         ),
         (
-            zeroth_order and plan.zo.kind == "hizoo" and plan.zo.hessian_codec not in CODEC_DTYPE,
+            zeroth_order and plan.zo.kind == "hizoo" and plan.zo.hessian_codec.facts.dtype is None,
             f"zo.hessian_codec is {plan.zo.hessian_codec}; the curvature is kept in fp32, bf16 or fp16",
         ),
         (
@@ -322,11 +322,12 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             " smallest number; set compute_dtype: bfloat16 (as many bytes) or float32",
         ),
         (
-            plan.trainable.codec is Codec.INT4,
-            "a trainable parameter cannot be kept in 4 bits; use fp32, bf16, fp16, fp8 or int8",
+            plan.trainable.codec.encoded and not plan.trainable.codec.facts.trainable,
+            f"a trainable parameter cannot be kept in {plan.trainable.codec}, which has no stochastic rounding; use"
+            f" {', '.join(codec for codec in Codec if not codec.encoded or codec.facts.trainable)}",
         ),
         (
-            not zeroth_order and plan.trainable.codec in (Codec.FP8, Codec.INT8),
+            not zeroth_order and plan.trainable.codec.encoded,
             f"backpropagation keeps trainables in 16 or 32 bits, not {plan.trainable.codec}; use fp32 or bf16",
         ),
         (

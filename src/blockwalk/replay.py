@@ -29,7 +29,7 @@ from blockwalk.model_folder import INDEX
 from blockwalk.noise import GENERATOR_VERSION
 from blockwalk.opening import open_source
 from blockwalk.skeleton import build_skeleton
-from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, Weight
+from blockwalk.state import Codec, ModelSpec, ParamSpec, Weight
 from blockwalk.tiers.buckets import checksum
 from blockwalk.tiers.slots import Cells, Initial, cells_of, fill, trainable_spec
 from blockwalk.tiers.store import crc32
@@ -287,7 +287,7 @@ class Past:
     def _dtype(self, param: ParamSpec) -> torch.dtype:
         """What a parameter is written in: its master's dtype, or the model's where that is no plain one."""
         codec = Codec(self.header["codec"])
-        name = CODEC_DTYPE.get(codec, param.dtype) if param.trainable else None
+        name = codec.dtype_of(param.dtype) if param.trainable else None
         return self.source.dtype(param.name) if name is None else dtype_of(name)
 
     def _values(

@@ -24,16 +24,60 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
-class Codec(StrEnum):
-    """How a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in."""
+@dataclass(frozen=True, slots=True)
+class CodecFacts:
+    """The form of one codec's elements: plain numbers of a dtype, or codes of a few bits in groups that share scales."""
 
-    RAW = "raw"
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"
-    INT8 = "int8"
-    INT4 = "int4"
+    dtype: str | None = None
+    """torch's name of the dtype, where every element is a number by itself; None keeps the parameter's own or has codes."""
+    codes: str = "uint8"
+    """The dtype that codes are stored in; codes of four bits share an element of it."""
+    bits: int = 0
+    """Bits of a code; 0 where elements are numbers."""
+    scales: tuple[str, ...] = ()
+    """The dtypes of the numbers that each group of codes is decoded with."""
+    group_sizes: tuple[int, ...] = ()
+    """Elements of a row that may form a group; without any, a row is one group."""
+    interleaved: bool = False
+    """True where a group's scales stand before its codes; else all scales of a parameter come first, then all codes."""
+    trainable: bool = False
+    """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth order only)."""
+
+
+_AS_IT_IS = CodecFacts()
+
+
+class Codec(StrEnum):
+    """How a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in.
+
+    A codec is a row here and, where its elements are codes, a file of its name beside :mod:`blockwalk.tiers.codecs`.
+    """
+
+    facts: CodecFacts
+
+    def __new__(cls, value: str, facts: CodecFacts = _AS_IT_IS) -> Codec:
+        member = str.__new__(cls, value)
+        member._value_, member.facts = value, facts
+        return member
+
+    RAW = "raw", _AS_IT_IS
+    FP32 = "fp32", CodecFacts("float32")
+    BF16 = "bf16", CodecFacts("bfloat16")
+    FP16 = "fp16", CodecFacts("float16")
+    FP8 = "fp8", CodecFacts(codes="float8_e4m3fn", bits=8, scales=("float32",), trainable=True)
+    INT8 = "int8", CodecFacts(codes="int8", bits=8, scales=("float32",), trainable=True)
+    INT4 = "int4", CodecFacts(bits=4, scales=("float16",), group_sizes=(32, 64))
+    INT4A = "int4a", CodecFacts(bits=4, scales=("float16", "float16"), group_sizes=(32,), interleaved=True)
+    NF4 = "nf4", CodecFacts(bits=4, scales=("float32",), group_sizes=(32, 64))
+
+    @property
+    def encoded(self) -> bool:
+        """True where a matrix is codes and scales, which are decoded when they are read."""
+        return self.facts.bits > 0
+
+    def dtype_of(self, dtype: str) -> str:
+        """The dtype of the numbers that a parameter of ``dtype`` is written as; of an encoded one, its own."""
+        return self.facts.dtype or dtype
 
 
 class Group(StrEnum):
@@ -81,9 +125,6 @@ DTYPE_BYTES = {
 }
 """Bytes per element, by torch's name of the dtype without its ``torch.`` prefix."""
 
-CODEC_DTYPE = {Codec.FP32: "float32", Codec.BF16: "bfloat16", Codec.FP16: "float16"}
-"""The codecs that are a plain dtype."""
-
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
@@ -112,24 +153,15 @@ class ParamSpec:
 
 
 def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:
-    """Bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters).
-
-    int4 keeps one float16 scale for each ``group_size`` elements of a row; int8 and fp8 keep one float32 scale a row. A row
-    that the group size does not divide is padded to whole groups.
-    """
-    numel = math.prod(shape)
+    """Bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters). A row that
+    the group size does not divide is padded to whole groups."""
+    facts, numel = codec.facts, math.prod(shape)
+    if not codec.encoded:
+        return numel * DTYPE_BYTES[codec.dtype_of(dtype)]
     row = shape[-1] if shape else 1
-    rows = numel // row if row else 0
-    match codec:
-        case Codec.RAW:
-            return numel * DTYPE_BYTES[dtype]
-        case Codec.FP32 | Codec.BF16 | Codec.FP16:
-            return numel * DTYPE_BYTES[CODEC_DTYPE[codec]]
-        case Codec.INT8 | Codec.FP8:
-            return numel + 4 * rows
-        case Codec.INT4:
-            groups = rows * -(-row // group_size)
-            return groups * (group_size // 2) + 2 * groups
+    group = group_size if facts.group_sizes else row
+    groups = numel // row * -(-row // group) if row else 0
+    return groups * (group * facts.bits // 8 + sum(DTYPE_BYTES[scale] for scale in facts.scales))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +181,7 @@ class UnitSpec:
     def nbytes(self, codec: Codec = Codec.RAW, group_size: int = 32, *, trainable: bool | None = None) -> int:
         """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
         return sum(
-            encoded_nbytes(p.shape, p.dtype, codec if p.quantizable or codec in CODEC_DTYPE else Codec.RAW, group_size)
+            encoded_nbytes(p.shape, p.dtype, codec if p.quantizable or not codec.encoded else Codec.RAW, group_size)
             for p in self.params
             if trainable is None or p.trainable == trainable
         )

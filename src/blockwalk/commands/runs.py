@@ -101,7 +101,7 @@ def _packed(run: RunConfig) -> str | Path:
     from blockwalk.tiers.store import is_store
 
     path = Path(run.model).resolve()
-    if is_store(path) or not opening.is_packing(run.plan.frozen.codec):
+    if is_store(path) or not run.plan.frozen.codec.encoded:
         return run.model
     cache = files.cache_folder() / "packed" / hashlib.blake2s(os.fsencode(path), digest_size=16).hexdigest()
     try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Pool
 from blockwalk.state import (
-    CODEC_DTYPE,
     DTYPE_BYTES,
     Codec,
     ModelSpec,
@@ -170,7 +169,7 @@ def _bucket_parts(plan: Plan, unit: UnitSpec, group_size: int) -> tuple[int, int
     codec, weights, states = plan.trainable.codec, 0, 0
     for p in unit.params:
         if p.trainable:
-            written_as = codec if p.quantizable or codec in CODEC_DTYPE else Codec.RAW
+            written_as = codec if p.quantizable or not codec.encoded else Codec.RAW
             weights += _aligned(encoded_nbytes(p.shape, p.dtype, written_as, group_size))
             kept = (encoded_nbytes(p.shape, "float32", state, group_size) for state, _ in bucket_states(plan).values())
             states += sum(map(_aligned, kept))

@@ -83,7 +83,7 @@ def written_as(param: ParamSpec, codec: Codec) -> Codec:
 
 def encodes_frozen(plan: Plan) -> bool:
     """Whether frozen matrices travel and rest encoded, and are decoded when they are used."""
-    return plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8)
+    return plan.frozen.codec.encoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from blockwalk.compile.builder import Builder
 from blockwalk.compile.inputs import Pending
 from blockwalk.compile.placement import section_bytes
 from blockwalk.program import Lane, OpKind
-from blockwalk.state import Codec, StateKind, UnitSpec
+from blockwalk.state import StateKind, UnitSpec
 
 
 @dataclass(slots=True)
@@ -50,5 +50,5 @@ class SliceBuilder(Builder):
         if part is not StateKind.TRAINABLE:
             return Builder.slot_part(self, unit, part)
         section, share = section_bytes(self.plan, unit, self.group_size)
-        scaled = self.plan.trainable.codec in (Codec.FP8, Codec.INT8)
+        scaled = self.plan.trainable.codec.encoded
         return self.plan.mesh.slice * share * (2 if scaled else 1) + (section if section > share else 0)

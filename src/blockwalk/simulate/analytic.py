@@ -23,7 +23,7 @@ from blockwalk.model_folder import require_config
 from blockwalk.plan import Estimator, Plan
 from blockwalk.program import Shape
 from blockwalk.simulate.analytic_work import block_work
-from blockwalk.state import CODEC_DTYPE, DTYPE_BYTES, Codec, ModelSpec, ParamSpec, Tier, UnitSpec
+from blockwalk.state import DTYPE_BYTES, ModelSpec, ParamSpec, Tier, UnitSpec
 from blockwalk.work import Work, elementwise, sizes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "gemma2", "gemma3_text", "opt", "mixtral", "qwen3_moe")
@@ -235,7 +235,7 @@ def costs(config: Mapping[str, Any], plan: Plan, shape: Shape, *, lora_rank: int
         backward=elementwise(sizes([(3 * model.prologue.numel(trainable=True) * size * backprop, 1)]), size),
     )
     units = (("prologue", prologue), ("epilogue", _epilogue(d, model, plan, shape, size, device)))
-    fused = plan.frozen.tier is not Tier.DEVICE and plan.frozen.codec not in (Codec.RAW, Codec.FP32, Codec.BF16, Codec.FP16)
+    fused = plan.frozen.tier is not Tier.DEVICE and plan.frozen.codec.encoded
     block = _block_cost(d, model.blocks[0], shape, size, lora_rank=lora_rank, backprop=backprop, fused=fused)
     return Costs((*units, ("block", block)), _scratch(d, model, plan, shape, dtype, device))
 
@@ -349,11 +349,11 @@ def _scratch(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, dtype: s
         if not p.quantizable or len(p.shape) != 2:
             return False
         if p.trainable:
-            return not backprop and (plan.zo.noise != "mezo" or plan.trainable.codec in (Codec.FP8, Codec.INT8))
+            return not backprop and (plan.zo.noise != "mezo" or plan.trainable.codec.encoded)
         codec = plan.frozen.codec
-        if codec in (Codec.INT4, Codec.INT8, Codec.FP8):
+        if codec.encoded:
             return True
-        return plan.frozen.tier is not Tier.DEVICE and CODEC_DTYPE.get(codec, p.dtype) != dtype
+        return plan.frozen.tier is not Tier.DEVICE and codec.dtype_of(p.dtype) != dtype
 
     largest = max((min(DECODE_BYTES[device], p.numel * size) for p in model.blocks[0].params if lazily(p)), default=0)
     if plan.loss == "chunked" and any(lazily(p) and p.shape == (d.vocab, d.hidden) for p in epilogue_reads(model).params):
@@ -362,6 +362,6 @@ def _scratch(d: Dimensions, model: ModelSpec, plan: Plan, shape: Shape, dtype: s
         return largest
     if plan.zo.kind == "hizoo":
         largest += 2 * largest * 4 // size
-    narrow = any(p.trainable and CODEC_DTYPE.get(plan.trainable.codec, p.dtype) != "float32" for p in model.params())
+    narrow = any(p.trainable and plan.trainable.codec.dtype_of(p.dtype) != "float32" for p in model.params())
     pieces = narrow + (plan.optimizer.name != "sgd" or plan.zo.kind == "hizoo") * 2
     return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (head.buffers if plan.loss == "chunked" else 0)

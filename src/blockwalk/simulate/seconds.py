@@ -18,11 +18,10 @@ from blockwalk.plan import Estimator, Plan, Timing
 from blockwalk.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.memory import walk_kind
-from blockwalk.state import DTYPE_BYTES, Codec, ModelSpec, StateKind, Tier, UnitSpec
+from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind, Tier, UnitSpec
 from blockwalk.work import NOTHING, Work
 
 COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
-NARROW = (Codec.INT4, Codec.INT8, Codec.FP8)
 
 NO_COSTS = Costs()
 
@@ -173,7 +172,7 @@ class CostModel:
         times = 2 if op.kind is OpKind.BACKWARD and not op.keep_graph else 1
         if op.kind is OpKind.LOSS and backprop:
             times = self._token_chunks()
-        if self.plan.frozen.codec in NARROW:
+        if self.plan.frozen.codec.encoded:
             seconds += times * unit.numel(trainable=False) / hw.decode_rate
         if self.plan.estimator is Estimator.ZEROTH_ORDER and self.plan.zo.noise != "mezo":
             seconds += unit.numel(trainable=True) / hw.noise_rate
@@ -212,7 +211,7 @@ class CostModel:
 
     def _narrowed(self, rate: str, elements: float) -> float:
         codec = self.plan.trainable.codec
-        size = DTYPE_BYTES.get(str(codec), DTYPE_BYTES[self.model.dtype]) if codec is not Codec.RAW else DTYPE_BYTES[self.dtype]
+        size = 1 if codec.encoded else DTYPE_BYTES[codec.dtype_of(self.dtype)]
         bandwidth = self.hardware.memory_bandwidth / (2 * (size + 4))
         return elements / self.hardware.update_rate.get(rate, bandwidth) if size < 4 else 0.0
 

@@ -23,9 +23,9 @@ import torch
 from blockwalk import native as native_code
 from blockwalk.noise import NoiseKey, random_uint16, stochastic_round
 from blockwalk.state import Codec
-from blockwalk.tiers.layout import LARGEST_CODE, Layout
+from blockwalk.tiers.layout import Layout
+from blockwalk.tiers.matrix_codec import Rounding, matrix_codec
 
-_NATIVE_CODEC = {Codec.FP8: 0, Codec.INT8: 1, Codec.INT4: 2}
 _NATIVE_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CPU_PIECE = 1 << 18
 _CUDA_PIECE = 1 << 26
@@ -99,8 +99,10 @@ def encode_rows(
             f"{name} is {layout.rows} rows of {layout.columns}: rows {start}:{stop} of shape {tuple(rows_RD.shape)} "
             "do not fit"
         )
-    if rounding is not None and layout.codec is Codec.INT4:
-        raise ValueError("int4 is for frozen parameters: it has no stochastic rounding; choose int8, fp8, fp16 or bf16")
+    if rounding is not None and layout.groups and not layout.codec.facts.trainable:
+        raise ValueError(
+            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose int8, fp8, fp16 or bf16"
+        )
     if not rows_RD.numel():
         return buffer
     codes, scales = layout.codes(buffer), layout.scales(buffer)
@@ -113,11 +115,11 @@ def encode_rows(
         x_RD = rows_RD[a - start : b - start].contiguous()
         if check and layout.code_dtype != torch.float32:
             _check_values(x_RD, layout, a, name)
-        if layout.codec is Codec.INT4:
-            _encode_int4(x_RD.float(), scales[a:b], codes[a:b], layout)
-        elif layout.groups:
-            encode_scaled = _encode_native if native and _can_encode(rows_RD) else _encode_scaled
-            encode_scaled(x_RD.float(), scales[a:b], codes[a:b], layout.codec, rounding, origin + a * layout.columns)
+        if layout.groups:
+            draws = None if rounding is None else Rounding(rounding, origin + a * layout.columns)
+            encoded = native and _encode_native(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
+            if not encoded:
+                matrix_codec(layout.codec).encode(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
         elif rounding is not None and layout.code_dtype in (torch.bfloat16, torch.float16):
             stochastic_round(x_RD.float(), codes[a:b], rounding, origin + a * layout.columns)
         else:
@@ -152,7 +154,8 @@ def decode_rows(
     piece = max((_CUDA_PIECE if out.is_cuda else _CPU_PIECE) // max(last - first, 1), 1)
     for a in range(start, stop, piece):
         b = min(a + piece, stop)
-        _decode_torch(codes[a:b], scales[a:b], layout, first, last, out[a - start : b - start])
+        values = matrix_codec(layout.codec).decode(scales[a:b], codes[a:b], layout, first, last)
+        out[a - start : b - start].copy_(values)
     return out
 
 
@@ -175,19 +178,14 @@ def gather_rows(
         return out.copy_(codes[index])
     # index_select does not know float8: its rows are taken as bytes.
     chosen = codes.view(torch.uint8)[index].view(layout.code_dtype)
-    _decode_torch(chosen, layout.scales(buffer)[index], layout, 0, layout.columns, out)
-    return out
+    return out.copy_(matrix_codec(layout.codec).decode(layout.scales(buffer)[index], chosen, layout, 0, layout.columns))
 
 
 def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> None:
     """Refuse what the codec cannot hold; ``start`` is the number of the first row."""
     if not x_RD.dtype.is_floating_point:
         return
-    limit = 2.0**127  # fp8 and int8: scale and code are rounded, their product must not overflow
-    if layout.codec is Codec.INT4:
-        limit = 8 * torch.finfo(torch.float16).max
-    elif not layout.groups:
-        limit = torch.finfo(layout.code_dtype).max
+    limit = matrix_codec(layout.codec).limit if layout.groups else torch.finfo(layout.code_dtype).max
     low, high = (value.item() for value in torch.aminmax(x_RD))
     if -limit <= low and high <= limit:
         return
@@ -200,83 +198,19 @@ def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> 
     raise ValueError(f"{where} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or fp32 for it")
 
 
-def _encode_int4(x_RD: torch.Tensor, scales_RG: torch.Tensor, codes: torch.Tensor, layout: Layout) -> None:
-    rows, half = x_RD.shape[0], layout.group_size // 2
-    padding = layout.groups * layout.group_size - layout.columns
-    if padding:
-        x_RD = torch.nn.functional.pad(x_RD, (0, padding))
-    x_RGK = x_RD.view(rows, layout.groups, layout.group_size)
-    low_RG, high_RG = torch.aminmax(x_RGK, dim=2)
-    largest_RG = torch.where(high_RG >= -low_RG, high_RG, low_RG)
-    scales_RG.copy_(largest_RG / -8)
-    # Codes fit the scale as it is stored. A group too small for float16 has scale 0 and decodes to zeros.
-    d_RG1 = scales_RG.float().unsqueeze(2)
-    steps_RGK = x_RGK.div(torch.where(d_RG1 == 0, math.inf, d_RG1)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-    packed = steps_RGK[:, :, :half] | (steps_RGK[:, :, half:] << 4)
-    codes.copy_(packed.view(rows, layout.code_columns))
-
-
-def _encode_scaled(
-    x_RD: torch.Tensor,
-    scales_R1: torch.Tensor,
-    codes_RD: torch.Tensor,
-    codec: Codec,
-    rounding: NoiseKey | None,
-    first_element: int,
-) -> None:
-    """fp8 and int8: one scale a row."""
-    largest = LARGEST_CODE[codec]
-    low_R1, high_R1 = torch.aminmax(x_RD, dim=1, keepdim=True)
-    scales_R1.copy_(torch.maximum(high_R1, -low_R1).abs_() / largest)  # a row of −0 has the scale 0, not −0
-    steps_RD = x_RD / torch.where(scales_R1 == 0, math.inf, scales_R1)
-    if rounding is not None:
-        steps_RD = _round_stochastically(steps_RD, codec, rounding, first_element)
-    elif codec is Codec.INT8:
-        steps_RD.round_()
-    codes_RD.copy_(steps_RD.clamp_(-largest, largest))
-
-
-def _round_stochastically(steps_RD: torch.Tensor, codec: Codec, rounding: NoiseKey, first_element: int) -> torch.Tensor:
-    """``steps_RD`` on the codes' grid: whole numbers for int8, three bits after the first one for e4m3."""
-    draws = torch.empty(steps_RD.numel(), dtype=torch.int32, device=steps_RD.device)
-    random_uint16(rounding, first_element, steps_RD.numel(), draws)
-    magnitude_RD = steps_RD.abs()
-    grid_RD: torch.Tensor | float = 1.0
-    if codec is Codec.FP8:
-        # The float32 exponent, not below e4m3's least one (−6), less the three bits: a power of two, so that the
-        # divisions and products by it are exact.
-        exponent_RD = (magnitude_RD.view(torch.int32) >> 23).clamp_(min=127 - 6)
-        grid_RD = ((exponent_RD - 3) << 23).view(torch.float32)
-    units_RD = magnitude_RD / grid_RD
-    whole_RD = units_RD.floor()
-    # To the nearest 2^-16: what was decoded, a rounding off its grid, comes back as the code that it was. Truncated, one
-    # in 2^16 such elements would lose a whole step, always towards zero.
-    remainder_RD = units_RD.sub_(whole_RD).mul_(65536).round_().to(torch.int32)
-    whole_RD += remainder_RD.add_(draws.view_as(remainder_RD)) >= 65536
-    return whole_RD.mul_(grid_RD).copysign_(steps_RD)
-
-
-def _can_encode(rows_RD: torch.Tensor) -> bool:
-    return rows_RD.device.type == "cpu" and _library() is not None
-
-
 def _encode_native(
-    x_RD: torch.Tensor,
-    scales_R1: torch.Tensor,
-    codes_RD: torch.Tensor,
-    codec: Codec,
-    rounding: NoiseKey | None,
-    first_element: int,
-) -> None:
-    """:func:`_encode_scaled` by the C kernel."""
+    x_RD: torch.Tensor, scales_R1: torch.Tensor, codes_RD: torch.Tensor, layout: Layout, rounding: Rounding | None
+) -> bool:
+    """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch must."""
     library = _library()
-    assert library is not None
+    if library is None or x_RD.device.type != "cpu" or layout.codec.facts.group_sizes:
+        return False
     draws = None
     if rounding is not None:
         draws = torch.empty(x_RD.numel(), dtype=torch.uint16)
-        random_uint16(rounding, first_element, x_RD.numel(), draws)
+        random_uint16(rounding.key, rounding.first_element, x_RD.numel(), draws)
     library.blockwalk_encode(
-        _NATIVE_CODEC[codec],
+        matrix_codec(layout.codec).native,
         x_RD.data_ptr(),
         None if draws is None else draws.data_ptr(),
         scales_R1.data_ptr(),
@@ -285,21 +219,7 @@ def _encode_native(
         native_code.team(),
         min(torch.get_num_threads(), x_RD.numel() // _THREAD_ELEMENTS),
     )
-
-
-def _decode_torch(
-    codes: torch.Tensor, scales: torch.Tensor, layout: Layout, first: int, last: int, out: torch.Tensor
-) -> None:
-    """Columns ``first:last`` of the rows whose codes and scales these are."""
-    if layout.codec is not Codec.INT4:
-        out.copy_(codes[:, first:last].float().mul_(scales))
-        return
-    rows, group = codes.shape[0], layout.group_size
-    a, b = first // group, -(-last // group)
-    bytes_RGH = codes.view(rows, layout.groups, group // 2)[:, a:b]
-    nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
-    values_RGK = nibbles_RGK.float().sub_(8).mul_(scales[:, a:b].float().unsqueeze(2))
-    out.copy_(values_RGK.view(rows, (b - a) * group)[:, first - a * group : last - a * group])
+    return True
 
 
 def _decode_native(
@@ -312,7 +232,8 @@ def _decode_native(
     out: torch.Tensor,
 ) -> bool:
     """Decode with the C kernel where it can: False, and nothing written, where torch must."""
-    codec, dtype = _NATIVE_CODEC.get(layout.codec), _NATIVE_DTYPE.get(out.dtype)
+    codec = matrix_codec(layout.codec).native if layout.groups else None
+    dtype = _NATIVE_DTYPE.get(out.dtype)
     if codec is None or dtype is None or buffer.device.type != "cpu" or not out.is_contiguous():
         return False
     library = _library()
@@ -324,7 +245,7 @@ def _decode_native(
     threads = min(torch.get_num_threads(), out.numel() // _THREAD_ELEMENTS)
     library.blockwalk_decode(
         codec,
-        layout.group_size // 2 if layout.codec is Codec.INT4 else 0,
+        layout.group_size // 2 if layout.codec.facts.group_sizes else 0,
         dtype,
         address,
         address + layout.scale_bytes,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, UnitSpec
+from blockwalk.state import Codec, ModelSpec, ParamSpec, UnitSpec
 from blockwalk.tiers import codecs
 from blockwalk.tiers.layout import Layout
 from blockwalk.tiers.weights import EncodedWeight
@@ -127,7 +127,7 @@ def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) 
 
     A plain codec is written into each parameter's dtype, so that the states keep theirs.
     """
-    plain = CODEC_DTYPE.get(codec)
+    plain = codec.facts.dtype
 
     def expand(unit: UnitSpec) -> UnitSpec:
         params: list[ParamSpec] = []
@@ -135,7 +135,7 @@ def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) 
             if p.trainable:
                 params.append(replace(p, dtype=plain or p.dtype))
                 params += [
-                    ParamSpec(f"{p.name}{STATE}{state}", p.shape, CODEC_DTYPE[written_as])
+                    ParamSpec(f"{p.name}{STATE}{state}", p.shape, written_as.dtype_of("float32"))
                     for state, written_as in states.items()
                 ]
         return replace(unit, params=tuple(params))

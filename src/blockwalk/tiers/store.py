@@ -24,7 +24,7 @@ import torch
 from blockwalk import files
 from blockwalk.files import Damaged
 from blockwalk.model_folder import STORE_INDEX
-from blockwalk.state import CODEC_DTYPE, Codec
+from blockwalk.state import Codec
 from blockwalk.tiers import codecs
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.layout import FORMAT_VERSION, Layout
@@ -66,11 +66,11 @@ class StoredParam:
     @property
     def dense(self) -> bool:
         """Whether the bytes are a plain tensor's."""
-        return self.codec is Codec.RAW or self.codec in CODEC_DTYPE
+        return not self.codec.encoded
 
     def decoded_dtype(self) -> torch.dtype:
         """The dtype that it has when it is used as it lies."""
-        dtype: torch.dtype = getattr(torch, CODEC_DTYPE.get(self.codec, self.dtype))
+        dtype: torch.dtype = getattr(torch, self.codec.dtype_of(self.dtype))
         return dtype
 
     def open(self, bytes_P: torch.Tensor, group_size: int) -> torch.Tensor | Weight:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockwalk import files
-from blockwalk.state import CODEC_DTYPE, Codec, ModelSpec, ParamSpec, encoded_nbytes
+from blockwalk.state import Codec, ModelSpec, ParamSpec, encoded_nbytes
 from blockwalk.tiers import codecs
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.layout import FORMAT_VERSION
@@ -40,7 +40,7 @@ COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 
 def param_codec(param: ParamSpec, codec: Codec) -> Codec:
     """The codec that one parameter is written in: block codecs are for the quantizable, plain dtypes for all."""
-    return codec if param.quantizable or codec in CODEC_DTYPE else Codec.RAW
+    return codec if param.quantizable or not codec.encoded else Codec.RAW
 
 
 def plan_units(source: WeightSource, spec: ModelSpec, codec: Codec, group_size: int) -> tuple[StoredUnit, ...]:
