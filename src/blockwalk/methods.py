@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from blockwalk.plan import (
+    SPREAD_OVER,
     CacheSettings,
     Estimator,
     OptimizerSettings,
@@ -166,26 +167,38 @@ def method(name: str, **settings: Any) -> Plan:
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
-    row = METHODS[name]()
-    return override(row, _settled(row, _on_mesh(row, settings)))
+    row, rest = _on_mesh(METHODS[name](), settings)
+    plan = override(row, _settled(row, rest))
+    if plan.sharded and not row.sharded:
+        raise ValueError(
+            f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over ranks; choose hzp, or set"
+            f" trainable: {plan.trainable.tier} × {plan.trainable.codec}"
+        )
+    return plan
 
 
-def _on_mesh(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with the sizes of the groups that a sharded row names, once world and node are known."""
+def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The row and the settings, once world and node are known: a sharded row with the sizes of the groups that it names, or
+    the names of the sizes that are given."""
     flat = _flat(settings)
     zeroth_order = row.estimator is Estimator.ZEROTH_ORDER
     if not (row.sharded or zeroth_order) or "mesh.world" not in flat:
-        return settings
+        return row, settings
     world = int(flat["mesh.world"])
     sizes = {Group.NODE: int(flat.get("mesh.ranks_per_node", world)), Group.WORLD: world}
     mesh = {key.removeprefix("mesh."): value for key, value in flat.items() if key.startswith("mesh.")}
     mesh.setdefault("ranks_per_node", world)
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
     if zeroth_order:
-        return {**others, "mesh": _shared_passes(override(row, others), mesh)}
-    for key, placement in (("z1", row.optimizer_state), ("z2", row.gradient), ("z3", row.trainable)):
-        mesh.setdefault(key, sizes[placement.group])
-    return {**others, "mesh": mesh}
+        return row, {**others, "mesh": _shared_passes(override(row, others), mesh)}
+    groups = {}
+    for name, key in SPREAD_OVER.items():
+        placement = getattr(row, name)
+        size = int(mesh.setdefault(key, sizes[placement.group]))
+        if sizes[placement.group] != size:
+            named = next((group for group, each in sizes.items() if each == size), Group.NESTED)
+            groups[name] = replace(placement, group=named)
+    return override(row, {"mesh": mesh, **groups}), others
 
 
 def _shared_passes(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:

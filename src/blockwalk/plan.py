@@ -180,6 +180,28 @@ class Plan:
         return any(p.tier is not Tier.DEVICE or p.group is not Group.NOBODY for p in (self.frozen, self.trainable))
 
 
+SPREAD_OVER = {"optimizer_state": "z1", "gradient": "z2", "trainable": "z3", "frozen": "z3"}
+"""The size of the mesh that each kind of state is spread over, where parameters are sharded."""
+
+
+def _group_rules(plan: Plan) -> list[tuple[bool, str]]:
+    """A placement names the group that the mesh gives its kind of state; a nested group's size is the mesh's alone."""
+    mesh, rules = plan.mesh, []
+    sizes = {Group.NOBODY: 1, Group.NODE: mesh.ranks_per_node, Group.WORLD: mesh.world}
+    for kind in ("activation", *SPREAD_OVER):
+        placement: Placement = getattr(plan, kind)
+        key = SPREAD_OVER.get(kind) if plan.sharded else None
+        if key is None:
+            broken = placement.group is not Group.NOBODY
+            said = f"no group shares it here (zeroth order: see mesh.slice); set {kind}: {placement.tier} × {placement.codec}"
+        else:
+            ranks = getattr(mesh, key)
+            broken = sizes.get(placement.group, ranks) != ranks
+            said = f"mesh.{key} is {ranks} where that group has {sizes.get(placement.group)}; change one of them"
+        rules.append((broken, f"{kind} is {placement}, and {said}"))
+    return rules
+
+
 def _rules(plan: Plan) -> list[tuple[bool, str]]:
     """Every rule of validity as (is it broken?, what is wrong and which setting to change)."""
     zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
@@ -372,5 +394,6 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             mesh.world % mesh.ranks_per_node != 0,
             f"mesh.world={mesh.world} is no multiple of mesh.ranks_per_node={mesh.ranks_per_node}",
         ),
+        *_group_rules(plan),
     ]
     return rules

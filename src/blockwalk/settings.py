@@ -14,7 +14,8 @@ from blockwalk.state import Codec, Group, Placement, Tier
 
 
 def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
-    """``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings work too.
+    """``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings work too. A
+    placement whose group is left out keeps that of the plan.
 
     Raises:
         ValueError: an unknown key (with the nearest known one) or a value of the wrong type.
@@ -31,7 +32,10 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         elif isinstance(value, Mapping):
             nested.setdefault(head, {}).update(value)
         else:
-            changes[head] = coerce(key, value, get_type_hints(type(plan))[head])
+            found = coerce(key, value, get_type_hints(type(plan))[head])
+            if isinstance(found, Placement) and not isinstance(value, Placement) and len(_parts(value)) < 3:
+                found = dataclasses.replace(found, group=getattr(plan, head).group)
+            changes[head] = found
     for head, inner in nested.items():
         current = changes.get(head, getattr(plan, head))
         if not dataclasses.is_dataclass(current):
@@ -154,12 +158,16 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _placement(value: Any) -> Placement:
     if isinstance(value, Placement):
         return value
-    parts = [p.strip() for p in str(value).replace("x", "×").split("×")] if not isinstance(value, list) else value
+    parts = _parts(value)
     return Placement(
         Tier(parts[0]),
         Codec(parts[1]) if len(parts) > 1 else Codec.RAW,
         Group(parts[2]) if len(parts) > 2 else Group.NOBODY,
     )
+
+
+def _parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [p.strip() for p in str(value).replace("x", "×").split("×")]
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ from blockwalk.program import (
     used_unfetched,
 )
 from blockwalk.report.forecast import DoesNotFit, Forecast
-from blockwalk.state import ModelSpec, StateKind
+from blockwalk.state import Group, ModelSpec, StateKind
 from tests.closed_form.test_program import toy
 
 SHARDED = ("zero3", "zeropp", "mics", "fcdp", "hzp")
@@ -341,3 +343,30 @@ def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
     updated = sum(1 << op.index for op in updates)
     before = happens_before(program)
     assert not any(before[op.index] & updated for op in backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "given_settings", "said"),
+    [
+        ("fcdp", {"optimizer_state": "host × fp32 × node"}, "mesh.z1 is 4 where that group has 2"),
+        ("zero3", {"trainable": "device × raw × node"}, "mesh.z3 is 4 where that group has 2"),
+        ("hzp", {"gradient": "host × fp32 × world"}, "mesh.z2 is 2 where that group has 4"),
+        ("fcdp", {"frozen": "device × raw × nobody"}, "mesh.z3 is 2 where that group has 1"),
+        ("fcdp", {"activation": "host × raw × node"}, "no group shares it"),
+        ("distzo2", {"trainable": "host × raw × node"}, "mesh.slice"),
+        ("plain", {"optimizer_state": "host × fp32 × node", "mesh": {}}, "no group shares it"),
+        ("plain", {"trainable": "device × raw × nested", "mesh": {}}, "'plain' does not spread parameters"),
+        ("hzp", {"trainable": "device × raw × nobody", "mesh": {}}, "no group shares it"),
+    ],
+)
+def test_a_group_that_is_not_the_meshs_is_refused(name: str, given_settings: dict[str, Any], said: str) -> None:
+    """Closed form: the sizes of the groups of two nodes of two ranks."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        method(name, **{"mesh": {"world": 4, "ranks_per_node": 2}, **given_settings})
+
+
+def test_a_group_that_is_left_out_is_the_meshs() -> None:
+    """Closed form: z1 | z2 | z3 by name where they have one."""
+    plan = method("hzp", mesh={"world": 8, "ranks_per_node": 4, "z1": 8, "z2": 4, "z3": 2}, optimizer_state="disk × fp32")
+    groups = [placement.group for placement in (plan.optimizer_state, plan.gradient, plan.trainable, plan.frozen)]
+    assert groups == [Group.WORLD, Group.NODE, Group.NESTED, Group.NESTED]

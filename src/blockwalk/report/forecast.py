@@ -82,6 +82,9 @@ class Forecast:
             yield f"  ranks       {plan.mesh.world}: {_shared(plan)}"
         for row in self.rows():
             yield f"  {row.kind:<11} {row.placement!s:<24} {human_bytes(row.nbytes):>10}   {row.note}".rstrip()
+        if plan.mesh.world > 1:
+            ranks, node = plan.mesh.world, plan.mesh.ranks_per_node
+            yield f"  ranks        {ranks} on {ranks // node} node{'s' * (ranks > node)} of {node} (mesh.ranks_per_node)"
         micro = f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
         moved = ", ".join(f"{lane} {human_bytes(nbytes)}" for lane, nbytes in program.bytes_by_lane().items())
         yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
