@@ -318,6 +318,11 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             "adamw keeps two moments beside each trainable: use it with resident trainables (LoRA), or optimizer.name: sgd",
         ),
         (
+            plan.cache.threshold > 0 and plan.cache.tier != "host",
+            f"cache.threshold is {plan.cache.threshold}, for slices that would go to host memory, and cache.tier is"
+            f" {plan.cache.tier!r}; set cache.tier: host, or cache.threshold: 0",
+        ),
+        (
             not 0 <= plan.cache.threshold <= 1,
             f"cache.threshold is {plan.cache.threshold}; it is a share of the budget, from 0 to 1",
         ),

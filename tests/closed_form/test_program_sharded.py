@@ -284,6 +284,8 @@ def test_the_adaptive_cache_counts_what_ops_hold_while_they_run() -> None:
 def test_a_threshold_is_a_share() -> None:
     with pytest.raises(ValueError, match=r"cache.threshold is 1.5; it is a share of the budget, from 0 to 1"):
         on_mesh("fcdp", 2, 2, budget=10**6, **{"cache.threshold": 1.5})
+    with pytest.raises(ValueError, match=r"cache.threshold is 0.5, .* and cache.tier is 'device'; set cache.tier: host"):
+        on_mesh("zeropp", 2, 2, budget=10**6, **{"cache.threshold": 0.5})
 
 
 def _without(program: Program, dep: int) -> Program:

@@ -66,10 +66,10 @@ def report(folder: str | Path) -> str:
         chart("Tokens a second", [_curve("tokens a second", steps, "tokens_per_second")]),
         chart("Seconds a step", [_curve("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
         chart(
-            "Memory of the process, MB",
+            "Private memory of the process, which the kernel cannot drop, MB",
             [_curve("peak of each step", steps, "peak_bytes", 1e-6), *_level(steps, forecast.get("process_bytes"), 1e-6)],
         ),
-        _section("Memory by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
+        _section("Tensors by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
         chart("Bytes moved a step, MB", list(_moved(steps))),
         _section("Bytes moved in a step at the longest sequences, as foreseen", forecast.get("bytes_moved", {})),
     ]
@@ -194,7 +194,7 @@ def _summary(
         return
     yield "tokens a second", f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}"
     foreseen = f", {human_bytes(forecast['process_bytes'])} foreseen" if forecast.get("process_bytes") else ""
-    yield "peak memory", human_bytes(max(step["peak_bytes"] for step in timed)) + foreseen
+    yield "peak private memory", human_bytes(max(step["peak_bytes"] for step in timed)) + foreseen
     if forecast.get("seconds"):
         middle = sorted(step["seconds"] for step in timed)[len(timed) // 2]
         yield "seconds a step", f"{middle:.3g} in the middle, {forecast['seconds']:.3g} foreseen at the longest"

@@ -88,7 +88,7 @@ class Progress:
         now = time.perf_counter()
         if self._began is None:
             self._began = now - seconds
-        figures = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)}"
+        figures = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=figures)
         elif step % self._log_every == 0 or step == self._total:
