@@ -193,10 +193,11 @@ def main(argv: list[str] | None = None) -> int:
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    parser, by_name = _parser()
     arguments = all_arguments = list(sys.argv[1:] if argv is None else argv)
     here = launch.Place()
+    by_name = {command.name: command for command in COMMANDS}
     command = next((by_name[word] for word in arguments if word in by_name), None)
+    parser = _parser(command if "-h" in arguments or "--help" in arguments else None)
     try:
         given: list[str] = []
         if command is not None and command.takes_settings:
@@ -278,7 +279,8 @@ def _debugging() -> bool:
     return os.environ.get("BLOCKWALK_DEBUG", "") not in ("", "0")
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
+def _parser(explained: Command | None) -> argparse.ArgumentParser:
+    """The parser, with what help says of the settings of the one command that is asked for it."""
     parser = argparse.ArgumentParser(
         prog="blockwalk",
         description="Fine-tune and train language models that do not fit in memory, one block at a time.",
@@ -289,9 +291,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         epilog = None
-        if command.takes_settings:
-            names = "\n".join(f"  --{name}" for name in config.setting_names())
-            epilog = f"settings, each with a value, named as in the YAML file, which they override:\n{names}"
+        if command is explained and command.takes_settings:
+            from blockwalk import settings_help
+
+            epilog = "\n".join(settings_help.lines(command.name))
         sub = subparsers.add_parser(
             command.name,
             help=command.help,
@@ -302,7 +305,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, Command]]:
         )
         for name, details in command.options:
             sub.add_argument(name, **details)
-    return parser, {command.name: command for command in COMMANDS}
+    return parser
 
 
 def _split_settings(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -34,9 +34,13 @@ class LoraSettings:
     """Low-rank adapters (``lora.*``); see PEFT's ``LoraConfig``."""
 
     rank: int = 8
+    """Columns of A and rows of B of each adapter; its size is in proportion."""
     alpha: float = 16
+    """An adapter's answer is multiplied by alpha / rank."""
     dropout: float = 0.0
+    """The share of an adapter's inputs that training leaves out, drawn anew for each step."""
     target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer but the head."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 
@@ -57,11 +61,13 @@ class DataSettings:
     eval: str = ""
     """Held-out records in the same form; empty: no evaluation."""
     eval_limit: int = 200
-    """Records of it that a training run evaluates, spread evenly; 0: all, as ``blockwalk eval`` always does."""
+    """Records of ``data.eval`` that a training run evaluates, spread evenly; 0: all, as ``blockwalk eval`` always does."""
     subset: str = ""
-    """Of a hub data set, with the splits below."""
+    """Of a hub data set, its configuration; empty: the only one."""
     train_split: str = "train"
+    """Of a hub data set, the split that is trained on."""
     eval_split: str = "validation"
+    """Of a hub data set, the split that is evaluated on."""
     format: str = ""
     """messages, completion, classification or text; empty: what the first record looks like."""
     template: str = ""
@@ -69,6 +75,7 @@ class DataSettings:
     label_words: tuple[str, ...] = ()
     """Classification: the word of each class, in the order of the classes' numbers."""
     label_field: str = "label"
+    """Classification: the record's field that holds the class, as a number or as its word."""
     label_scores: str = "mean"
     """Classification: what label words are ranked by, in evaluation and by ``zo.objective``: the mean of the log-probabilities
     of a word's tokens (as MeZO does), or their sum."""
@@ -79,6 +86,7 @@ class DataSettings:
     padding_multiple: int = 8
     """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True
+    """Take records in an order drawn anew for each epoch; false: in the file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,7 @@ class RunConfig:
     plan: Plan = field(default_factory=lambda: method("mebp"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
-    """None (``lora: false``): all parameters are trained."""
+    """Train adapters (true, or any of the settings below); false: all parameters. Unless given, as the method needs."""
     batch_size: int = 8
     """Sequences an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
     eval_batch_size: int = 0
@@ -102,6 +110,7 @@ class RunConfig:
     max_steps: int = 0
     """Optimizer steps; 0: as many as ``epochs`` takes."""
     epochs: int = 1
+    """Times that every record is trained on, where ``max_steps`` is 0."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
@@ -109,11 +118,13 @@ class RunConfig:
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and on SIGTERM."""
     keep_checkpoints: int = 2
+    """Checkpoints that stay; older ones are removed."""
     log_every: int = 10
     """Steps between lines where standard output is no terminal."""
     start_timeout: float = 120.0
     """Seconds that a rank waits at the start for all others to come."""
     output_dir: str = "runs/blockwalk"
+    """The folder of the run: its configuration, metrics, checkpoints, and what it trained."""
     overwrite_output_dir: bool = False
     """Replace an earlier run's checkpoints, ledger and metrics; they stay in ``output_dir/replaced`` until this run's first
     checkpoint is whole."""
@@ -188,14 +199,15 @@ class RunConfig:
 
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
-_PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
+PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
+"""Settings that may be given whole (``disk × int4``) or in parts (``frozen.tier``)."""
 _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
 
 
 def setting_names() -> list[str]:
     """Every dotted name that a YAML file or a flag may set."""
     sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
-    return [*_OWN, "lora", *sections, *_PLACEMENTS, *plan_settings.setting_names()]
+    return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
 
 
 def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
@@ -228,7 +240,7 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
         if key not in known and not is_option:
             raise ValueError(f"unknown setting {key!r}{did_you_mean(key, known)}")
         for other in list(settings):  # a later whole replaces earlier parts; a later part changes an earlier placement
-            if other.startswith(f"{key}.") or (key.startswith(f"{other}.") and other not in _PLACEMENTS):
+            if other.startswith(f"{key}.") or (key.startswith(f"{other}.") and other not in PLACEMENTS):
                 del settings[other]
         settings[key] = value
 

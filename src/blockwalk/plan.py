@@ -7,6 +7,7 @@ turns a plan, a model and a shape into a :class:`~blockwalk.program.Program`.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -33,17 +34,23 @@ class OptimizerSettings:
     """The update rule and its schedule (``optimizer.*``)."""
 
     name: str = "adamw"
-    """adamw, sgd, momentum; with zeroth order also sign."""
+    """The update rule; sign with zeroth order alone."""
     learning_rate: float = 1e-4
+    """The highest that the schedule comes to; zeroth order needs far smaller ones, 1e-7 to 1e-6 for billions of parameters."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """adamw: the decay of the mean of the gradient, and of its square."""
     eps: float = 1e-8
+    """adamw: what is added to the root of the mean square."""
     momentum: float = 0.9
+    """momentum: the share of the last step's direction that is kept."""
     weight_decay: float = 0.0
+    """The share of a parameter, times the learning rate, that an update takes off (adamw), or that is added to the gradient."""
     schedule: str = "constant"
-    """constant, linear or cosine; each after ``warmup_steps``."""
+    """How the learning rate goes on after ``warmup_steps``: it stays, or falls along a line or half a cosine."""
     warmup_steps: int = 0
+    """Steps over which the learning rate climbs from 0 to its highest."""
     total_steps: int = 0
-    """Steps that the schedule spans; the run's ``max_steps`` unless given."""
+    """Steps that the schedule spans; 0: those of the run."""
     min_ratio: float = 0.0
     """The learning rate at the schedule's end, as a share of the highest."""
     max_grad_norm: float = 0.0
@@ -55,6 +62,7 @@ class UpdateSettings:
     """When updates happen and how they are rounded (``update.*``)."""
 
     timing: Timing = Timing.STEP
+    """At the block's turn of the backward walk, at the step's end, or (zeroth order) deferred to the block's next fetch."""
     flush_every: int = 1
     """Deferred updates: a block is written back every this many steps; in between, entries wait and are applied at fetch."""
     rounding: str = "stochastic"
@@ -68,6 +76,7 @@ class ZerothOrderSettings:
     kind: str = "spsa"
     """spsa (two-point, MeZO), fzoo or hizoo."""
     epsilon: float = 1e-3
+    """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times the noise."""
     queries: int = 1
     """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
     noise: str = "gaussian"
@@ -75,6 +84,7 @@ class ZerothOrderSettings:
     hessian_alpha: float = 1e-8
     """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
     hessian_codec: Codec = Codec.FP32
+    """What HiZOO's curvature is kept in: fp32, bf16 or fp16."""
     objective: str = "loss"
     """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
 
@@ -84,7 +94,7 @@ class CacheSettings:
     """Where forward-gathered parameters are kept for the backward walk (``cache.*``)."""
 
     tier: str = "none"
-    """none, device or host."""
+    """Where what the forward walk gathered is kept for the backward walk."""
     threshold: float = 0.0
     """Adaptive cache, ``tier: host``: a rank's slice of a gathered block stays on the device instead of going to the host where
     the device's use, all that time and with every op's transients, stays within this share of the budget (0 to 1)."""
@@ -109,7 +119,9 @@ class MeshSettings:
     z3: int = 1
     """Ranks that share parameters."""
     ranks_per_node: int = 1
+    """Ranks that share a machine; the launcher says how many."""
     world: int = 1
+    """All ranks; the launcher says how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +133,27 @@ class Plan:
     """
 
     method: str = "plain"
+    """The row of the table of methods that every other choice begins from; auto: the planner's best for this machine."""
     estimator: Estimator = Estimator.BACKPROP
+    """How a step gets its direction; the method's own."""
     frozen: Placement = Placement()
+    """Where parameters that are not trained live: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8, int4) and
+    group of ranks (nobody, node, nested, world)."""
     trainable: Placement = Placement()
+    """Where parameters that are trained live."""
     gradient: Placement = Placement(codec=Codec.FP32)
+    """Where gradients wait for their update."""
     optimizer_state: Placement = Placement(codec=Codec.FP32)
+    """Where the optimizer's moments live."""
     activation: Placement = Placement()
+    """Where what the backward walk needs of the forward walk lives."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     update: UpdateSettings = field(default_factory=UpdateSettings)
     zo: ZerothOrderSettings = field(default_factory=ZerothOrderSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     mesh: MeshSettings = field(default_factory=MeshSettings)
     gradient_accumulation_steps: int = 1
+    """Micro-batches that a step's batch is cut into."""
     accumulation_order: str = "micro_batch"
     """micro_batch: walk once per micro-batch; block: fetch a block once and run every micro-batch through it."""
     recompute: str = "all"
@@ -150,6 +171,7 @@ class Plan:
     compile: bool = False
     """Compile each kind of block once with torch.compile; a block's weights are then whole while it computes."""
     seed: int = 0
+    """Of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
 
     def __post_init__(self) -> None:
         for broken, message in _rules(self):
@@ -202,24 +224,29 @@ def _group_rules(plan: Plan) -> list[tuple[bool, str]]:
     return rules
 
 
+CHOICES: dict[str, tuple[str, ...]] = {
+    "accumulation_order": ("micro_batch", "block"),
+    "recompute": ("auto", "all", "none"),
+    "loss": ("chunked", "model"),
+    "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "optimizer.name": ("adamw", "sgd", "momentum", "sign"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+    "update.rounding": ("stochastic", "nearest"),
+    "zo.kind": ("spsa", "fzoo", "hizoo"),
+    "zo.noise": ("gaussian", "rademacher", "mezo"),
+    "cache.tier": ("none", "device", "host"),
+}
+"""Settings that take one of a few words, and the words."""
+
+
 def _rules(plan: Plan) -> list[tuple[bool, str]]:
     """Every rule of validity as (is it broken?, what is wrong and which setting to change)."""
     zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
     mesh, update = plan.mesh, plan.update
     rules = [
         (name not in known, f"{key} is {name!r}; it must be one of {', '.join(known)}")
-        for key, name, known in (
-            ("accumulation_order", plan.accumulation_order, ("micro_batch", "block")),
-            ("recompute", plan.recompute, ("auto", "all", "none")),
-            ("loss", plan.loss, ("chunked", "model")),
-            ("compute_dtype", plan.compute_dtype, ("auto", "float32", "bfloat16", "float16")),
-            ("optimizer.name", plan.optimizer.name, ("adamw", "sgd", "momentum", "sign")),
-            ("optimizer.schedule", plan.optimizer.schedule, ("constant", "linear", "cosine")),
-            ("update.rounding", update.rounding, ("stochastic", "nearest")),
-            ("zo.kind", plan.zo.kind, ("spsa", "fzoo", "hizoo")),
-            ("zo.noise", plan.zo.noise, ("gaussian", "rademacher", "mezo")),
-            ("cache.tier", plan.cache.tier, ("none", "device", "host")),
-        )
+        for key, known in CHOICES.items()
+        for name in [operator.attrgetter(key)(plan)]
     ]
     rules += [
         (value < 1, f"{key} is {value}; it must be at least 1")

@@ -48,7 +48,7 @@ def test_help_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for command in cli.COMMANDS:
         assert f"\n    {command.name} " in done.stdout
-    assert "--optimizer.learning_rate" in done.stdout
+    assert "--optimizer.learning_rate X\n" in done.stdout
 
 
 def test_python_m_blockwalk() -> None:

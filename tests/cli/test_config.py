@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk import config
+from blockwalk import config, settings_help
 from blockwalk.config import LoraSettings, RunConfig
 from blockwalk.methods import METHODS, method
 from blockwalk.plan import Plan
@@ -207,3 +207,29 @@ def test_compile_is_refused_and_not_ignored(name: str) -> None:
 def test_rows_that_one_rank_walks_at_once(settings: dict[str, Any], rows: int) -> None:
     """Closed form: batch / (micro-batches × ranks that cut the batch), rounded up, × label words where they are ranked."""
     assert config.from_mapping({"model": "m", **settings}).micro_batch_rows == rows
+
+
+def test_help_lists_every_setting_once_with_its_sentence() -> None:
+    """Oracle: the dataclasses' own fields, defaults and docstrings."""
+    whole = [name for name in config.setting_names() if not name.startswith(tuple(f"{p}." for p in config.PLACEMENTS))]
+    listed = [name for _, names, _ in settings_help.GROUPS for name in settings_help.settings_of(names)]
+    assert sorted(listed) == sorted(whole)
+    for name in listed:
+        form, sentence = settings_help.described(name)
+        assert form
+        assert sentence.endswith("."), name
+    text = " ".join(" ".join(settings_help.lines("train")).split())
+    assert "--data.max_length N Tokens a sequence; longer records are cut, and counted. (default: 512)" in text
+    assert "--optimizer.name adamw|sgd|momentum|sign The update rule" in text
+    assert "--update.timing block|step|deferred " in text
+    assert f"(default: {RunConfig().plan.frozen})" in text
+
+
+@pytest.mark.parametrize(("command", "reads", "leaves"), [
+    ("eval", "--data.template", "--optimizer"), ("generate", "--compute_dtype", "--data"), ("plan", "--zo.kind", "--prompt"),
+])  # fmt: skip
+def test_help_of_a_command_lists_what_it_reads(command: str, reads: str, leaves: str) -> None:
+    """Oracle: what each command asks of its configuration."""
+    text = "\n".join(settings_help.lines(command))
+    assert reads in text
+    assert leaves not in text
