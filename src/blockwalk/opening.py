@@ -65,6 +65,14 @@ def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: 
         )
 
 
+def require_weights(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError where a folder's weights do not fit its configuration's model: by names, shapes and dtypes alone."""
+    from blockwalk.skeleton import build_skeleton
+
+    source = BlockStore(path) if is_store(path) else CheckpointFolder(path, build_skeleton(path).model)
+    source.close()
+
+
 def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
     """The block store of a checkpoint folder in one of ``workdirs``, made in the last where none has it.
 

@@ -273,7 +273,7 @@ class Past:
             return
         copy_model_files(self.base, folder)
         entries = {p.name: safetensors_file.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}
-        buffers = self.source.weights(self.buffers)
+        buffers = self.source.weights(name for name in self.buffers if name in self.source.names())
         entries |= {n: safetensors_file.Entry(tuple(b.shape), b.dtype) for n, b in buffers.items()}
         files_of = dict(safetensors_file.shards(entries, SHARD_BYTES))
         values = self._values(buffers, progress)

@@ -36,7 +36,7 @@ from blockwalk.identity import weights_digest
 from blockwalk.ledger import NAME as LEDGER
 from blockwalk.ledger import Entry
 from blockwalk.metrics import COUNTED, MetricsLog, PeakMemory, peak_resident_bytes, process_bytes
-from blockwalk.opening import refuse_rounded
+from blockwalk.opening import refuse_rounded, require_weights
 from blockwalk.plan import Estimator
 from blockwalk.program import Shape, human_bytes
 from blockwalk.ranks import first
@@ -103,6 +103,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
     refuse_rounded(run.model, run.plan, run.lora)
     output_dir, device = Path(run.output_dir), "cuda" if torch.cuda.is_available() else "cpu"
     with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
+        require_weights(run.model)
         first(lambda: folder.enter_context(checkpoint.one_run(output_dir)))
         start = checkpoint.Start(
             **first(lambda: checkpoint.prepare(run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir).told())

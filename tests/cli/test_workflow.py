@@ -1,11 +1,13 @@
 """Oracle: plain ``transformers`` and PEFT, which load what the commands write and must find the same loss and accuracy."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from blockwalk import Walker, cli, method
 from blockwalk.tiers.store import BlockStore
@@ -110,6 +112,23 @@ def test_rounded_weights_are_not_what_training_starts_from(from_store: bool, tin
     Walker(model, plan, workdir=tmp_path / "work", device="cpu", training=False).close()
     arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--model", str(model), "--method", "plain"]
     assert cli.main([*arguments, "--frozen", frozen, "--lora", "false"]) == 2
+
+
+@pytest.mark.parametrize("method_name", ["mebp", "plain", "zo2"])
+def test_codes_are_refused_before_any_work(
+    method_name: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the tensor that the test stored as int8; data that are not there are not even looked for."""
+    folder, key = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
+    shutil.copytree(tiny_run.model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, key: (tensors[key] * 100).to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
+    arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--model", str(folder), "--method", method_name]
+    assert cli.main([*arguments, "--data.train", str(tmp_path / "nowhere.jsonl")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if key in line]
+    assert "model.safetensors" in line
+    assert "int8" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_parameters(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
