@@ -128,8 +128,9 @@ def prune(output_dir: Path, keep: int) -> None:
         shutil.rmtree(output_dir / REPLACED, ignore_errors=True)
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint. Its tensors are mapped from the file, not copied: do not write to them.
+def load(path: Path, *, weights: bool = True) -> Checkpoint:
+    """Read a checkpoint. Its tensors are mapped from the file, not copied: do not write to them. Without ``weights``
+    its scalars alone are read.
 
     Raises:
         Damaged: a file of it is missing, or is not as it was written.
@@ -139,7 +140,7 @@ def load(path: Path) -> Checkpoint:
 
     state, walker = _scalars(path), {}
     ledger = _mark(state)
-    if ledger is not None:
+    if ledger is not None and weights:
         with pieces.Saved(path) as saved:
             walker = {name: saved.whole(name) for name in saved.numel}
     walker |= state["walker"]

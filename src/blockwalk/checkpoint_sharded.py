@@ -21,7 +21,7 @@ import torch.distributed as dist
 from blockwalk import files, pieces
 from blockwalk.agreement import gather_json
 from blockwalk.engine import Engine
-from blockwalk.files import PARTIAL, fsync_folder
+from blockwalk.files import PARTIAL, Damaged, fsync_folder
 from blockwalk.pieces import Pieces
 from blockwalk.state import StateKind
 
@@ -100,11 +100,24 @@ class Saver:
         """Copy a checkpoint's masters and optimizer states in, whatever mesh and method saved it: the steps it had done.
 
         Raises:
+            Damaged: on every rank, what one of them found missing or changed.
             ValueError: it holds another model's tensors, or none that this run trains, or a rank does not see it.
         """
         self.wait()
         folder = Path(folder)
         self._require(folder)
+        damage = ""
+        try:
+            steps_done = self._read(folder)
+        except Damaged as error:
+            damage = str(error)
+        if problems := self._told(damage):
+            raise Damaged("; ".join(problems.values()))
+        self.engine.masters_changed()
+        return steps_done
+
+    def _read(self, folder: Path) -> int:
+        """Copy in what is this rank's: the steps that had been done."""
         own = pieces_of(self.engine)
         with pieces.Saved(folder) as saved:
             numel = {name: piece.numel for name, piece in own.items()}
@@ -113,7 +126,6 @@ class Saver:
             for name, piece in own.items():
                 for first, held in piece.held.items():
                     saved.read_into(name, first, held)
-        self.engine.masters_changed()
         return saved.steps_done
 
     def wait(self) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.blocks import CutModel
+from blockwalk.files import Damaged
 from blockwalk.methods import method
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -87,6 +88,27 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = Walker(tiny_model("llama", num_hidden_layers=2), method("plain"), device="cpu")
     with other, pytest.raises(ValueError, match="is not of this model and optimizer"):
         other.load_state(tmp_path / "one")
+
+
+def _damaged(rank: int, folder: Path) -> str:
+    """Load a checkpoint whose second file was changed after it was saved: a rank of the same mesh reads its own alone."""
+    with walker_of("zero3") as walker:
+        walker.save_state(folder / "two")
+        if rank == 0:
+            data = bytearray((folder / "two" / "rank-00001.safetensors").read_bytes())
+            data[-9] ^= 1
+            (folder / "two" / "rank-00001.safetensors").write_bytes(data)
+        dist.barrier()
+        with pytest.raises(Damaged) as refused:
+            walker.load_state(folder / "two")
+    return str(refused.value)
+
+
+def test_every_rank_hears_what_one_finds_damaged(tmp_path: Path) -> None:
+    """Oracle: the one bit that was flipped."""
+    CutModel(tiny_model("llama", tied=True, seed=3))
+    for message in run_ranks(2, _damaged, tmp_path):
+        assert "two/rank-00001.safetensors is damaged" in message
 
 
 def _blind(rank: int, folder: Path) -> str:
