@@ -92,8 +92,8 @@ class Backprop:
         self.engine = engine
         self.activations = Activations(engine.plan.activation.tier, engine.device, engine.scratch)
         self.saved: dict[tuple[int, int], SavedTensors] = {}
-        """What graphs save in file maps: of kept ones by unit and micro-batch, of recomputed ones, which follow each other,
-        under one key."""
+        """What graphs save in file maps: of kept ones by :meth:`_place`, of recomputed ones, which follow each other, under
+        one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         self.state: _State | None = None
         head = engine.cut.head
@@ -198,7 +198,7 @@ class Backprop:
     ) -> tuple[torch.Tensor, AbstractContextManager[None]]:
         """Move a block's input and the copies of its trainables to file maps where they are in none, and what its graph will
         save with them."""
-        key = (op.unit, op.micro_batch) if op.keep_graph else (0, 0)
+        key = self._place(op) if op.keep_graph else (0, 0)
         saved = self.saved.setdefault(key, SavedTensors(self.engine.scratch))
         saved.rewind()
         for leaf in trainables.values():
@@ -208,12 +208,16 @@ class Backprop:
 
     def _save(self, op: Op, state: _State) -> Callable[[], None]:
         hidden_BSD = state.hidden[op.micro_batch]
-        return lambda: self.activations.save((op.unit, op.micro_batch), hidden_BSD)
+        return lambda: self.activations.save(self._place(op), hidden_BSD)
+
+    def _place(self, op: Op) -> tuple[int, int]:
+        """The key of the buffer that a unit's activations lie in: one for each micro-batch that is alive at once. The walk
+        over one micro-batch ends before the next begins, so that all of them share one."""
+        return op.unit, op.micro_batch if self.engine.plan.accumulation_order == "block" else 0
 
     def _load(self, op: Op, state: _State) -> Callable[[], None]:
         def work() -> None:
-            key = (op.unit, op.micro_batch)
-            state.loaded[key] = self.activations.load(key)
+            state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op))
 
         return work
 
