@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -149,14 +152,18 @@ def read_sealed(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """Build a folder beside ``path``, which takes that name, synced, when the block ends well and goes when it raises.
 
+    Args:
+        replace: take the place of a folder that is there, which stays until this one is whole.
+
     Raises:
-        ValueError: ``path`` exists already, before or after the building. Nothing is ever overwritten.
+        ValueError: ``path`` exists already, before or after the building, and is not to be replaced.
     """
     path = Path(path)
-    refuse_existing(path)
+    if not replace:
+        refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
     partial.mkdir()
@@ -164,8 +171,14 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         with naming(path):
             yield partial
             fsync_tree(partial)
-        refuse_existing(path)  # os.rename would silently replace an empty folder
-        os.rename(partial, path)
+        if replace and path.exists():
+            old = _beside(path)
+            os.rename(path, old)
+            os.rename(partial, path)
+            shutil.rmtree(old)
+        else:
+            refuse_existing(path)  # os.rename would silently replace an empty folder
+            os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -207,6 +220,8 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder") from None
+            except OSError as error:
+                log.warning("%s is on a file system without locks (%s): see that no other run uses it", folder, error)
             try:
                 if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                     continue

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -458,9 +458,11 @@ class _Loop:
         if self.stopped_by is not None:
             saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
         else:
-            self.walker.save_pretrained(saved_to)
-            if self.walker.ranks.rank == 0:
-                self.tokenizer.save_pretrained(saved_to)
+            first_rank = self.walker.ranks.rank == 0  # the others bring what it writes
+            with files.atomic_folder(saved_to, replace=True) if first_rank else nullcontext(saved_to) as folder:
+                self.walker.save_pretrained(folder)
+                if first_rank:
+                    self.tokenizer.save_pretrained(folder)
         began, ended = self.metrics.first_line, self.metrics.last_line
         before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(

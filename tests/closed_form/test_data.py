@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from blockwalk import config
+from blockwalk.data import encode as data_encode
 from blockwalk.data.batching import (
     Batch,
     Batches,
@@ -214,6 +215,17 @@ def test_packing_keeps_every_token_of_long_records(tokenizer: Any, tmp_path: Pat
 def test_text_is_learnt_whole_with_its_end(tokenizer: Any) -> None:
     encoded = encode([Record({"text": "abc"}, "x")], tokenizer, max_length=9)
     assert learnt(encoded, tokenizer) == ("<s>abc</s>", "abc</s>")
+
+
+def test_texts_are_the_same_in_calls_of_any_size(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call has more characters than the limit and one text more."""
+    records = [Record({"text": "ab" * number}, "x") for number in range(1, 9)]
+    whole, calls = encode(records, tokenizer, max_length=99), []
+    monkeypatch.setattr(data_encode, "CHUNK_CHARACTERS", 10)
+    chunks = data_encode._chunks
+    monkeypatch.setattr(data_encode, "_chunks", lambda texts: (calls.append(len(c)) or c for c in chunks(texts)))
+    assert encode(records, tokenizer, max_length=99).fingerprint() == whole.fingerprint()
+    assert calls == [3, 2, 1, 1, 1]
 
 
 def test_the_first_token_of_a_row_is_not_learnt(tokenizer: Any) -> None:

@@ -46,6 +46,26 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_folder_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "old").write_text("old")
+
+    def build(fails: bool) -> None:
+        with files.atomic_folder(path, replace=True) as folder:
+            (folder / "new").write_text("new")
+            assert [p.name for p in path.iterdir()] == ["old"]
+            if fails:
+                raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        build(fails=True)
+    assert [p.name for p in path.iterdir()] == ["old"]
+    build(fails=False)
+    assert [p.name for p in path.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     """Oracle: the folder's listing after SIGKILL in the middle of a file and of a folder."""
     (tmp_path / "kept").write_text("old")

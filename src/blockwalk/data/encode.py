@@ -29,8 +29,8 @@ from blockwalk.model_folder import require_config
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
 
-CHUNK = 256
-"""Texts that are tokenised in one call."""
+CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
+"""Texts that are tokenised in one call, and their characters."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -284,6 +284,18 @@ def _common_prefix(a: str, b: str) -> int:
     return next((i for i in range(length) if a[i] != b[i]), length)
 
 
+def _chunks(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
+    """Texts by :data:`CHUNK`, and fewer where they are long: a call of the tokenizer cannot be interrupted."""
+    texts: list[_Rendered] = []
+    for item in rendered:
+        texts.append(item)
+        if len(texts) == CHUNK or sum(len(each.text) for each in texts) > CHUNK_CHARACTERS:
+            yield texts
+            texts = []
+    if texts:
+        yield texts
+
+
 def _tokenize(
     rendered: Iterable[_Rendered], tokenizer: Tokenizer, report: EncodeReport
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
@@ -296,8 +308,7 @@ def _tokenize(
     added = tokenizer("")["input_ids"]
     begin = added[:1] if added and added[0] == tokenizer.bos_token_id else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    rendered = iter(rendered)
-    while texts := list(itertools.islice(rendered, CHUNK)):
+    for texts in _chunks(rendered):
         tokens = tokenizer(
             [item.text for item in texts], add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )

@@ -92,7 +92,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     if run.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8) and not is_store(run.model):  # it is packed first
         scratch += rows["frozen"].nbytes
     needs = [(folder, kept * (trained + state) + final), (folder / checkpoint.SCRATCH, scratch)]
-    goes = [(path, _size(path)) for path in (*checkpoint.whole(folder), folder / "model", folder / "adapter")]
+    goes = [(path, _size(path)) for path in checkpoint.whole(folder)]
     goes += [(folder / checkpoint.SCRATCH, _size(folder / checkpoint.SCRATCH))]
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
