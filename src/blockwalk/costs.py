@@ -298,9 +298,10 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
     by_name = {p.name: p for p in reads.params}
     trains_head = bench.backprop and any(
-        name in by_name and by_name[name].trainable for name in (head.weight, head.bias)
+        name in by_name and by_name[name].trainable for name in (head.weight, head.bias, *(head.lora or ())[1:2])
     )
     size, wide = bench.dtype.itemsize, max(bench.dtype.itemsize, 4)
+    width = spec.hidden_size + (by_name[head.lora[0]].shape[0] if head.lora else 0)
     tokens = shape.batch * (shape.sequence - 1)
     hidden_bytes = shape.tokens * spec.hidden_size * size
     shifted = tokens * spec.hidden_size * size if shape.batch > 1 else 0
@@ -309,7 +310,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
         p.numel * size for p in reads.params if p.trainable and bench.backprop and bench.master_dtype(p) != bench.dtype
     )
     flops = (product, (3 * product if trains_head else product) if bench.backprop else 0)
-    if plan.loss != "chunked" or head.custom or head.lora is not None:
+    if plan.loss != "chunked" or head.custom:
         # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
         logits = shape.tokens * spec.vocab_size
         works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
@@ -326,7 +327,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
             seed_BSD = torch.zeros_like(normed_BSD)
             torch.autograd.grad(normed_BSD, [hidden_BSD], seed_BSD)
     cut.unbind(last)
-    sizes_ = (tokens, spec.hidden_size, spec.vocab_size, bench.dtype)
+    sizes_ = (tokens, width, spec.vocab_size, bench.dtype)
     soft_cap = head.soft_cap is not None
     done = meter.work + loss_work(
         *sizes_, soft_cap=soft_cap, device=device, gradient=bench.backprop, trains_head=trains_head
@@ -334,7 +335,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     if not bench.backprop:
         return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops, done)
     taken = loss_memory(*sizes_, soft_cap=soft_cap, device=device, trains_head=trains_head)
-    forward = kept + shifted + taken.buffers
+    forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
     at_loss = forward + taken.gradient_buffers + taken.gradient
     at_end = kept + shifted + taken.gradient + hidden_bytes
     peak = max(at_loss, at_end, meter.peak) + copies
@@ -359,7 +360,7 @@ def _scratch(bench: _Bench, device: str) -> int:
     """Bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
     any, and under zeroth order the loss's and the update's."""
     spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
-    chunked = bench.plan.loss == "chunked" and not head.custom and head.lora is None
+    chunked = bench.plan.loss == "chunked" and not head.custom
     largest = 0
     for unit in spec.units:
         for p in unit.params:

@@ -26,12 +26,12 @@ from blockwalk.compile.placement import maps_graphs
 from blockwalk.data.batching import loss_tokens, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators.lazy import unread
-from blockwalk.estimators.logits import next_logits
+from blockwalk.estimators.logits import factors, next_logits
 from blockwalk.estimators.loss import chunked_cross_entropy
 from blockwalk.lazy_parameter import LazyParameter
 from blockwalk.noise import derive_seed
 from blockwalk.program import Op, OpKind
-from blockwalk.state import StateKind
+from blockwalk.state import StateKind, Weight
 from blockwalk.tiers.scratch import Activations, SavedTensors
 from blockwalk.updates import clip_coefficient
 
@@ -96,8 +96,7 @@ class Backprop:
         one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         self.state: _State | None = None
-        head = engine.cut.head
-        self.chunked = engine.plan.loss == "chunked" and not head.custom and head.lora is None
+        self.chunked = engine.plan.loss == "chunked" and not engine.cut.head.custom
 
     def begin(
         self,
@@ -227,15 +226,18 @@ class Backprop:
             prologue, batch = state.prologues[m], state.batches[m]
             hidden_BSD = state.hidden.pop(m).detach().requires_grad_(state.training)
             trainables = engine.live(op.unit)
+
+            def vector(name: str | None) -> torch.Tensor | None:
+                return trainables[name] if name in trainables else engine.vector(name)
+
             if state.next_token:
-                head = engine.cut.head
-                weight = engine.weight(head.weight) if self.chunked else None
-                bias = engine.vector(head.bias) if self.chunked else None
-                state.logits_BV = next_logits(engine.cut, prologue, hidden_BSD, batch, weight, bias)
+                parts = (prologue, hidden_BSD, batch, engine.weight, engine.vector)
+                state.logits_BV = next_logits(engine.cut, *parts, chunked=self.chunked)
                 return
             with torch.set_grad_enabled(state.training):
                 if self.chunked:
                     normed_BSD = engine.cut.head_input(prologue, hidden_BSD, batch, self._seed(state, op))
+                    factored = factors(engine.cut.head, normed_BSD, engine.weight, vector)
                 elif state.by_row:
                     logits_BSV = engine.cut.logits(prologue, hidden_BSD, batch)
                     state.row_losses_B = row_losses(logits_BSV, batch["labels"]).double()
@@ -243,7 +245,7 @@ class Backprop:
                 else:
                     loss = engine.cut.own_loss(prologue, hidden_BSD, batch, self._seed(state, op))
             if self.chunked:
-                loss_sum, outputs, seed = self._chunked_loss(normed_BSD, batch, state)
+                loss_sum, outputs, seed = self._chunked_loss(*factored, batch, state)
             else:
                 counted = int((batch["labels"][:, 1:] != IGNORE).sum())
                 loss_sum = float(loss.detach()) * counted if counted else 0.0
@@ -262,22 +264,23 @@ class Backprop:
         return work
 
     def _chunked_loss(
-        self, normed_BSD: torch.Tensor, batch: Batch, state: _State
+        self, normed_BSD: torch.Tensor, weight: Weight, bias: torch.Tensor | None, batch: Batch, state: _State
     ) -> tuple[float, torch.Tensor, torch.Tensor | None]:
-        """The summed loss, and the gradient of the head's input; the head's own gradient goes to its accumulator."""
+        """The summed loss, and the gradient of the head's input (D wider by R with a LoRA); the head's own gradient, or that
+        of B, goes to its accumulator."""
         engine, head = self.engine, self.engine.cut.head
-        weight = engine.weight(head.weight)
+        trained = head.weight if head.lora is None else head.lora[1]
         shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
         losses_N = None if state.training else shifted_NS.new_zeros(shifted_NS.shape[0], dtype=torch.float64)
         result = chunked_cross_entropy(
             shifted_NS,
             batch["labels"][:, 1:].reshape(-1),
             weight,
-            bias=engine.vector(head.bias),
+            bias=bias,
             scale=head.scale,
             soft_cap=head.soft_cap,
             grad_scale=1.0 / state.tokens if state.training else None,
-            head_grad=engine.accumulator(head.weight) if state.training else None,
+            head_grad=engine.accumulator(trained) if state.training else None,
             bias_grad=engine.accumulator(head.bias) if state.training else None,
             losses_N=losses_N,
         )

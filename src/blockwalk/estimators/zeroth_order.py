@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine import Engine
 from blockwalk.estimators import mezo
 from blockwalk.estimators.chunks import UPDATE_ELEMENTS
-from blockwalk.estimators.logits import next_logits
+from blockwalk.estimators.logits import Matrix, Vector, factors, next_logits
 from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
 from blockwalk.estimators.objectives import Objective, ranked
 from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
@@ -64,8 +65,7 @@ class ZerothOrder:
         """Of updates to slices, which run beside the forwards."""
         self.loss_scratch = LossScratch()
         self.state: Step | None = None
-        head = engine.cut.head
-        self.chunked = self.plan.loss == "chunked" and not head.custom and head.lora is None
+        self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
         self._in_place = self._resident_parameters() if self.plan.zo.noise == "mezo" else {}
         if not self._in_place:
             self._reserve()
@@ -188,9 +188,8 @@ class ZerothOrder:
         self._bind(op.unit, perturbation)
         prologue, hidden_BSD = state.prologues.pop(key), state.hidden.pop(key)
         if state.next_token:
-            weight = self._matrix(cut.head.weight, perturbation) if self.chunked else None
-            bias = self._vector(cut.head.bias, perturbation) if self.chunked else None
-            state.logits_BV = next_logits(cut, prologue, hidden_BSD, batch, weight, bias)
+            parts = (prologue, hidden_BSD, batch, *self._readers(perturbation))
+            state.logits_BV = next_logits(cut, *parts, chunked=self.chunked)
             self._unbind(op.unit)
             return
         if state.training and self.function is not None:
@@ -215,14 +214,15 @@ class ZerothOrder:
     ) -> torch.Tensor:
         """The summed loss, float64, of the whole micro-batch or of each sequence."""
         head = self.engine.cut.head
+        normed_BSD, weight, bias = factors(head, normed_BSD, *self._readers(perturbation))
         hidden_ND = normed_BSD[:, :-1].reshape(-1, normed_BSD.shape[-1])
         losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
         result = chunked_cross_entropy(
             hidden_ND,
             labels_BS[:, 1:].reshape(-1),
-            self._matrix(head.weight, perturbation),
+            weight,
             grad_scale=None,
-            bias=self._vector(head.bias, perturbation),
+            bias=bias,
             scale=head.scale,
             soft_cap=head.soft_cap,
             losses_N=losses_N,
@@ -271,6 +271,10 @@ class ZerothOrder:
         if not perturbation.scale and cell.dense and cell.tensor.dtype == self.engine.used_as(param.name):
             return cell.tensor
         return weight if param.quantizable and len(param.shape) == 2 else weight.whole()
+
+    def _readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
+        """How the head's parameters are read."""
+        return partial(self._matrix, perturbation=perturbation), partial(self._vector, perturbation=perturbation)
 
     def _vector(self, name: str | None, perturbation: Perturbation) -> torch.Tensor | None:
         """A small parameter, whether it is trained or not."""

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from blockwalk.state import Weight
 from blockwalk.tiers.codecs import decode_rows, gather_rows
 from blockwalk.tiers.layout import Layout
 
@@ -94,6 +95,28 @@ class EncodedWeight:
 
     def _take(self, rows: int, columns: int) -> torch.Tensor:
         return (self._scratch or shared_scratch(self.device)).take(rows, columns, self.dtype)
+
+
+class JoinedWeight:
+    """Two weights of N rows side by side, [N, D + R], in the first one's dtype. Ranges are freshly allocated: both weights may
+    be made in the same scratch."""
+
+    def __init__(self, left: Weight, right: Weight) -> None:
+        self.left, self.right, self.dtype = left, right, left.dtype
+        self.shape = (left.shape[0], left.shape[1] + right.shape[1])
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        left = self.left.rows(start, stop)
+        out = left.new_empty(stop - start, self.shape[1])
+        out[:, : left.shape[1]] = left
+        out[:, left.shape[1] :] = self.right.rows(start, stop)
+        return out
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self.rows(0, self.shape[0])[:, start:stop]
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.left.gather(index), self.right.gather(index)], -1)
 
 
 class DenseWeight:
