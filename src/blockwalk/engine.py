@@ -29,6 +29,7 @@ from blockwalk.program import Op
 from blockwalk.skeleton import persistent_buffers
 from blockwalk.state import ModelSpec, ParamSpec, StateKind, Tier, Weight
 from blockwalk.tiers.scratch import ScratchMaps
+from blockwalk.tiers.store import BlockStore
 from blockwalk.tiers.weights import DenseWeight, EncodedWeight
 from blockwalk.updates import global_norm, make_rule, sum_of_squares
 
@@ -90,7 +91,9 @@ class Engine:
         self.module = module
         self.cut = CutModel(module).to(device)
         self._held = self.cut.take_parameters()
-        self.spec: ModelSpec = self.cut.spec().with_assembled(self._assembled)
+        self.spec: ModelSpec = self.cut.spec().as_stored(
+            self.source.index.group_size if isinstance(self.source, BlockStore) else 32, self._assembled
+        )
         self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}

@@ -139,6 +139,8 @@ class ParamSpec:
     assembled: bool = False
     """True where its tier does not hold it in one piece, to be read where it lies: experts stored one by one, or encoded. It
     is made at its block's turn. What a model's configuration alone tells is a guess; the source of the weights knows."""
+    group_size: int = 32
+    """Elements of a row that share a scale where its source has it in int4."""
     exact: bool = False
     """True where the model computes with it in float32 whatever the compute dtype: a router's gate, say."""
 
@@ -178,10 +180,10 @@ class UnitSpec:
     def numel(self, *, trainable: bool | None = None) -> int:
         return sum(p.numel for p in self.params if trainable is None or p.trainable == trainable)
 
-    def nbytes(self, codec: Codec = Codec.RAW, group_size: int = 32, *, trainable: bool | None = None) -> int:
+    def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
         """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
         return sum(
-            encoded_nbytes(p.shape, p.dtype, codec if p.quantizable or not codec.encoded else Codec.RAW, group_size)
+            encoded_nbytes(p.shape, p.dtype, codec if p.quantizable or not codec.encoded else Codec.RAW, p.group_size)
             for p in self.params
             if trainable is None or p.trainable == trainable
         )
@@ -212,11 +214,14 @@ class ModelSpec:
     def numel(self, *, trainable: bool | None = None) -> int:
         return sum(unit.numel(trainable=trainable) for unit in self.units)
 
-    def with_assembled(self, assembled: Callable[[str], bool]) -> ModelSpec:
-        """The same model, with what its source says of each parameter, by name."""
+    def as_stored(self, group_size: int, assembled: Callable[[str], bool] | None = None) -> ModelSpec:
+        """The same model with what its source says: the group size, and by name what is ``assembled``."""
 
         def marked(unit: UnitSpec) -> UnitSpec:
-            return replace(unit, params=tuple(replace(p, assembled=assembled(p.name)) for p in unit.params))
+            known = {p.name: p.assembled if assembled is None else assembled(p.name) for p in unit.params}
+            return replace(
+                unit, params=tuple(replace(p, assembled=known[p.name], group_size=group_size) for p in unit.params)
+            )
 
         blocks = tuple(map(marked, self.blocks))
         return replace(self, prologue=marked(self.prologue), blocks=blocks, epilogue=marked(self.epilogue))

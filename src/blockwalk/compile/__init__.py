@@ -34,7 +34,6 @@ def compile(
     costs: Costs = Costs(),
     pending: Pending = Pending(),
     device: str = "cpu",
-    group_size: int = 32,
     page_cache: int = 0,
 ) -> Program:
     """The program of one kind of step.
@@ -47,7 +46,6 @@ def compile(
         costs: transients and FLOPs of each kind of unit at this shape; without them those figures are zero.
         pending: deferred updates that this step finds.
         device: ``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied.
-        group_size: elements that share a scale in the int4 codec.
         page_cache: bytes that ``recompute: auto`` may keep in file maps instead of recomputing them (``activation: disk``).
 
     Raises:
@@ -63,16 +61,16 @@ def compile(
             plain = compile(without, model, step_kind, shape, costs=costs, pending=pending, device=device)
             keeps = kept_slices(plan, model, plain)
         builder: Builder = ShardedBuilder(
-            plan, model, device, group_size, shape, costs, dirty=dirty, differentiates_=trains, keeps=keeps
+            plan, model, device, shape, costs, dirty=dirty, differentiates_=trains, keeps=keeps
         )
     elif plan.mesh.slice > 1:
         from blockwalk.compile.slices import SliceBuilder
 
         builder = SliceBuilder(
-            plan, model, device, group_size, shape, costs, pending=pending, gathers=step_kind is not StepKind.FLUSH
+            plan, model, device, shape, costs, pending=pending, gathers=step_kind is not StepKind.FLUSH
         )
     else:
-        builder = Builder(plan, model, device, group_size, shape, costs, page_cache)
+        builder = Builder(plan, model, device, shape, costs, page_cache)
     if step_kind is StepKind.FLUSH:
         flush(builder, pending)
     elif plan.estimator is Estimator.ZEROTH_ORDER and step_kind is StepKind.TRAIN:
@@ -98,10 +96,10 @@ def _evaluate(b: Builder) -> None:
     b.walk([*turns, Turn(b.last, work(OpKind.LOSS, b.last))])
 
 
-def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu", group_size: int = 32) -> dict[Pool, int]:
+def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> dict[Pool, int]:
     """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
     if plan.sharded:
         from blockwalk.compile.sharded_layout import sharded_resident
 
         return sharded_resident(plan, model)
-    return Placements(plan, model, device, group_size).resident()
+    return Placements(plan, model, device).resident()

@@ -33,8 +33,6 @@ class Placements:
     model: ModelSpec
     device: str
     """``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied."""
-    group_size: int
-    """Elements that share a scale in the int4 codec."""
     adapters: bool = field(init=False)
     """True where the trainables of all blocks together are fewer than one block's parameters (adapters are): they stay resident
     whatever their tier, for less than a slot, instead of travelling with their blocks."""
@@ -87,16 +85,16 @@ class Placements:
         if part is StateKind.FROZEN:
             if self.plan.frozen.tier is not Tier.DISK:
                 return self.memory_bytes(unit)
-            return unit.nbytes(self.plan.frozen.codec, self.group_size, trainable=False)
+            return unit.nbytes(self.plan.frozen.codec, trainable=False)
         if self.plan.estimator is Estimator.ZEROTH_ORDER:
-            return bucket_bytes(self.plan, unit, self.group_size)
-        return unit.nbytes(self.plan.trainable.codec, self.group_size, trainable=True)
+            return bucket_bytes(self.plan, unit)
+        return unit.nbytes(self.plan.trainable.codec, trainable=True)
 
     def memory_bytes(self, unit: UnitSpec) -> int:
         """The same of the frozen ones in a slot, or where they stay: matrices encoded, experts in three dimensions whole."""
         whole = [p for p in unit.params if not p.trainable and (p.assembled or len(p.shape) > 2)]
         encoded = replace(unit, params=tuple(p for p in unit.params if p not in whole))
-        return self._whole(whole) + encoded.nbytes(self.plan.frozen.codec, self.group_size, trainable=False)
+        return self._whole(whole) + encoded.nbytes(self.plan.frozen.codec, trainable=False)
 
     def reads(self, index: int) -> UnitSpec:
         """A unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
@@ -116,7 +114,7 @@ class Placements:
                 nbytes = self.part_bytes(unit, part)
                 if self.streams(index, part):
                     own = part is StateKind.TRAINABLE and self.plan.mesh.slice > 1
-                    hold(pools[placement.tier], section_bytes(self.plan, unit, self.group_size)[0] if own else nbytes)
+                    hold(pools[placement.tier], section_bytes(self.plan, unit)[0] if own else nbytes)
                 elif placement.tier is Tier.DISK and self.mapped(part):
                     hold(Pool.MAPPED, nbytes)
                 else:
@@ -130,7 +128,7 @@ class Placements:
         tier = self.plan.optimizer_state.tier
         hold(Pool.MAPPED if tier is Tier.DISK and self.device == "cpu" else pools[tier], moments)
         if self.plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
-            masters = sum(unit.nbytes(self.plan.trainable.codec, self.group_size, trainable=True) for unit in self.model.units)
+            masters = sum(unit.nbytes(self.plan.trainable.codec, trainable=True) for unit in self.model.units)
             hold(Pool.MAPPED if self.device == "cpu" else Pool.DISK, masters + moments)
         return held
 
@@ -149,29 +147,29 @@ def bucket_states(plan: Plan) -> dict[str, tuple[Codec, float]]:
     return {**hessian, **dict.fromkeys(names, (Codec.FP32, 0.0))}
 
 
-def bucket_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> int:
+def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
     """Bytes of a unit's bucket as one process holds it: its trainables in their codec and the states beside them, aligned."""
-    weights, states = _bucket_parts(plan, unit, group_size)
+    weights, states = _bucket_parts(plan, unit)
     return weights + states
 
 
-def section_bytes(plan: Plan, unit: UnitSpec, group_size: int = 32) -> tuple[int, int]:
+def section_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     """Where ranks hold a bucket together: bytes of one's section, and of its share of the parameters, which is gathered. To
     within the padding of rows and states."""
     share, states = (
-        -(-part // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN for part in _bucket_parts(plan, unit, group_size)
+        -(-part // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN for part in _bucket_parts(plan, unit)
     )
     return share + states, share
 
 
-def _bucket_parts(plan: Plan, unit: UnitSpec, group_size: int) -> tuple[int, int]:
+def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     """Bytes of a unit's trainables in their codec, and of the states beside them, each tensor aligned."""
     codec, weights, states = plan.trainable.codec, 0, 0
     for p in unit.params:
         if p.trainable:
             written_as = codec if p.quantizable or not codec.encoded else Codec.RAW
-            weights += _aligned(encoded_nbytes(p.shape, p.dtype, written_as, group_size))
-            kept = (encoded_nbytes(p.shape, "float32", state, group_size) for state, _ in bucket_states(plan).values())
+            weights += _aligned(encoded_nbytes(p.shape, p.dtype, written_as))
+            kept = (encoded_nbytes(p.shape, "float32", state) for state, _ in bucket_states(plan).values())
             states += sum(map(_aligned, kept))
     return weights, states
 
@@ -182,7 +180,7 @@ def _aligned(nbytes: int) -> int:
 
 def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[int]:
     """The units whose trainables are fetched when their turn comes."""
-    placements = Placements(plan, model, device, 32)
+    placements = Placements(plan, model, device)
     return frozenset(unit for unit in range(len(model.units)) if placements.streams(unit, StateKind.TRAINABLE))
 
 

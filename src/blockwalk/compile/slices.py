@@ -33,7 +33,7 @@ class SliceBuilder(Builder):
         if part is not StateKind.TRAINABLE:
             return Builder._fetch(self, unit, part, slot, after)
         ranks = self.plan.mesh.slice
-        own, share = section_bytes(self.plan, self.model.units[unit], self.group_size)
+        own, share = section_bytes(self.plan, self.model.units[unit])
         done = self.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=own, slot=slot)
         if self.pending.entries:
             done = self.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=self.pending.entries)
@@ -49,6 +49,6 @@ class SliceBuilder(Builder):
         """The bucket; with scales a row the stage beside it; with states the section."""
         if part is not StateKind.TRAINABLE:
             return Builder.slot_part(self, unit, part)
-        section, share = section_bytes(self.plan, unit, self.group_size)
+        section, share = section_bytes(self.plan, unit)
         scaled = self.plan.trainable.codec.encoded
         return self.plan.mesh.slice * share * (2 if scaled else 1) + (section if section > share else 0)

@@ -47,7 +47,7 @@ class Forecast:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
         plan, model = self.plan, self.model
         frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
-        stays = Placements(plan, model, self.device, 32).stays
+        stays = Placements(plan, model, self.device).stays
         trainable = replace(plan.trainable, tier=Tier.DEVICE) if stays else plan.trainable
         small = f", fewer than a block's: they stay there, not on the {plan.trainable.tier}" if stays else ""
         rows = [
@@ -138,13 +138,14 @@ def model_spec(run: RunConfig) -> ModelSpec:
     """The model of a run as the walk will see it, adapters included; built without weights."""
     from blockwalk.blocks import CutModel
     from blockwalk.skeleton import build_skeleton
+    from blockwalk.tiers.store import is_store, read_index
 
     model = build_skeleton(run.model).model
     if run.lora is not None:
         from blockwalk.adapters import adapt
 
         model = adapt(model, run.lora)
-    return CutModel(model).spec()
+    return CutModel(model).spec().as_stored(read_index(run.model).group_size if is_store(run.model) else 32)
 
 
 def _when(plan: Plan) -> str:
