@@ -162,8 +162,8 @@ class Plan:
     prefetch: int = 1
     """Blocks fetched ahead of the one that computes; slots are one more."""
     compute_dtype: str = "auto"
-    """float32, bfloat16, or with zeroth order float16; auto takes the checkpoint's own, for backpropagation of a float16
-    checkpoint bfloat16."""
+    """float32, bfloat16, or with zeroth order float16 (fp32, bf16 and fp16 for short); auto takes the checkpoint's own, for
+    backpropagation of a float16 checkpoint bfloat16."""
     loss: str = "chunked"
     """chunked: cross-entropy over vocabulary chunks; model: the model's own loss."""
     budget: int | None = None
@@ -174,6 +174,8 @@ class Plan:
     """Of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
 
     def __post_init__(self) -> None:
+        short = {str(codec): name for codec, name in CODEC_DTYPE.items()}
+        object.__setattr__(self, "compute_dtype", short.get(self.compute_dtype, self.compute_dtype))
         for broken, message in _rules(self):
             if broken:
                 raise ValueError(f"plan {self.method!r}: {message}")

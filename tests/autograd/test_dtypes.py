@@ -126,3 +126,9 @@ def test_what_transformers_keeps_in_float32_is_computed_in_float32(plan: dict[st
         assert walker.evaluate(batch).loss == pytest.approx(expected, rel=error)
         assert {p.name for p in walker.spec.params() if p.exact} == kept
         walker.step(batch)
+
+
+@pytest.mark.parametrize(("short", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_short_names_of_dtypes_are_those_of_codecs(short: str, name: str) -> None:
+    """Oracle: the plan under the long name."""
+    assert method("mezo", compute_dtype=short) == method("mezo", compute_dtype=name)
