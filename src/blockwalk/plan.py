@@ -174,7 +174,7 @@ class Plan:
     """Of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
 
     def __post_init__(self) -> None:
-        short = {str(codec): name for codec, name in CODEC_DTYPE.items()}
+        short = {str(codec): codec.facts.dtype for codec in Codec if codec.facts.dtype}
         object.__setattr__(self, "compute_dtype", short.get(self.compute_dtype, self.compute_dtype))
         for broken, message in _rules(self):
             if broken:
