@@ -30,10 +30,9 @@ def generate(
     """Continue prompts; see :meth:`blockwalk.walker.Walker.generate`."""
     from transformers import DynamicCache
 
-    if input_ids_BS.ndim != 2 or not input_ids_BS.numel():
-        raise ValueError(
-            f"input_ids must be [batch, sequence] with at least one token, not {tuple(input_ids_BS.shape)}"
-        )
+    shape = tuple(input_ids_BS.shape) if isinstance(input_ids_BS, torch.Tensor) else type(input_ids_BS).__name__
+    if len(shape) != 2 or 0 in shape or isinstance(shape, str):
+        raise ValueError(f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}")
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1 and 0")
     module: Any = walker.engine.module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, get_type_hints
@@ -144,6 +145,12 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
 
 
+def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
+    """Names with commas between them are a list, as in every other setting; a pattern stays one text."""
+    several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
+    return _texts(value) if several else str(value)
+
+
 def _pair(value: Any) -> tuple[float, float]:
     first, second = map(_number, value.split(",") if isinstance(value, str) else value)
     return first, second
@@ -179,7 +186,7 @@ _READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     int | None: ("a size, such as 18GB, 512MiB or a number of bytes", lambda v: None if v in (None, "") else parse_bytes(v)),
     tuple[float, float]: ("two numbers, such as [0.9, 0.95]", _pair),
     tuple[str, ...]: ("a list of texts, such as [yes, no]", _texts),
-    str | tuple[str, ...]: ("a text, or a list of texts", lambda v: v if isinstance(v, str) else _texts(v)),
+    str | tuple[str, ...]: ("a text, or a list of texts", _pattern_or_texts),
     Mapping[str, Any]: ("a mapping", _mapping),
     Placement: (f"tier × codec × group: {', '.join(Tier)}; {', '.join(Codec)}; {', '.join(Group)}", _placement),
 }

@@ -277,7 +277,7 @@ class Walker:
     def label_losses(self, batch: Batch) -> torch.Tensor:
         """The loss summed over the labels of each sequence, float64 [B] on the CPU, in evaluation mode: what label words are
         ranked by. Ranks share the sequences as in :meth:`evaluate`."""
-        rows = batch["input_ids"].shape[0]
+        rows = len(batch["input_ids"])
         return torch.tensor(self._evaluated(batch, by_row=True)[:rows], dtype=torch.float64)
 
     def _evaluated(self, batch: Batch, **options: bool) -> list[float]:

@@ -113,6 +113,14 @@ def test_what_is_wrong_is_said(setting: dict[Any, Any], message: str) -> None:
         config.from_mapping(setting)
 
 
+def test_module_names_with_commas_are_a_list_and_a_pattern_is_one_text() -> None:
+    """Oracle: PEFT's own reading: a list holds names, one text is a regular expression."""
+    for text, modules in (("q_proj, v_proj", ("q_proj", "v_proj")), (r".*\.[0-9]{1,2}\..*q_proj", r".*\.[0-9]{1,2}\..*q_proj")):
+        run = config.from_mapping({}, config.parse_flags(["--lora.target_modules", text]))
+        assert run.lora is not None
+        assert run.lora.target_modules == modules
+
+
 @pytest.mark.parametrize("word", ["true", "yes", "on", "1", "false", "no", "off", "0"])
 def test_every_switch_reads_the_same_words(word: str) -> None:
     """Oracle: the words themselves; of the run's switches and of the plan's, as flags and as YAML 1.2 has them."""

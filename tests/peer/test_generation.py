@@ -42,6 +42,8 @@ def test_stop_ids_and_sampling() -> None:
         assert walker.generate(prompt_BS, 6, temperature=1e-6)[0].tolist() == greedy, "cold draws are greedy"
         with pytest.raises(ValueError, match="at least one token"):
             walker.generate(prompt_BS[:, :0], 1)
+        with pytest.raises(ValueError, match=r"must be a tensor .*, not list"):
+            walker.generate([[5, 6]], 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
