@@ -221,7 +221,7 @@ def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> 
         return from_mapping({}, overrides)
     try:
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")

@@ -13,6 +13,7 @@ from blockwalk import config, settings_help
 from blockwalk.config import LoraSettings, RunConfig
 from blockwalk.methods import METHODS, method
 from blockwalk.plan import Plan
+from blockwalk.simulate import hardware
 from blockwalk.state import Codec, Placement, Tier
 
 EXAMPLE = """
@@ -141,6 +142,15 @@ def test_every_switch_reads_the_same_words(word: str) -> None:
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config.load(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("load", [config.load, hardware.load])
+@pytest.mark.parametrize("data", [b"a: [", b"a: \xa3\x00"])
+def test_a_file_that_cannot_be_read_is_named(load: Any, data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"broken\.yaml is not valid YAML"):
+        load(path)
 
 
 @pytest.mark.parametrize(

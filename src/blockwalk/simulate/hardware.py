@@ -186,7 +186,10 @@ def load(name_or_path: str | Path) -> Hardware:
         known = names()
         raise ValueError(f"unknown hardware {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)}; a file, or one"
                          f" of {', '.join(known)}")  # fmt: skip
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no mapping of figures")
     known = [f.name for f in dataclasses.fields(Hardware)]
