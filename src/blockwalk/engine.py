@@ -51,7 +51,8 @@ class Engine:
         plan: where each kind of state lives.
         lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
         device: where blocks compute; CUDA if there is one unless given.
-        workdir: a folder for scratch maps and packed stores; a temporary one unless given.
+        workdir: a folder for scratch maps.
+        packs: a folder for packed stores, which ranks may share; ``workdir`` unless given.
         run: names the store of a zeroth-order run's weights in ``workdir``; one that is there is taken up. Without a name
             it goes when the engine is closed.
 
@@ -70,6 +71,7 @@ class Engine:
         lora: LoraSettings | str | os.PathLike[str] | None,
         device: torch.device,
         workdir: Path,
+        packs: Path | None = None,
         run: str = "",
         training: bool = True,
         slices: SliceGroup | None = None,
@@ -81,7 +83,7 @@ class Engine:
         self.join()
         self.scratch = ScratchMaps(workdir)
         self.source: WeightSource | None = None
-        module, self.source, self.compute_dtype = open_model(model, plan, workdir)
+        module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs or workdir)
         if lora is not None:
             from blockwalk.adapters import adapt
 

@@ -3,9 +3,12 @@ is, one that is packed first, or a model in memory."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,26 +83,36 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
         ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too full.
     """
     source = CheckpointFolder(path, model)
+    name = f"{path.resolve().name}-{codec}"
+    stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
     try:
-        name = f"{path.resolve().name}-{codec}"
-        stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
-        if (there := next(filter(_is_undamaged, stores), None)) is not None:
-            return there
-        log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
-        from blockwalk.blocks import CutModel
-        from blockwalk.tiers.store_writer import write_store
+        with _alone(workdirs[-1]):
+            if (there := next(filter(_is_undamaged, stores), None)) is not None:
+                return there
+            log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
+            from blockwalk.blocks import CutModel
+            from blockwalk.tiers.store_writer import write_store
 
-        for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-            shutil.rmtree(other)
-        workdirs[-1].mkdir(parents=True, exist_ok=True)
-        try:
+            for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
+                shutil.rmtree(other)
             write_store(stores[-1], source, CutModel(model).spec(), codec, copy_from=path)
-        except ValueError:
-            if not is_store(stores[-1]):  # another process was faster
-                raise
-        return stores[-1]
+            return stores[-1]
     finally:
         source.close()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The time in which no other process packs into a folder. The first of the ranks that share it packs, and the others wait
+    for as long as that one lives; where it dies, the kernel lets the next one go on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".packing").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            log.info("another process packs into %s: waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _is_undamaged(packed: Path) -> bool:
@@ -119,7 +132,7 @@ def _is_undamaged(packed: Path) -> bool:
 
 
 def open_model(
-    model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path
+    model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path, packs: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
     """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype.
 
@@ -152,7 +165,7 @@ def open_model(
         stored = config.dtype or torch.float32
         dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype, cls)
-    source = open_source(path, plan.frozen.codec, skeleton.model, workdir)
+    source = open_source(path, plan.frozen.codec, skeleton.model, packs)
     _fill_buffers(skeleton, source)
     if not hasattr(model, "peft_config"):
         return skeleton.model, source, dtype

@@ -17,7 +17,7 @@ from torch import nn
 
 from blockwalk import generation
 from blockwalk.adapters import as_lora
-from blockwalk.agreement import facts_of, require_agreement, versions, weights_digest
+from blockwalk.agreement import facts_of, gather_json, require_agreement, versions, weights_digest
 from blockwalk.compile import Costs, Pending, compile
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine import engine_class
@@ -124,7 +124,10 @@ class Walker:
         self._begins_watch = plan.mesh.world > 1 and Watch.current is None
         self._watch = begin_watch(plan.mesh) if self._begins_watch else Watch.current
         self.ranks = make_ranks(plan, self.device)
+        packs = folder
         if self.ranks.world > 1:
+            first = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
+            packs = Path(gather_json(os.path.abspath(folder))[first])  # the ranks of a node pack once
             folder = folder / f"rank-{self.ranks.rank}"
             digests = {"the model's weights": weights_digest(model)}
             if isinstance(lora, str | os.PathLike):
@@ -133,7 +136,7 @@ class Walker:
         run = self.ranks.first(lambda: run_of(ledger))
         place: dict[str, Any] = {"slices": self.ranks} if zeroth_order else {}
         self.engine = engine_class(plan)(
-            model, plan, lora=lora, device=self.device, workdir=folder, run=run, training=training, **place
+            model, plan, lora=lora, device=self.device, workdir=folder, packs=packs, run=run, training=training, **place
         )
         if self.ranks.world > 1 and zeroth_order:
             require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})

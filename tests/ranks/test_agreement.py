@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk import train
+from blockwalk import opening, train
+from blockwalk.config import LoraSettings
 from blockwalk.methods import method
+from blockwalk.skeleton import build_skeleton
+from blockwalk.state import Codec
 from blockwalk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
@@ -126,3 +132,38 @@ def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
             "mesh.ranks_per_node is 4 (mesh.world unless given), and 2 ranks were started on this node; set"
             " mesh.ranks_per_node: 2"
         )
+
+
+def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
+    """Open a model whose weights are packed: whether this rank wrote a store."""
+    from blockwalk.tiers import store_writer
+
+    wrote: list[bool] = []
+    write_store = store_writer.write_store
+
+    def counted(*args: Any, **options: Any) -> Any:
+        wrote.append(True)
+        time.sleep(0.3)
+        if dies and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write_store(*args, **options)
+
+    store_writer.write_store = counted  # type: ignore[assignment]
+    if dies:  # its neighbour is not there to meet
+        opening.packed(model, Codec.INT4, build_skeleton(model).model, folder)
+        os._exit(0)
+    plan = _plan("fcdp", {"frozen": "device × int4"})
+    Walker(model, plan, lora=LoraSettings(rank=2), workdir=folder).close()
+    return bool(wrote)
+
+
+def test_the_ranks_of_a_node_pack_once(tmp_path: Path) -> None:
+    """Closed form: one of two ranks writes the store, and there is one; the next takes over from a packer that is killed."""
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    assert sorted(run_ranks(2, _packing, model, tmp_path / "run", False)) == [False, True]
+    assert len(list((tmp_path / "run").rglob("model-int4-*"))) == 1
+    codes = run_ranks(2, _packing, model, tmp_path / "again", True, may_die=True)
+    assert sorted(codes) == [-signal.SIGKILL, 0]
+    assert len(list((tmp_path / "again").rglob("model-int4-*"))) == 1
