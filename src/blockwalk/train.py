@@ -402,13 +402,13 @@ class _Loop:
         def watch(done: int) -> None:
             show(done)
             if self._agreed(stop, heard=False):
-                raise InterruptedError
+                raise _Interrupted
 
         began = time.perf_counter()
         try:
             with progress.evaluating(len(self.held_out.rows)) as show:
                 found = self.held_out.evaluate(self.walker, watch)
-        except InterruptedError:
+        except _Interrupted:
             return
         seconds = time.perf_counter() - began
         if self.walker.ranks.rank == 0:
@@ -501,6 +501,10 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.signal = signal.Signals(number)
+
+
+class _Interrupted(Exception):
+    """A signal came while held-out records were evaluated."""
 
 
 @dataclass(slots=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import signal
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 
 from blockwalk import cli
 from blockwalk.report import html
+from blockwalk.simulate import trace
 
 
 class Page(HTMLParser):
@@ -73,6 +77,31 @@ def test_the_command_writes_it_beside_the_run(run: Path, capsys: pytest.CaptureF
     assert (run / "report.html").read_text(encoding="utf-8") == html.report(run)
     assert cli.main(["report", str(run.parent)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_trace_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    """Oracle: the kernel, which lets no file of the child's grow beyond 50 bytes."""
+    path = tmp_path / "trace.json"
+    trace.write(path, [])
+    before = path.read_bytes()
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
+        try:
+            trace.write(path, [{"name": "FORWARD block 1", "ts": 0, "dur": 5}])
+        except OSError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert path.read_bytes() == before
+
+
+def test_lines_that_only_a_ledger_has_are_drawn_too(run: Path) -> None:
+    """A kill came before what was measured of a step was written."""
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in (1, 2):
+            print(json.dumps({"step": step, "loss": 4 / step, "learning_rate": 1e-4, "tokens": 64}), file=file)
+    assert "4.0000 → 2.0000" in html.report(run)
 
 
 def test_chromium_draws_it(run: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from blockwalk import files
 from blockwalk.program import Lane, Op, Program
 
 Timed = tuple[Op, float, float]
@@ -50,5 +51,5 @@ def name(program: Program, op: Op) -> str:
 
 
 def write(path: str | Path, found: Sequence[dict[str, Any]]) -> None:
-    """Write events as one JSON file."""
-    Path(path).write_text(json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"}), encoding="utf-8")
+    """Write events as one JSON file, which is whole or not there."""
+    files.write_bytes(path, json.dumps({"traceEvents": list(found), "displayTimeUnit": "ms"}).encode())
