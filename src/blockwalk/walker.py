@@ -19,6 +19,7 @@ from blockwalk import generation
 from blockwalk.adapters import as_lora
 from blockwalk.agreement import facts_of, gather_json, require_agreement, versions, weights_digest
 from blockwalk.compile import Costs, Pending, compile
+from blockwalk.compile.placement import maps_graphs
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine import engine_class
 from blockwalk.estimators.backprop import Backprop
@@ -33,7 +34,6 @@ from blockwalk.program import Lane, Op, OpKind, Program, Shape, StepKind
 from blockwalk.ranks import make_ranks
 from blockwalk.replay import header, run_of
 from blockwalk.schedules import make_schedule
-from blockwalk.state import Tier
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -357,7 +357,7 @@ class Walker:
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
         (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
         """
-        graphs = self.plan.recompute == "auto" and self.plan.activation.tier is not Tier.DISK
+        graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device.type)
         spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
         costs = self.costs(shape) if training and (foresee or spends) else Costs()

@@ -154,17 +154,20 @@ def test_flush_every_divides_the_bytes_stored() -> None:
 
 
 def test_auto_recompute_keeps_what_the_budget_holds() -> None:
-    """Closed form: resident bytes + the worst transient + saved × kept blocks ≤ budget."""
+    """Closed form: resident bytes + the worst transient, of which the last block's own graph is a part, + saved × the other
+    kept blocks ≤ budget; where not even one graph fits, none is kept."""
     model = toy(8, lora=True, tied=True)
     cost = UnitCost(forward_transient=1000, backward_transient=9000, saved=5000)
     costs = Costs((("block", cost),))
     held = resident(method("mebp"), model).get(Pool.DEVICE, 0)
-    for kept in (0, 1, 3, 8):
-        plan = method("mebp", activation="host", budget=held + 9000 + 5000 * kept + 100)
+    for kept in (1, 2, 4, 8):
+        plan = method("mebp", activation="host", budget=held + 9000 + 5000 * (kept - 1) + 100)
         program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), costs=costs)
         assert sum(op.keep_graph for op in program.ops if op.kind is OpKind.FORWARD) == kept
         assert over_budget(program, plan.budget) == []
         assert over_budget(program, held + 8999)
+    too_small = method("mebp", activation="host", budget=held + 8999)
+    assert not any(op.keep_graph for op in compile(too_small, model, StepKind.TRAIN, Shape(1, 8), costs=costs).ops)
 
 
 def test_auto_recompute_keeps_in_file_maps_what_the_page_cache_holds() -> None:
@@ -222,3 +225,47 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
         assert ("they stay there, not on the host" in rows["trainable"].note) == stays
         assert rows["optimizer"].placement == Placement(tier, Codec.FP32)
         assert rows["optimizer"].nbytes == 4 * trained
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(["plain", "mebp", "zero3", "fcdp"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+    layers=st.integers(1, 8),
+    micro_batches=st.integers(1, 3),
+    order=st.sampled_from(["micro_batch", "block"]),
+    activation=st.sampled_from(["device", "host", "disk"]),
+    prefetch=st.integers(0, 2),
+    room=st.floats(1.0, 2.0),
+    costs=st.tuples(*[st.integers(0, 300_000)] * 4),
+)
+def test_graphs_that_a_budget_is_spent_on_leave_a_plan_that_fits(
+    name: str,
+    device: str,
+    layers: int,
+    micro_batches: int,
+    order: str,
+    activation: str,
+    prefetch: int,
+    room: float,
+    costs: tuple[int, ...],
+) -> None:
+    """Closed form: whatever fits with every block recomputed fits with ``recompute: auto``, and where every graph would fit
+    all are kept."""
+    mesh = {"mesh": {"world": 4, "ranks_per_node": 2}} if name in ("zero3", "fcdp") else {}
+    more = {"gradient_accumulation_steps": micro_batches, "accumulation_order": order, "activation": activation}
+    plan = method(name, prefetch=prefetch, **more, **mesh)
+    model, shape = toy(layers, lora=name == "mebp", tied=False), Shape(2, 16)
+    block = UnitCost(costs[0], costs[1] + costs[0], saved=costs[0])
+    known = Costs((("prologue", UnitCost(costs[2])), ("block", block), ("epilogue", UnitCost(0, costs[3]))))
+
+    def peak(**changes: object) -> tuple[int, int]:
+        program = compile(dataclasses.replace(plan, **changes), model, StepKind.TRAIN, shape, costs=known, device=device)
+        return program.peaks()[Pool.DEVICE], sum(op.keep_graph for op in program.ops)
+
+    least, _ = peak(recompute="all", budget=None)
+    budget = int(room * least)
+    found, kept = peak(recompute="auto", budget=budget)
+    assert found <= budget
+    most, every = peak(recompute="none", budget=None)
+    assert kept == every or most > budget or (device == "cpu" and activation == "disk")

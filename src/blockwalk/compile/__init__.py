@@ -15,10 +15,10 @@ from functools import lru_cache
 from blockwalk.compile.backprop import backprop
 from blockwalk.compile.builder import Builder, Turn
 from blockwalk.compile.inputs import Costs, Pending, UnitCost
-from blockwalk.compile.placement import Placements
+from blockwalk.compile.placement import Placements, maps_graphs
 from blockwalk.compile.zeroth_order import flush, zeroth_order
 from blockwalk.plan import Estimator, Plan
-from blockwalk.program import Lane, OpKind, Pool, Program, Shape, StepKind, check
+from blockwalk.program import Lane, OpKind, Pool, Program, Shape, StepKind, check, over_budget
 from blockwalk.state import ModelSpec, StateKind
 
 __all__ = ["Costs", "Pending", "UnitCost", "compile", "resident"]
@@ -51,6 +51,32 @@ def compile(
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program` does not hold.
     """
+
+    def lowered(graphs: int) -> Program:
+        return _lowered(plan, model, step_kind, shape, costs, pending, device, page_cache, graphs)
+
+    fewest = most = len(model.blocks)
+    trains = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+    if trains and plan.recompute == "auto" and plan.budget is not None and not maps_graphs(plan, device):
+        fewest = 0
+    while fewest < most:  # the most graphs with which the whole program stays within the budget
+        middle = (fewest + most + 1) // 2
+        fewest, most = (fewest, middle - 1) if over_budget(lowered(middle), plan.budget) else (middle, most)
+    return lowered(fewest)
+
+
+def _lowered(
+    plan: Plan,
+    model: ModelSpec,
+    step_kind: StepKind,
+    shape: Shape,
+    costs: Costs,
+    pending: Pending,
+    device: str,
+    page_cache: int,
+    graphs: int,
+) -> Program:
+    """The program in which at most so many of the last blocks keep their graphs."""
     if plan.sharded:
         from blockwalk.compile.sharded import ShardedBuilder, adapts, kept_slices
 
@@ -58,7 +84,7 @@ def compile(
         dirty, keeps = set(pending.dirty), frozenset[tuple[int, StateKind]]()
         if trains and adapts(plan):
             without = replace(plan, cache=replace(plan.cache, threshold=0.0))
-            plain = compile(without, model, step_kind, shape, costs=costs, pending=pending, device=device)
+            plain = _lowered(without, model, step_kind, shape, costs, pending, device, page_cache, graphs)
             keeps = kept_slices(plan, model, plain)
         builder: Builder = ShardedBuilder(
             plan, model, device, shape, costs, dirty=dirty, differentiates_=trains, keeps=keeps
@@ -78,7 +104,7 @@ def compile(
     elif step_kind is StepKind.EVALUATE:
         _evaluate(builder)
     else:
-        backprop(builder, update=step_kind is StepKind.TRAIN)
+        backprop(builder, update=step_kind is StepKind.TRAIN, graphs=graphs)
     return check(builder.program(step_kind))
 
 

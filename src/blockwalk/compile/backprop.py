@@ -12,13 +12,14 @@ from blockwalk.program import Lane, OpKind, Pool
 from blockwalk.state import DTYPE_BYTES, StateKind
 
 
-def backprop(b: Builder, *, update: bool) -> None:
-    """Forward without graph, storing each block's input; then backwards, one block's graph at a time."""
+def backprop(b: Builder, *, update: bool, graphs: int) -> None:
+    """Forward without graph, storing each block's input; then backwards, one block's graph at a time. At most the last
+    ``graphs`` blocks keep theirs."""
     plan, last = b.plan, b.last
     blocks = range(1, last)
     micro_batches = range(plan.gradient_accumulation_steps)
     groups = [[m] for m in micro_batches] if plan.accumulation_order == "micro_batch" else [list(micro_batches)]
-    keep = _kept_graphs(b)
+    keep = _kept_graphs(b, graphs)
     graph_pool = Pool.MAPPED if b.maps_graphs else Pool.DEVICE
     at_turn = update and plan.update.timing is Timing.BLOCK
     hidden_bytes = b.hidden_bytes
@@ -198,33 +199,26 @@ def _finish(
     return [*reduced, update, *store(b, unit, [update])]
 
 
-def _kept_graphs(b: Builder) -> frozenset[int]:
-    """The blocks whose activations stay between forward and backward, on the device or in file maps.
+def _kept_graphs(b: Builder, graphs: int) -> frozenset[int]:
+    """The blocks whose activations stay between forward and backward, on the device or in file maps: at most the last
+    ``graphs``.
 
-    ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps as many of the last blocks as the budget holds, or of
-    file maps as the page cache does. A graph refers to its weights, so only resident or mapped ones can be kept, and of
+    ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps those of as many of the last blocks as the budget holds
+    (``graphs``), or the page cache. A graph refers to its weights, so only resident or mapped ones can be kept, and of
     those in slots just the last block.
     """
     plan, blocks = b.plan, range(1, b.last)
     if plan.recompute == "all" or (plan.recompute == "auto" and plan.budget is None and not b.maps_graphs):
         return frozenset()
     groups = plan.gradient_accumulation_steps if plan.accumulation_order == "block" else 1
-    room = None
-    if plan.recompute == "auto" and b.maps_graphs:
-        room = b.page_cache
-    elif plan.recompute == "auto":
-        assert plan.budget is not None
-        held = b.resident().get(Pool.DEVICE, 0)
-        worst = max((cost.backward_transient for _, cost in b.costs.units), default=0)
-        room = plan.budget - held - worst
+    room = b.page_cache if plan.recompute == "auto" and b.maps_graphs else None
     kept: set[int] = set()
-    for i in reversed(blocks):
+    for i in reversed(blocks[len(blocks) - graphs :]):
         in_slot = b.assembled_bytes(i) > 0 or any(not b.mapped(part) for part in b.parts(i))
         if in_slot and kept and not b.graphs_outlive_slots:
             break
         if room is not None:
-            saved = _graph_bytes(b, i) if b.maps_graphs else b.costs.of(b.model.units[i].kind).saved
-            room -= groups * saved
+            room -= groups * _graph_bytes(b, i)
             if room < 0:
                 break
         kept.add(i)
