@@ -117,6 +117,25 @@ def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Pa
         assert float((found[key] - value).norm()) <= 1e-4 * float(value.norm()), key
 
 
+@pytest.mark.parametrize("name", ["fcdp", "distzo2"])
+def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(name: str, tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: a run that nobody disturbed, bit for bit. One bit of the last file of the newest checkpoint is another."""
+    rate = "3e-3" if name == "fcdp" else "1e-5"
+    common = ["--method", name, "--save_every", "2", "--optimizer.learning_rate", rate, "--optimizer.schedule", "constant"]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    run_ranks(2, _trained, 2, [*tiny_run.arguments(whole), *common, "--max_steps", "6"], 0)
+    half_way = [*tiny_run.arguments(half), *common]
+    run_ranks(2, _trained, 2, [*half_way, "--max_steps", "4"], 0)
+    file = sorted((half / "checkpoint-000004").glob("rank-*.safetensors"))[-1]
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    run_ranks(2, _trained, 2, [*half_way, "--max_steps", "6", "--resume_from_checkpoint", "latest"], 0)
+    (expected, losses), (found, again) = result(whole), result(half)
+    assert again == losses
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
 def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(tiny_run: TinyRun, tmp_path: Path) -> None:
     """The contract of a resume: nothing starts from the base weights in silence. The second rank works in another folder."""
     common = [*tiny_run.arguments(tmp_path / "seen" / "run"), "--method", "plain", "--max_steps", "2"]
