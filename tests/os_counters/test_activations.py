@@ -9,6 +9,7 @@ import pytest
 
 from blockwalk.config import LoraSettings
 from blockwalk.methods import method
+from blockwalk.tiers.scratch import ScratchMaps
 from blockwalk.walker import Walker
 from tests.models import random_batch, tiny_model
 
@@ -35,3 +36,16 @@ def test_activations_of_micro_batches_that_follow_each_other_take_the_room_of_on
     one, four = (taken(folder, count, recompute=recompute) for folder, count in zip(folders, (1, 4), strict=False))
     assert one == four
     assert taken(folders[2], 4, recompute=recompute, accumulation_order="block") > four
+
+
+def test_a_map_that_is_closed_holds_nothing(tmp_path: Path) -> None:
+    """Oracle: the kernel, which gives one of the next maps of the same size the address of the one that was closed."""
+    first, second = ScratchMaps(tmp_path / "a"), ScratchMaps(tmp_path / "b")
+    held = first.bytes(8 << 20)
+    assert first.holds(held[5:])
+    address = held.data_ptr()
+    del held
+    others = [second.bytes(8 << 20) for _ in range(64)]
+    assert address in [other.data_ptr() for other in others]
+    assert all(map(second.holds, others))
+    assert not any(map(first.holds, others))

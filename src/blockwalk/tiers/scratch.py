@@ -30,11 +30,13 @@ class ScratchMaps:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[Hashable, list[MappedFile]] = {}
-        self._bases: set[int] = set()
+        self._bases: dict[int, StorageWeakRef] = {}
+        """The maps by address: another storage may lie where a map was that is closed."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of these maps."""
-        return tensor.untyped_storage().data_ptr() in self._bases
+        found = self._bases.get(tensor.untyped_storage().data_ptr())
+        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
 
     def zeros(
         self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
@@ -47,7 +49,7 @@ class ScratchMaps:
         if not total:
             return {}
         file = self._new_file(total)
-        self._bases.add(file.bytes_P.untyped_storage().data_ptr())
+        self._add(file)
         self._files.setdefault(group, []).append(file)
         return {
             name: file.view(offsets[name], math.prod(shape) * dtype.itemsize, dtype, shape)
@@ -57,8 +59,12 @@ class ScratchMaps:
     def bytes(self, nbytes: int) -> torch.Tensor:
         """A mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
         with self._new_file(nbytes) as file:
-            self._bases.add(file.bytes_P.untyped_storage().data_ptr())
+            self._add(file)
             return file.bytes_P
+
+    def _add(self, file: MappedFile) -> None:
+        storage = file.bytes_P.untyped_storage()
+        self._bases[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def will_need(self, group: Hashable) -> None:
         """Map a group's pages, blocking, so that computing with its tensors takes no page fault."""
