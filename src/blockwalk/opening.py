@@ -143,6 +143,7 @@ def open_model(
     from blockwalk.skeleton import build_skeleton, load_config
 
     path, cls = Path(workdir / "in-memory" if isinstance(model, nn.Module) else model), None
+    tensors: dict[str, torch.Tensor] = {}
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
         if plan.frozen.tier is Tier.DEVICE:
@@ -167,6 +168,14 @@ def open_model(
     skeleton = build_skeleton(config, dtype, cls)
     source = open_source(path, plan.frozen.codec, skeleton.model, packs)
     _fill_buffers(skeleton, source)
+    trained = {name: tensor.requires_grad for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if lost := sorted(trained.keys() - source.names()):
+        raise ValueError(
+            f"{type(skeleton.model).__name__} makes no {lost[0]} from its configuration, which the model in memory has; set"
+            " frozen: device, which walks the model itself"
+        )
+    for name, requires_grad in trained.items():
+        skeleton.model.get_parameter(name).requires_grad_(requires_grad)
     if not hasattr(model, "peft_config"):
         return skeleton.model, source, dtype
     return adapt_alike(skeleton.model, model), source, dtype

@@ -153,6 +153,21 @@ def test_a_model_in_memory(frozen: str, tmp_path: Path) -> None:
         assert all(torch.equal(saved[name], buffer) for name, buffer in buffers.items())
 
 
+@pytest.mark.parametrize("frozen", ["disk × raw", "host", "device"])
+def test_what_a_model_in_memory_does_not_train(frozen: str, tmp_path: Path) -> None:
+    """Oracle: the parameters that the test froze; they are trained nowhere."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).float()
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].requires_grad_(False)
+    expected = {name for name, param in model.named_parameters() if param.requires_grad}
+    with Walker(model, method("plain", frozen=frozen), workdir=tmp_path, device="cpu") as walker:
+        assert walker.gradients(random_batch()).keys() == walker.engine.masters.keys() == expected
+    if frozen != "device":
+        model.register_parameter("added", nn.Parameter(torch.zeros(2)))
+        with pytest.raises(ValueError, match=r"makes no added from its configuration"), pytest.warns(match="added"):
+            Walker(model, method("plain", frozen=frozen), workdir=tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize("family", ["gemma4_text", "deepseek_v3"])
 def test_a_block_store_a_merge_and_a_replay(family: str, tmp_path: Path) -> None:
     """Oracle: ``from_pretrained``'s loss, and the tensors of the original folder."""
