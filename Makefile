@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTEST_ARGS ?= -q -n auto
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-fast lint house clean
 
 # LoRA fine-tuning of the small model in examples/ with method mebp: accuracy, loss and memory before and after.
 quickstart: $(VENV)/.installed
@@ -15,6 +15,14 @@ quickstart: $(VENV)/.installed
 # OMP_NUM_THREADS=1: pytest runs a worker on each core, so threads within a worker would only get in each other's way.
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# What needs neither torch nor processes: plan, program, simulator, golden programs, layers.
+test-fast: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest -q -m fast
+
+# How large the house is and whether imports go one way; fails over the budget of dev/house.toml.
+house:
+	@$(PYTHON) dev/house.py
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blockwalk.estimators.lazy import lazy_linear
-from blockwalk.noise import NoiseKey
-from blockwalk.state import Codec
-from blockwalk.tiers.codecs import decode_rows, encode
-from blockwalk.tiers.layout import Layout
-from blockwalk.tiers.weights import EncodedWeight, Scratch
+from blockwalk.numerics.codecs.codecs import decode_rows, encode
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.scratch import Scratch
+from blockwalk.plan.placement import Codec
 
 DECODE_BOUND = 40.0
 LINEAR_BOUND = 1.15

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from benchmarks.common_models import MODELS
 
-from blockwalk.state import Codec
+from blockwalk.plan.placement import Codec
 
 CACHE = Path(os.environ.get("BLOCKWALK_BENCH_CACHE", Path.home() / ".cache" / "blockwalk" / "benchmarks"))
 """Random models are made once and kept here."""
+
 
 class RandomSource:
     """Random weights of a model at true dimensions, drawn when they are read: N(0, 0.02²), norms 1, biases 0."""
@@ -65,13 +66,13 @@ def random_store(name: str, codec: Codec, dtype: str = "bfloat16") -> Path:
     """A block store of the named model with random weights; made once."""
     path = CACHE / f"{name}-{codec}-{dtype}"
     if not path.exists():
-        from blockwalk.blocks import CutModel
-        from blockwalk.skeleton import build_skeleton
-        from blockwalk.tiers.store_writer import write_store
+        from blockwalk.cutting.skeleton import build_skeleton
+        from blockwalk.cutting.verify import certified
+        from blockwalk.tiers.block_store.writer import write_store
 
         config = model_config(name, dtype)
         skeleton = build_skeleton(config)
-        spec = CutModel(skeleton.model).spec()
+        spec = certified(skeleton.model).spec()
         folder = CACHE / f"{name}-config-{dtype}"
         config.save_pretrained(folder)
         source = RandomSource({p.name: p.shape for p in spec.params()}, getattr(torch, dtype))

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, median, parser, random_batch
 
 from blockwalk import method
-from blockwalk.ranks import Ranks
-from blockwalk.walker import Walker
+from blockwalk.ranks.shared_forwards import Ranks
+from blockwalk.walk.walker import Walker
 from tests.ranks.cluster import cluster, sent_bytes
 from tests.ranks.processes import run_ranks
 
@@ -246,7 +246,8 @@ def speed(work: Work, rounds: int, figures: Figures) -> list[Bound]:
     for name in meshes:
         figures[f"speed-up {name}"] = one / median(taken[name])
     return [
-        Bound(f"speed-up of {name}", figures[f"speed-up {name}"], 1.9, at_most=False) for name in ("perturb 2", "data 2")
+        Bound(f"speed-up of {name}", figures[f"speed-up {name}"], 1.9, at_most=False)
+        for name in ("perturb 2", "data 2")
     ]
 
 
@@ -260,7 +261,9 @@ def slices(work: Work, rounds: int, figures: Figures) -> list[Bound]:
 def host(work: Work, rounds: int, figures: Figures) -> list[Bound]:
     with tempfile.TemporaryDirectory() as folder:
         work.make().save_pretrained(folder)
-        found = {count: run_ranks(4, holds, replace(work, model=folder), {"world": 4, "slice": count}) for count in (1, 4)}
+        found = {
+            count: run_ranks(4, holds, replace(work, model=folder), {"world": 4, "slice": count}) for count in (1, 4)
+        }
     bounds = []
     for count, answers in found.items():
         grown = median([each["grown"] for each in answers])
@@ -276,7 +279,9 @@ def inner(work: Work, rounds: int, figures: Figures) -> list[Bound]:
     with cluster(2, 2) as nodes:
         for _ in range(rounds):
             for data_inside, found in taken.items():
-                found.append(nodes.run(steps, replace(work, counts=True, data_inside=data_inside), mesh, {}, timeout=300)[0])
+                found.append(
+                    nodes.run(steps, replace(work, counts=True, data_inside=data_inside), mesh, {}, timeout=300)[0]
+                )
     for data_inside, found in taken.items():
         figures["data inside" if data_inside else "perturb inside"] = {
             "seconds": median([each["seconds"] for each in found]), "bytes a rank": median([e["sent"] for e in found]) / 2

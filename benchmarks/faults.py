@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, median, parser
 
 from blockwalk import method
-from blockwalk.groups import STUCK_AFTER
-from blockwalk.launch import lost_rank
-from blockwalk.walker import Walker
+from blockwalk.ranks.launch import lost_rank
+from blockwalk.ranks.watch import STUCK_AFTER
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster
 from tests.ranks.processes import run_ranks
@@ -109,7 +109,9 @@ def main() -> None:
         runs = found[fault]
         seconds = [run["seconds"] for run in runs]
         ended = sum(all(run["codes"]) and bool(run["said"]) for run in runs)
-        print(f"{fault:12} {len(runs)} runs: seconds {min(seconds):.1f} to {max(seconds):.1f}, median {median(seconds):.1f}")
+        print(
+            f"{fault:12} {len(runs)} runs: seconds {min(seconds):.1f} to {max(seconds):.1f}, median {median(seconds):.1f}"
+        )
         for line in dict.fromkeys(line for run in runs[:1] for line in run["said"]):
             print(f"{'':13}{line}")
         bounds.append(Bound(f"{fault}: seconds until the run has ended, worst", max(seconds), limit))

@@ -104,17 +104,17 @@ def cold(*folders: Path) -> None:
 
 def case(size: str, name: str, hardware: str) -> dict[str, Any]:
     """Predict, then run: on each of two ranks where the method is for several; the first one's figures count."""
-    from blockwalk.metrics import PeakMemory
+    from blockwalk.system.process_memory import PeakMemory
 
     with PeakMemory(0.002) as memory:
         import blockwalk
-        from blockwalk.config import LoraSettings
-        from blockwalk.program import Lane, OpKind, Shape, StepKind
+        from blockwalk.plan.choices import LoraSettings
+        from blockwalk.plan.placement import StateKind, Tier
+        from blockwalk.program.program import Lane, OpKind, Shape, StepKind
         from blockwalk.simulate import hardware as machines
-        from blockwalk.simulate.memory import process_peak, tensors
+        from blockwalk.simulate.process_memory import process_peak, tensors
         from blockwalk.simulate.simulator import simulate
-        from blockwalk.state import StateKind, Tier
-        from blockwalk.walker import Walker
+        from blockwalk.walk.walker import Walker
         from tests.ranks.cluster import sent_payload
 
         world = 2 if name in RANKED else 1
@@ -222,7 +222,16 @@ def main() -> None:
         hardware = given.hardware or str(Path(folder) / "hardware.yaml")
         python = [sys.executable, "-W", "ignore"]
         if given.ranks:
-            python = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python", *python]
+            python = [
+                *python,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node",
+                "2",
+                "--no-python",
+                *python,
+            ]
         if not Path(hardware).exists():
             subprocess.run([*python, "-m", "blockwalk", "doctor", "--out", hardware], check=True)
         for size in filter(None, given.sizes.split(",")):

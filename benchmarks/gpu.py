@@ -25,7 +25,7 @@ import torch
 from benchmarks import zo_runs
 from benchmarks.common import Bound, finish, interleaved, machine, median, parser, random_store
 
-from blockwalk.state import Codec
+from blockwalk.plan.placement import Codec
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PUBLISHED_MB = {"OPT-1.3B": 3750, "OPT-6.7B": 4992, "OPT-13B": 6180}

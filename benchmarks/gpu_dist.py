@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from blockwalk.ranks import place
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -24,8 +26,9 @@ import torch.distributed as dist
 from benchmarks.common import Bound, finish, machine, median, parser, random_store
 from benchmarks.zo_runs import stepper
 
-from blockwalk import Walker, launch, method
-from blockwalk.state import Codec
+from blockwalk import Walker, method
+from blockwalk.plan.placement import Codec
+from blockwalk.ranks import launch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CASES: dict[str, tuple[str, dict[str, int]]] = {
@@ -51,7 +54,7 @@ def ranks_of(case: str) -> int:
 
 def worker(arguments: argparse.Namespace) -> None:
     """One case on this rank; rank 0 prints its figures."""
-    here, (name, mesh) = launch.place(), CASES[arguments.worker]
+    here, (name, mesh) = place.place(), CASES[arguments.worker]
     with launch.joined(here, Path(arguments.output)):
         settings: dict[str, Any] = {"frozen": "host", "trainable": "host"} if name != "mezo" else {}
         if here.world > 1:
@@ -106,7 +109,10 @@ def measure(name: str, arguments: argparse.Namespace, logs: Path) -> tuple[dict[
         ranks, alone = ranks_of(case), "zo2, batch in 2" if "data" in CASES[case][1] else "zo2"
         shared = ranks > devices
         speed = "" if ranks > 1 and shared else f"{row.get('tokens_per_s', float('nan')):>10.1f}"
-        print(f"{name:<9} {case:<16} {row.get('peak_MB', float('nan')):>9.0f} {speed:>10} {row.get('error', '')}", flush=True)
+        print(
+            f"{name:<9} {case:<16} {row.get('peak_MB', float('nan')):>9.0f} {speed:>10} {row.get('error', '')}",
+            flush=True,
+        )
         if ranks == 1 or "error" in row or "error" in rows[alone]:
             bounds += [Bound(f"{name}, {case}: ran", 0, 1, at_most=False)] if "error" in row else []
             continue

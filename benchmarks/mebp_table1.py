@@ -31,14 +31,14 @@ def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any
     """One model, in this process."""
     import torch
 
-    from blockwalk.metrics import PeakMemory, process_bytes
+    from blockwalk.system.process_memory import PeakMemory, process_bytes
 
     imported = process_bytes()
     from benchmarks.common import median, random_batch, random_store
 
     from blockwalk import Walker, method
-    from blockwalk.config import LoraSettings
-    from blockwalk.state import Codec
+    from blockwalk.plan.choices import LoraSettings
+    from blockwalk.plan.placement import Codec
 
     store = random_store(name, Codec.INT4)
     with PeakMemory(0.003) as memory, Walker(store, method("mebp"), lora=LoraSettings(rank=8), device="cpu") as walker:
@@ -80,7 +80,7 @@ def block_seconds(walker: Any, batch: Any) -> dict[str, float]:
 
 def decode_share(walker: Any, batch: Any) -> float:
     """The share of a step's seconds spent in decoding 4-bit weights, by timing the decoder's calls."""
-    from blockwalk.tiers.weights import EncodedWeight
+    from blockwalk.numerics.codecs.weights import EncodedWeight
 
     spent = 0.0
     originals = {name: getattr(EncodedWeight, name) for name in ("rows", "columns", "gather")}
@@ -121,7 +121,7 @@ def main() -> None:
         return
     from benchmarks.common import Bound, finish, random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     cases = [(name, arguments.seq) for name in arguments.model] if arguments.model else list(PUBLISHED)
     figures: list[dict[str, Any]] = []

@@ -67,7 +67,7 @@ def worker(store: str, steps: int) -> None:
     from benchmarks.common import random_batch
 
     from blockwalk import Walker, method
-    from blockwalk.config import LoraSettings
+    from blockwalk.plan.choices import LoraSettings
 
     with Walker(store, method("mebp", frozen="disk × raw"), lora=LoraSettings(rank=8), device="cpu") as walker:
         results = [walker.step(random_batch(walker.spec.vocab_size, 1, 256, seed=step)) for step in range(steps)]
@@ -91,7 +91,7 @@ def limited_run(store: Path, limit: int, steps: int) -> tuple[dict[str, Any], in
 def main() -> None:
     from benchmarks.common import Bound, finish, parser, random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     made = parser(__doc__)
     made.add_argument("--model", choices=sorted(LIMITS))

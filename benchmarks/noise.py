@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from benchmarks.common import Bound, finish, interleaved, median, parser
 
-from blockwalk.noise import NoiseKey, add_scaled_, fill_, perturbed, random_uint16, stochastic_round
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import add_scaled_, fill_, perturbed, random_uint16, stochastic_round
 
 KEY = NoiseKey(0, 0, 0, "weight")
 ROUNDING = NoiseKey(0, 0, 0, "weight", "rounding")

@@ -16,20 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from blockwalk.simulate import formula_costs, formula_model
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common_models import MODELS
 from benchmarks.published import CONTEXT_MB, megabytes, phone_terms, terms, with_eager_attention
 
-from blockwalk.compile import Costs, compile
-from blockwalk.methods import method
-from blockwalk.plan import Plan
-from blockwalk.planner import steady
-from blockwalk.program import Lane, OpKind, Pool, Shape, StepKind
-from blockwalk.simulate import analytic, hardware
+from blockwalk.plan.methods import method
+from blockwalk.plan.model_spec import ModelSpec, UnitSpec
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Costs
+from blockwalk.program.program import Lane, OpKind, Pool, Shape, StepKind
+from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.planner import steady
 from blockwalk.simulate.simulator import Simulation, simulate
-from blockwalk.state import ModelSpec, UnitSpec
 
 DATA = Path(__file__).parent / "data"
 NOISE_RATE = 2.5e11
@@ -62,8 +65,8 @@ def run(
     fused: bool = True,
     device: str = "cuda",
 ) -> Simulation:
-    model = analytic.model_spec(config, lora_rank=lora_rank)
-    costs: Costs = analytic.costs(config, plan, shape, lora_rank=lora_rank, device=device)
+    model = formula_model.model_spec(config, lora_rank=lora_rank)
+    costs: Costs = formula_costs.costs(config, plan, shape, lora_rank=lora_rank, device=device)
     if not fused:
         costs = with_eager_attention(costs, config, shape)
     program = compile(plan, model, StepKind.TRAIN, shape, costs=costs, pending=steady(plan, model), device=device)
@@ -268,7 +271,7 @@ def fcdp_table() -> Iterator[dict[str, Any]]:
     published = {row["system"]: row for row in rows("fcdp_table7_lora_2x8_gb")}
     mesh, forwards = {"world": 16, "ranks_per_node": 8}, 0.0
     for name, system in (("zero3", "zero3"), ("zeropp", "zeropp_as_published"), ("fcdp", "fcdp_comm")):
-        model = analytic.model_spec(FCDP_CONFIG, lora_rank=8)
+        model = formula_model.model_spec(FCDP_CONFIG, lora_rank=8)
         plan = method(name, mesh=mesh)
         program = compile(plan, model, StepKind.TRAIN, Shape(1, 512), pending=steady(plan, model), device="cuda")
         crossing = 8 * program.bytes_by_lane().get(Lane.INTER, 0) / 1e9

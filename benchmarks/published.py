@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from blockwalk.compile import Costs
-from blockwalk.program import Shape
-from blockwalk.state import DTYPE_BYTES
-from blockwalk.work import Work
+from blockwalk.plan.placement import DTYPE_BYTES
+from blockwalk.program.costs import Costs, Work
+from blockwalk.program.program import Shape
 
 CONTEXT_MB = 450.0
 """What a CUDA context and its libraries hold, which published memory figures count and programs do not."""

@@ -27,8 +27,8 @@ from benchmarks.common import Bound, finish, median, parser
 from benchmarks.sharded_plot import draw
 from benchmarks.sharded_runs import DEEPSPEED, PEERS, Case, formula, limit, make_model, open_run
 
-from blockwalk.lanes import Lanes, Mark
-from blockwalk.program import Lane
+from blockwalk.program.program import Lane
+from blockwalk.walk.lanes import Lanes, Mark
 from tests.ranks.cluster import Cluster, cluster, sent_payload
 
 OURS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
@@ -314,12 +314,12 @@ def options() -> argparse.Namespace:
 def main() -> None:
     arguments = options()
     torch.set_num_threads(1)
-    import blockwalk.sharded  # imported and certified once, before ranks are forked
-    import blockwalk.walker  # noqa: F401
-    from blockwalk.blocks import CutModel
+    import blockwalk.engine.sharded  # imported and certified once, before ranks are forked
+    import blockwalk.walk.walker  # noqa: F401
+    from blockwalk.cutting.verify import certified
 
     for lora in (False, True):
-        CutModel(make_model(arguments, lora))
+        certified(make_model(arguments, lora))
     settings = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "check", "part")}
     figures: Rows = {"arguments": dict.fromkeys(arguments.part, settings)}
     bounds: list[Bound] = []

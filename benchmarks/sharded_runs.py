@@ -93,8 +93,8 @@ def open_run(arguments: argparse.Namespace, case: Case) -> Run:
         return Run(_fsdp_step(arguments, case, batch))
     if case.system == DEEPSPEED:
         return Run(_deepspeed_step(arguments, case, batch))
-    from blockwalk.methods import method
-    from blockwalk.walker import Walker
+    from blockwalk.plan.methods import method
+    from blockwalk.walk.walker import Walker
 
     mesh = {"world": dist.get_world_size(), "ranks_per_node": arguments.ranks_per_node}
     plan = method(

@@ -26,8 +26,8 @@ def ours(name: str, sequence: int) -> Callable[[int], float]:
     from benchmarks.common import random_batch, random_store
 
     from blockwalk import Walker, method
-    from blockwalk.config import LoraSettings
-    from blockwalk.state import Codec
+    from blockwalk.plan.choices import LoraSettings
+    from blockwalk.plan.placement import Codec
 
     walker = Walker(random_store(name, Codec.INT4), method("mebp"), lora=LoraSettings(rank=RANK), device="cpu")
     return lambda step: walker.step(random_batch(walker.spec.vocab_size, 1, sequence, seed=step)).loss
@@ -63,7 +63,7 @@ def theirs(name: str, sequence: int) -> Callable[[int], float]:
 
 def serve(side: str, name: str, sequence: int) -> None:
     """Take a step for every line on standard input; answer its loss, seconds and the peak of the process's memory."""
-    from blockwalk.metrics import PeakMemory
+    from blockwalk.system.process_memory import PeakMemory
 
     with PeakMemory(0.003) as memory:
         step = {"ours": ours, "theirs": theirs}[side](name, sequence)
@@ -77,7 +77,7 @@ def serve(side: str, name: str, sequence: int) -> None:
 def main() -> None:
     from benchmarks.common import Bound, finish, median, parser, random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     made = parser(__doc__)
     made.add_argument("--model", default="Qwen2.5-0.5B")

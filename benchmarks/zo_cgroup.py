@@ -53,8 +53,8 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.common import random_batch, random_store
 
     from blockwalk import Walker, method
-    from blockwalk.metrics import PeakMemory
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
+    from blockwalk.system.process_memory import PeakMemory
 
     store = random_store(arguments.model, Codec.RAW, "float32")
     plan = method("zo2", frozen="disk", trainable="disk", update={"flush_every": arguments.flush_every})
@@ -92,8 +92,8 @@ def main() -> None:
 
     from benchmarks.common import CACHE, Bound, finish, random_store
 
-    from blockwalk.settings import parse_bytes
-    from blockwalk.state import Codec
+    from blockwalk.plan.parsing import parse_bytes
+    from blockwalk.plan.placement import Codec
 
     if (reason := obstacle()) is not None:
         print(f"skipped: {reason}")

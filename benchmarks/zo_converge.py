@@ -31,11 +31,11 @@ from benchmarks.common import Bound, finish, machine, parser
 from benchmarks.zo_converge_plot import draw
 
 from blockwalk import Plan, Walker, method
-from blockwalk.config import DataSettings
 from blockwalk.data.batching import Batches
 from blockwalk.data.encode import Choices, encode_choices, load_tokenizer
 from blockwalk.data.formats import read_records
-from blockwalk.evaluation import HeldOut, template_of
+from blockwalk.plan.run_config import DataSettings
+from blockwalk.train.evaluation import HeldOut, template_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = DataSettings(

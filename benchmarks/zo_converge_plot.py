@@ -52,7 +52,11 @@ def draw(curves: Mapping[str, Sequence[Curve]]) -> str:
 
 
 def _panel(
-    means: Mapping[str, Sequence[tuple[float, float]]], left: float, y: Callable[[float], float], least: float, label: str
+    means: Mapping[str, Sequence[tuple[float, float]]],
+    left: float,
+    y: Callable[[float], float],
+    least: float,
+    label: str,
 ) -> Iterator[str]:
     """Lines, the axis below, and one curve for each method."""
     highest = max(points[-1][0] for points in means.values())

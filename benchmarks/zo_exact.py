@@ -26,7 +26,7 @@ from benchmarks.common import Bound, finish, parser
 from torch import nn
 
 from blockwalk import Walker, method
-from blockwalk.config import LoraSettings
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 
@@ -119,7 +119,7 @@ def original(model: nn.Module, steps: int) -> Run:
 
 
 def rates(steps: int) -> list[float]:
-    from blockwalk.schedules import make_schedule
+    from blockwalk.plan.schedules import make_schedule
 
     schedule = make_schedule(OPTIMIZER["schedule"], OPTIMIZER["learning_rate"], OPTIMIZER["warmup_steps"],
                              OPTIMIZER["total_steps"], 0.0)  # fmt: skip

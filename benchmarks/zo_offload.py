@@ -42,13 +42,13 @@ def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, float
     """Peak bytes of two steps of one case, in this process, and what importing torch alone takes of them."""
     import torch  # noqa: F401
 
-    from blockwalk.metrics import PeakMemory, process_bytes
+    from blockwalk.system.process_memory import PeakMemory, process_bytes
 
     imported = process_bytes()
     from benchmarks import zo_runs
     from benchmarks.common import random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     batch, sequence = arguments.batch, arguments.seq
     with PeakMemory(0.003) as memory:
@@ -82,7 +82,7 @@ def tuned(name: str, arguments: argparse.Namespace) -> int:
     from benchmarks import zo_runs
     from benchmarks.common import interleaved, random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     if len(arguments.flush) == 1:
         return int(arguments.flush[0])
@@ -106,7 +106,7 @@ def measure(
     from benchmarks import zo_runs
     from benchmarks.common import interleaved, random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     store = random_store(name, Codec.RAW, "float32")
     began, runs = time.monotonic(), {}
@@ -176,7 +176,7 @@ def main() -> None:
     from benchmarks import zo_runs
     from benchmarks.common import Bound, finish, random_store
 
-    from blockwalk.state import Codec
+    from blockwalk.plan.placement import Codec
 
     figures: list[dict[str, Any]] = []
     bounds: list[Bound] = []
@@ -213,9 +213,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--batch", type=int, default=4)
     made.add_argument("--seq", type=int, default=512)
     made.add_argument("--rounds", type=int, default=5)
-    made.add_argument(
-        "--minutes", type=float, default=4.0, help="no further round of the same cases after so many"
-    )
+    made.add_argument("--minutes", type=float, default=4.0, help="no further round of the same cases after so many")
     made.add_argument("--flush", type=int, nargs="+", default=[1, 2], help="candidates for update.flush_every")
     made.add_argument("--no-ablations", dest="ablations", action="store_false")
     made.add_argument(

@@ -15,8 +15,8 @@ import torch
 from benchmarks.common import model_config, random_batch
 
 from blockwalk import Walker, method
+from blockwalk.engine.slots import PAGE
 from blockwalk.reference.mezo import mezo_step
-from blockwalk.tiers.slots import PAGE
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "zo2": {},

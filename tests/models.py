@@ -15,7 +15,13 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
     common: dict[str, Any] = {"vocab_size": 101, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}
     sizes: dict[str, dict[str, Any]] = {
         "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
-        "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "word_embed_proj_dim": 32},
+        "opt": {
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 32,
+        },
         "mixtral": {
             "hidden_size": 32,
             "intermediate_size": 24,

@@ -6,15 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockwalk.config import LoraSettings as LoraSettings
-    from blockwalk.methods import method as method
-    from blockwalk.plan import Plan as Plan
-    from blockwalk.walker import StepResult as StepResult
-    from blockwalk.walker import Walker as Walker
+    from blockwalk.plan.choices import LoraSettings as LoraSettings
+    from blockwalk.plan.methods import method as method
+    from blockwalk.plan.plan import Plan as Plan
+    from blockwalk.walk.walker import StepResult as StepResult
+    from blockwalk.walk.walker import Walker as Walker
 
 __version__ = "0.1.0"
 
-_HOME = {"method": "methods", "Plan": "plan", "LoraSettings": "config", "Walker": "walker", "StepResult": "walker"}
+_HOME = {
+    "method": "plan.methods",
+    "Plan": "plan.plan",
+    "LoraSettings": "plan.choices",
+    "Walker": "walk.walker",
+    "StepResult": "walk.walker",
+}
 
 __all__ = ["LoraSettings", "Plan", "StepResult", "Walker", "__version__", "method"]
 

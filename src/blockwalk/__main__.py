@@ -1,7 +1,9 @@
 """``python -m blockwalk`` is ``blockwalk``."""
 
+from __future__ import annotations
+
 import sys
 
-from blockwalk.cli import main
+from blockwalk.cli.main import main
 
 sys.exit(main())

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.blocks import CutModel
-from blockwalk.skeleton import model_class, shrink
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.shrink import shrink
+from blockwalk.cutting.skeleton import model_class
 
 SEED = 11
 

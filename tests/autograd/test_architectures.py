@@ -11,8 +11,10 @@ import inspect
 import pytest
 import torch
 
-from blockwalk.blocks import CutModel
-from blockwalk.skeleton import build_skeleton, shrink
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.shrink import shrink
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 TABLE: dict[str, dict] = {
@@ -74,7 +76,7 @@ TABLE: dict[str, dict] = {
 def check(model_type: str, dtype: torch.dtype, tolerance: float, settings: dict, *, train: bool = True) -> CutModel:
     config = tiny_config(model_type, **settings)
     model = tiny_model(config, dtype)
-    cut = CutModel(build_skeleton(config, dtype).model)
+    cut = certified(build_skeleton(config, dtype).model)
     params = {name: param.detach() for name, param in model.named_parameters()}
     batch = tiny_batch(config.get_text_config().vocab_size)
     model.train(train)
@@ -115,7 +117,7 @@ def test_heads_are_described() -> None:
     """Oracle: the formulas of the models' papers and configurations (soft cap 30, logits × 0.0625, logits / 4)."""
 
     def head(model_type: str, **settings: object):
-        return CutModel(build_skeleton(tiny_config(model_type, **settings)).model).head
+        return certified(build_skeleton(tiny_config(model_type, **settings)).model).head
 
     assert head("gemma2").soft_cap == 30.0
     assert head("cohere").scale == 0.0625
@@ -140,7 +142,7 @@ def test_heads_are_described() -> None:
 def test_what_is_no_sequence_of_layers_is_refused(model_type: str, settings: dict, reason: str) -> None:
     """Oracle: the models' own code: looped, sharing keys and values, skipping layers, reading every router, ..."""
     with pytest.raises(ValueError, match=reason):
-        CutModel(build_skeleton(tiny_config(model_type, **settings)).model)
+        certified(build_skeleton(tiny_config(model_type, **settings)).model)
 
 
 def test_encoder_decoders_are_refused() -> None:
@@ -150,6 +152,6 @@ def test_encoder_decoders_are_refused() -> None:
     with torch.device("meta"):
         model = BartForConditionalGeneration(shrink(BartConfig()))
     with pytest.raises(ValueError, match="encoder–decoder"):
-        CutModel(model)
+        certified(model)
     with pytest.raises(ValueError, match="no causal language model"):
         build_skeleton(T5Config())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockwalk.adapters import adapt, add_lora, as_lora, load_adapter, lora_config, save_adapter
-from blockwalk.anatomy import canonical_name
-from blockwalk.blocks import CutModel
-from blockwalk.skeleton import build_skeleton
+from blockwalk.cutting.adapters import adapt, add_lora, as_lora, load_adapter, lora_config, save_adapter
+from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 
@@ -58,7 +58,7 @@ def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = CutModel(add_lora(build_skeleton(config).model, 3, dropout=dropout))
+    cut = certified(add_lora(build_skeleton(config).model, 3, dropout=dropout))
     cut.take_parameters()
     model.train()
     cut.model.train()
@@ -124,7 +124,7 @@ def test_lora_on_the_head_is_described() -> None:
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = CutModel(add_lora(build_skeleton(config).model, 3, target_modules=targets))
+    cut = certified(add_lora(build_skeleton(config).model, 3, target_modules=targets))
     cut.take_parameters()
     head = cut.head
     assert head.lora == ("lm_head.lora_A.weight", "lm_head.lora_B.weight", 16 / 3)

@@ -6,14 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.adapters import add_lora
-from blockwalk.anatomy import canonical_name
-from blockwalk.blocks import CutModel
-from blockwalk.lazy_parameter import LazyParameter
-from blockwalk.skeleton import build_skeleton
-from blockwalk.state import Codec
-from blockwalk.tiers import codecs
-from blockwalk.tiers.weights import DenseWeight, EncodedWeight
+from blockwalk.cutting.adapters import add_lora
+from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs import layout as codecs_layout
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
+from blockwalk.numerics.lazy_parameter import LazyParameter
+from blockwalk.plan.placement import Codec
 from tests.autograd.control import tiny_batch, tiny_config, tiny_model
 from tests.autograd.test_architectures import TABLE
 
@@ -55,7 +57,7 @@ def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None)
             if codec is None:
                 lazy[spec.name] = DenseWeight(values[spec.name])
             else:
-                layout = codecs.Layout(spec.shape, codec, "float32")
+                layout = codecs_layout.Layout(spec.shape, codec, "float32")
                 buffer = codecs.encode(values[spec.name], codec, torch.empty(layout.nbytes, dtype=torch.uint8))
                 lazy[spec.name] = EncodedWeight(buffer, layout, torch.float32)
                 dense[spec.name] = lazy[spec.name].rows(0, spec.shape[0]).clone()
@@ -76,7 +78,7 @@ def test_lazy_weights_are_dense_ones(model_type: str, codec: Codec | None, monke
             if "lora_B" in name:
                 param.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
     values = {canonical_name(name, ("default",)): param.detach() for name, param in plain.named_parameters()}
-    cut = CutModel(add_lora(build_skeleton(config).model, 2))
+    cut = certified(add_lora(build_skeleton(config).model, 2))
     cut.take_parameters()
     cut.model.eval()
     lazy, dense = encoded(cut, values, codec)

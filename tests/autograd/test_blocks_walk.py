@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from blockwalk import verification
-from blockwalk.anatomy import Trace, dissect, layer_candidates, watch
-from blockwalk.blocks import CutModel
-from blockwalk.skeleton import build_skeleton
-from blockwalk.tiers.weights import DenseWeight
+from blockwalk.cutting import verify
+from blockwalk.cutting import verify as verification
+from blockwalk.cutting.anatomy import Trace, dissect, layer_candidates, watch
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
+from blockwalk.numerics.codecs.weights import DenseWeight
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 
 
 def cut_and_values(model_type: str, **settings: object):
     config = tiny_config(model_type, **settings)
-    cut = CutModel(build_skeleton(config).model)
+    cut = certified(build_skeleton(config).model)
     return cut, {name: p.detach() for name, p in tiny_model(config).named_parameters()}
 
 
@@ -30,7 +32,7 @@ def bind(cut: CutModel, unit: int, values):
 def test_spec_names_every_parameter_once_in_execution_order() -> None:
     """Oracle: `named_parameters()`, and OPT's forward, which applies the final norm that it registers first last."""
     config = tiny_config("opt")
-    cut = CutModel(build_skeleton(config).model)
+    cut = certified(build_skeleton(config).model)
     spec, model = cut.spec(), tiny_model(config)
     named = dict(model.named_parameters())
     listed = [param.name for param in spec.params()]
@@ -50,13 +52,13 @@ def test_spec_names_every_parameter_once_in_execution_order() -> None:
 
 def test_kinds_tell_apart_what_runs_differently() -> None:
     """Oracle: the layers' own attributes: sliding or full attention, dense or expert feed-forward."""
-    cut = CutModel(build_skeleton(tiny_config("gemma3_text")).model)
+    cut = certified(build_skeleton(tiny_config("gemma3_text")).model)
     kinds = {}
     for unit, block in enumerate(cut.spec().blocks, 1):
         kinds.setdefault(block.kind, set()).add(cut.modules(unit)[0].self_attn.is_sliding)
     assert len(kinds) == 2
     assert all(len(sliding) == 1 for sliding in kinds.values())
-    mixed = CutModel(build_skeleton(tiny_config("deepseek_v3")).model).spec().blocks
+    mixed = certified(build_skeleton(tiny_config("deepseek_v3")).model).spec().blocks
     experts = [any("experts" in p.name for p in block.params) for block in mixed]
     assert len({(block.kind, has) for block, has in zip(mixed, experts, strict=True)}) == 2
     assert any(p.quantizable and len(p.shape) == 3 for block in mixed for p in block.params)
@@ -91,7 +93,7 @@ def test_nothing_bound_outlives_unbind() -> None:
     fresh = {spec.name: values[spec.name].clone() for spec in cut.spec().blocks[0].params}
     lazy_name = next(spec.name for spec in cut.spec().blocks[0].params if spec.quantizable)
     cut.model.requires_grad_(False)
-    frozen = CutModel(cut.model)
+    frozen = certified(cut.model)
     fresh[lazy_name] = DenseWeight(fresh[lazy_name])
     watched = [weakref.ref(value) for value in fresh.values()]
     storages = [weakref.ref(v.tensor if isinstance(v, DenseWeight) else v) for v in fresh.values()]
@@ -127,7 +129,7 @@ def test_a_real_model_hands_over_its_parameters() -> None:
     batch = tiny_batch(config.vocab_size)
     own = control(model, batch, [], seeded=False)
     pointers = {name: param.data_ptr() for name, param in model.named_parameters()}
-    cut = CutModel(model)
+    cut = certified(model)
     values = cut.take_parameters()
     assert {name: value.data_ptr() for name, value in values.items()} == pointers
     assert all(param.is_meta for param in model.parameters())
@@ -143,7 +145,7 @@ def test_prefix_tuning_gives_each_block_a_view_of_its_cache() -> None:
     model = get_peft_model(tiny_model(config), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     batch = tiny_batch(config.vocab_size)
     own = control(model, batch, [], seeded=False)
-    cut = CutModel(model)
+    cut = certified(model)
     values = cut.take_parameters()
     walked = walk(cut, values, batch)
     (name,) = walked[2]
@@ -218,7 +220,7 @@ def _toy_cut(forward) -> CutModel:
     model(input_ids=torch.arange(3)[None])
     for handle in handles:
         handle.remove()
-    return CutModel(model, anatomy=dissect(model, layers, trace))
+    return CutModel(model, dissect(model, layers, trace))
 
 
 def test_work_between_layers_is_refused() -> None:
@@ -269,7 +271,9 @@ def test_a_step_that_calls_its_layers_otherwise_is_refused(order: tuple[int, ...
         cut.prologue({"input_ids": torch.arange(4)[None]})
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(24, "too many open files"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(24, "too many open files"), RuntimeError("can't allocate memory")]
+)
 def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) -> None:
     """Oracle: the study itself, once the machine has room again; in this process and in one that reads its file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -278,9 +282,9 @@ def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) ->
     with monkeypatch.context() as full:
         full.setattr(verification, "compare", lambda *_: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
-            verification.certified_anatomy(model)
+            verify.certified_anatomy(model)
     assert not list(tmp_path.rglob("*.json"))
-    assert verification.certified_anatomy(model) == verification.study(type(model), model.config)
+    assert verify.certified_anatomy(model) == verify.study(type(model), model.config)
 
 
 def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
@@ -288,15 +292,15 @@ def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verification, "_known", {})
     studies = []
-    study = verification.study
+    study = verify.study
     monkeypatch.setattr(verification, "study", lambda *a, **k: studies.append(a) or study(*a, **k))
     good, bad = (build_skeleton(tiny_config(name)).model for name in ("gpt2", "hrm_text"))
-    anatomy = verification.certified_anatomy(good)
+    anatomy = verify.certified_anatomy(good)
     with pytest.raises(ValueError, match="looped"):
-        verification.certified_anatomy(bad)
+        verify.certified_anatomy(bad)
     assert len(list((tmp_path / "blockwalk").iterdir())) == len(studies) == 2
-    verification._known.clear()
-    assert verification.certified_anatomy(good) == anatomy
+    verify._known.clear()
+    assert verify.certified_anatomy(good) == anatomy
     with pytest.raises(ValueError, match="looped"):
-        verification.certified_anatomy(bad)
+        verify.certified_anatomy(bad)
     assert len(studies) == 2

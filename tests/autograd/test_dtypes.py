@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk.config import LoraSettings
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 

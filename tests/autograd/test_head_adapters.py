@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk.blocks import CutModel
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.plan.methods import method
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 

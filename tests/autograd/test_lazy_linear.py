@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.estimators.lazy import lazy_linear, lora_linear
-from blockwalk.state import Codec
-from blockwalk.tiers.codecs import encode
-from blockwalk.tiers.layout import Layout
-from blockwalk.tiers.weights import DenseWeight, EncodedWeight, Scratch
+from blockwalk.numerics.codecs.codecs import encode
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
+from blockwalk.numerics.lazy_linear import lazy_linear, lora_linear
+from blockwalk.numerics.scratch import Scratch
+from blockwalk.plan.placement import Codec
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
-from blockwalk.estimators.loss import LossScratch, chunked_cross_entropy
+from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.scratch import LossScratch
+from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 
 IGNORED = -100
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from blockwalk.adapters import add_lora, lora_config
-from blockwalk.compile.placement import Placements
-from blockwalk.config import LoraSettings, RunConfig
-from blockwalk.methods import method
-from blockwalk.pack import pack
-from blockwalk.program import OpKind, Shape, StepKind
+from blockwalk.cutting.adapters import add_lora, lora_config
+from blockwalk.engine.pack import pack
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.placement import Codec
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.program.program import OpKind, Shape, StepKind
+from blockwalk.program.residency import Placements
 from blockwalk.report.forecast import model_spec
-from blockwalk.state import Codec
-from blockwalk.tiers.store import BlockStore
-from blockwalk.walker import Walker
+from blockwalk.tiers.block_store.store import BlockStore
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 LORA = LoraSettings(rank=4, alpha=8)
@@ -175,7 +176,9 @@ def test_frozen_blocks_that_visit_slots_give_the_same_bits(kind: str, codec: str
                 assert (walker.engine._frozen_slots is None) == in_place
                 if not in_place:  # what a program reckons with: the buffers that are there, but for their padding
                     held, places = walker.engine._frozen_slots._slots.nbytes, Placements(plan, walker.spec, "cpu")
-                    foreseen = places.memory_bytes(walker.spec.blocks[0]) if tier == "host" else places.assembled_bytes(1)
+                    foreseen = (
+                        places.memory_bytes(walker.spec.blocks[0]) if tier == "host" else places.assembled_bytes(1)
+                    )
                     assert foreseen <= held <= 1.1 * foreseen
                 losses = [walker.step(random_batch(seed=seed)).loss for seed in range(3)]
                 found.append((losses, walker.evaluate(random_batch(seed=9)).loss_sum, walker.state_dict()))

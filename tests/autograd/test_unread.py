@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk.config import LoraSettings
-from blockwalk.estimators import lazy
-from blockwalk.methods import method
-from blockwalk.state import Weight
-from blockwalk.tiers.weights import DenseWeight
-from blockwalk.verification import certified_anatomy
-from blockwalk.walker import Walker
+from blockwalk.cutting.verify import certified_anatomy
+from blockwalk.numerics import lazy_linear
+from blockwalk.numerics import lazy_linear as lazy
+from blockwalk.numerics.codecs.weights import DenseWeight, Weight
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 UNREAD = {"llama": ("mlp.down_proj",), "opt": ("fc2",), "gpt2": ("mlp.c_proj",), "gemma2": ()}
@@ -33,7 +33,7 @@ def test_what_is_only_added_to_the_residual_stream_is_unread(kind: str) -> None:
 def test_gradients_are_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the same walk with every product computed; and a count of the products."""
     model, batch = tiny_model(kind), random_batch()
-    product, computed = lazy._product, 0
+    product, computed = lazy_linear._product, 0
 
     def counted(a: torch.Tensor, weight: Weight, *rest: Any, **settings: Any) -> torch.Tensor:
         nonlocal computed
@@ -65,18 +65,18 @@ def test_a_thread_leaves_out_its_own_products_alone() -> None:
     inside: list[torch.Tensor] = []
 
     def other() -> None:
-        with lazy.unread([weight]):
+        with lazy_linear.unread([weight]):
             entered.set()
             over.wait(30)
-            inside.append(lazy.lazy_linear(x, weight))
+            inside.append(lazy_linear.lazy_linear(x, weight))
 
     thread = threading.Thread(target=other)
-    with lazy.unread([DenseWeight(torch.ones(64, 64))]):
+    with lazy_linear.unread([DenseWeight(torch.ones(64, 64))]):
         thread.start()
         assert entered.wait(30)
-        during = lazy.lazy_linear(x, weight)
+        during = lazy_linear.lazy_linear(x, weight)
     over.set()
     thread.join()
     assert torch.equal(during, torch.full((1, 64), 64.0))
     assert torch.equal(inside[0], torch.zeros(1, 64))
-    assert torch.equal(lazy.lazy_linear(x, weight), torch.full((1, 64), 64.0))
+    assert torch.equal(lazy_linear.lazy_linear(x, weight), torch.full((1, 64), 64.0))

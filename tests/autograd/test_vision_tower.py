@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockwalk import Walker, method
-from blockwalk.adapters import load_adapter
-from blockwalk.config import LoraSettings
+from blockwalk.cutting.adapters import load_adapter
+from blockwalk.plan.choices import LoraSettings
 from tests.models import random_batch
 
 TEXT = {

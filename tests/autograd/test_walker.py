@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.plan.methods import method
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 
@@ -122,7 +122,9 @@ def test_dropout_is_recomputed_with_the_same_masks(tmp_path: Path) -> None:
     batch = random_batch()
     found = []
     for recompute in ("none", "all"):
-        with Walker(copy.deepcopy(model), method("plain", recompute=recompute), workdir=tmp_path, device="cpu") as walker:
+        with Walker(
+            copy.deepcopy(model), method("plain", recompute=recompute), workdir=tmp_path, device="cpu"
+        ) as walker:
             found.append(walker.gradients(batch))
     _, without = own_gradients(model.eval(), batch)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockwalk import checkpoint, files
-from blockwalk.ledger import Mark
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints.ledger import Mark
+from blockwalk.system import atomic_files
 
 STATE: dict[str, Any] = {
     "model.lora_A.weight": torch.arange(6, dtype=torch.float32),
@@ -24,7 +25,7 @@ STATE: dict[str, Any] = {
 
 
 def write(folder: Path, step: int, ledger: Mark | None = None) -> Path:
-    return checkpoint.save(folder, step, walker=STATE, data={"position": step}, config={"seed": 0}, ledger=ledger)
+    return run_checkpoint.save(folder, step, walker=STATE, data={"position": step}, config={"seed": 0}, ledger=ledger)
 
 
 def assert_same(found: dict[str, Any]) -> None:
@@ -39,7 +40,7 @@ def assert_same(found: dict[str, Any]) -> None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    loaded = checkpoint.load(write(tmp_path, 3, Mark(3, "0" * 16)))
+    loaded = run_checkpoint.load(write(tmp_path, 3, Mark(3, "0" * 16)))
     assert (loaded.step, loaded.data, loaded.config) == (3, {"position": 3}, {"seed": 0})
     assert loaded.ledger == Mark(3, "0" * 16)
     assert_same(loaded.walker)
@@ -50,30 +51,30 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 999_999, 1_000_000):  # names that do not sort like numbers
         write(tmp_path, step)
-    assert [p.name for p in checkpoint.whole(tmp_path)] == ["checkpoint-999999", "checkpoint-1000000"]
+    assert [p.name for p in run_checkpoint.whole(tmp_path)] == ["checkpoint-999999", "checkpoint-1000000"]
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-999999", "checkpoint-1000000"}
 
 
 def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "absent") is None
+    assert run_checkpoint.latest(tmp_path / "absent") is None
     good = write(tmp_path, 4)
     for name in ("checkpoint-000009", ".checkpoint-000010.0a1b2c3d.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_bytes(b"")
     (tmp_path / "checkpoint-old").mkdir()
-    with checkpoint.one_run(tmp_path):
-        found = checkpoint.prepare(tmp_path, "latest", overwrite=False)
+    with run_checkpoint.one_run(tmp_path):
+        found = run_checkpoint.prepare(tmp_path, "latest", overwrite=False)
         assert found.checkpoint == str(good)
         (said,) = found.damaged
         assert said.endswith("checkpoint-000009/state.json is missing; going on from checkpoint-000004")
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
     with pytest.raises(ValueError, match=r"state\.json is missing"):
-        checkpoint.load(tmp_path / "checkpoint-000009")
+        run_checkpoint.load(tmp_path / "checkpoint-000009")
 
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
-        checkpoint.save(tmp_path, 1, walker={"bad": object()}, data={}, config={})
+        run_checkpoint.save(tmp_path, 1, walker={"bad": object()}, data={}, config={})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,43 +82,44 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     first, second = write(tmp_path, 5), write(tmp_path, 10)
     for resume in ("", str(first)):
         with pytest.raises(ValueError, match="overwrite_output_dir: true"):
-            checkpoint.prepare(tmp_path, resume, overwrite=False)
+            run_checkpoint.prepare(tmp_path, resume, overwrite=False)
+
     def start(resume: str, overwrite: bool) -> str | None:
-        found = checkpoint.prepare(tmp_path, resume, overwrite=overwrite)
-        assert checkpoint.whole(tmp_path) == there, "nothing is touched before the run starts"
+        found = run_checkpoint.prepare(tmp_path, resume, overwrite=overwrite)
+        assert run_checkpoint.whole(tmp_path) == there, "nothing is touched before the run starts"
         found.clear()
         return found.checkpoint
 
     there = [first, second]
     assert start(str(second), False) == str(second)
     assert start(str(first), True) == str(first)
-    assert checkpoint.whole(tmp_path) == [first], "what came after the checkpoint is another run's future"
+    assert run_checkpoint.whole(tmp_path) == [first], "what came after the checkpoint is another run's future"
     there = [first]
     assert start("", True) is None
-    assert checkpoint.whole(tmp_path) == []
-    assert checkpoint.whole(tmp_path / checkpoint.REPLACED) == [tmp_path / checkpoint.REPLACED / first.name]
+    assert run_checkpoint.whole(tmp_path) == []
+    assert run_checkpoint.whole(tmp_path / run_checkpoint.REPLACED) == [tmp_path / run_checkpoint.REPLACED / first.name]
     third = write(tmp_path, 2)
     assert set(tmp_path.iterdir()) == {third}, "what it replaced goes when it is whole"
     with pytest.raises(ValueError, match="nowhere is not there"):
-        checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
+        run_checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 
 
 def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
     saved = {"model": "a", "max_steps": 5, "data": {"train": "x", "max_length": 8}, "output_dir": "o"}
-    changed = checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})
+    changed = run_checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})
     assert changed == ["max_steps: 5 → 9"]
     with pytest.raises(ValueError, match=r"data\.max_length: 8, and the run has 9"):
-        checkpoint.changed_settings(saved, {**saved, "data": {"train": "x", "max_length": 9}})
+        run_checkpoint.changed_settings(saved, {**saved, "data": {"train": "x", "max_length": 9}})
     with pytest.raises(ValueError, match="model: a, and the run has b"):
-        checkpoint.changed_settings(saved, {**saved, "model": "b"})
+        run_checkpoint.changed_settings(saved, {**saved, "model": "b"})
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
-    state = files.read_sealed(path / checkpoint.SCALARS)
-    files.write_sealed(path / checkpoint.SCALARS, {**state, "format": 3})
+    state = atomic_files.read_sealed(path / run_checkpoint.SCALARS)
+    atomic_files.write_sealed(path / run_checkpoint.SCALARS, {**state, "format": 3})
     with pytest.raises(ValueError, match="checkpoint-000001 has checkpoint format 3"):
-        checkpoint.load(path)
+        run_checkpoint.load(path)
     (path / ".metadata").touch()
     with pytest.raises(ValueError, match="checkpoint-000001 is a checkpoint of format 1"):
-        checkpoint.load(path)
+        run_checkpoint.load(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import cli
+from blockwalk.cli import main
 from tests.conftest import TinyRun
 
 D, M, V, L, HEADS, KV, HEAD = 64, 128, 96, 3, 4, 2, 16
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_help_imports_no_torch() -> None:
     script = (
         "import contextlib, sys\n"
-        "from blockwalk.cli import main\n"
+        "from blockwalk.cli.main import main\n"
         "for argv in (['--help'], ['train', '--help'], ['pack', '--help']):\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        main(argv)\n"
@@ -46,7 +46,7 @@ def test_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for command in cli.COMMANDS:
+    for command in main.COMMANDS:
         assert f"\n    {command.name} " in done.stdout
     assert "--optimizer.learning_rate X\n" in done.stdout
 
@@ -71,7 +71,10 @@ def test_python_m_blockwalk() -> None:
         (["train"], "model is missing"),
         (["train", "--model", "m"], "data.train is missing"),
         (["plan"], "model is missing"),
-        (["plan", "--model", "no/such/folder"], "model: there is no folder no/such/folder; give that of a downloaded model"),
+        (
+            ["plan", "--model", "no/such/folder"],
+            "model: there is no folder no/such/folder; give that of a downloaded model",
+        ),
         (["eval", "--model", "m"], "data.eval is missing"),
         (["plan", "--model", ".", "--hardware", "here"], "has no config.json"),
         (
@@ -83,13 +86,13 @@ def test_python_m_blockwalk() -> None:
 def test_what_the_user_got_wrong(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("blockwalk: error: ")
     assert message in error
     assert error.count("\n") == 1, "one line, no traceback"
     monkeypatch.setenv("BLOCKWALK_DEBUG", "1")
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -111,10 +114,12 @@ def test_what_is_no_model_is_refused_before_anything_is_loaded(
         "bin": "bin has neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin must be converted",
         "empty": "empty has neither model.safetensors nor model.safetensors.index.json\n",
     }
-    script = "import sys; from blockwalk.cli import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in sys.modules))"
+    script = (
+        "import sys; from blockwalk.cli.main import main; sys.exit(main(sys.argv[1:]) + 9 * ('torch' in sys.modules))"
+    )
     for name, message in expected.items():
         for arguments in (["train", "--data.train", "d"], ["eval", "--data.eval", "d"], ["generate", "--prompt", "a"]):
-            assert cli.main([*arguments, "--model", name]) == 2
+            assert main.main([*arguments, "--model", name]) == 2
             error = capsys.readouterr().err
             assert message in error
             assert error.count("\n") == 1
@@ -124,10 +129,12 @@ def test_what_is_no_model_is_refused_before_anything_is_loaded(
     assert not Path("runs").exists()
 
 
-def test_here_is_what_doctor_wrote(model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_here_is_what_doctor_wrote(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the exit code, in a folder where nothing was written."""
     monkeypatch.chdir(model)
-    assert cli.main(["plan", "--model", model, "--hardware", "here"]) == 2
+    assert main.main(["plan", "--model", model, "--hardware", "here"]) == 2
     assert "write it with blockwalk doctor" in capsys.readouterr().err
 
 
@@ -136,7 +143,7 @@ def test_settings_and_other_arguments_may_come_in_any_order(model: str, capsys: 
         ["plan", "--program", "--model", model, "--lora=false", "--method", "plain"],
         ["--model", model, "plan", "--lora=false", "--method", "plain", "--program"],
     ):
-        assert cli.main(arguments) == 0
+        assert main.main(arguments) == 0
         assert "BACKWARD" in capsys.readouterr().out
 
 
@@ -147,7 +154,7 @@ def plan_rows(out: str) -> dict[str, str]:
 def test_plan_counts_every_byte(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", model, "--method", "plain", "--lora", "false", "--batch_size", "2"]
     arguments += ["--data.max_length", "40", "--recompute", "all"]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     rows = plan_rows(capsys.readouterr().out)
     assert f"{4 * PARAMETERS / 1000:.1f} kB   {PARAMETERS:,} parameters" in rows["trainable"]
     assert f"{8 * PARAMETERS / 1000:.1f} kB   adamw" in rows["optimizer"]
@@ -158,18 +165,18 @@ def test_plan_counts_every_byte(model: str, capsys: pytest.CaptureFixture[str]) 
 def test_plan_is_of_one_ranks_part_of_the_batch(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Closed form: 16 sequences cut in 4; FZOO's 9 forwards do not divide over 8 ranks: the mesh is printed."""
     few = ["plan", "--model", model, "--method", "distzo2", "--batch_size", "16"]
-    assert cli.main([*few, "--mesh.world", "4", "--mesh.data", "4"]) == 0
+    assert main.main([*few, "--mesh.world", "4", "--mesh.data", "4"]) == 0
     assert "one step     4 × 512 tokens" in capsys.readouterr().out
-    assert cli.main([*few, "--mesh.world", "8", "--zo.kind", "fzoo", "--zo.queries", "8"]) == 0
+    assert main.main([*few, "--mesh.world", "8", "--zo.kind", "fzoo", "--zo.queries", "8"]) == 0
     said = capsys.readouterr().out
     assert "8: the batch cut in 8, a step's 9 forwards shared by 1, streamed blocks held once by 8" in said
 
 
 def test_a_plan_that_does_not_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", model, "--method", "plain", "--lora", "false"]
-    assert cli.main([*arguments, "--budget", "100kB"]) == 3
+    assert main.main([*arguments, "--budget", "100kB"]) == 3
     assert "and budget is 100.0 kB: raise budget" in capsys.readouterr().err
-    assert cli.main([*arguments, "--budget", "100GB"]) == 0
+    assert main.main([*arguments, "--budget", "100GB"]) == 0
 
 
 def test_every_weight_is_not_trained_from_rounded_values(
@@ -177,19 +184,19 @@ def test_every_weight_is_not_trained_from_rounded_values(
 ) -> None:
     """Oracle: the exit code for configurations, and the folder that was not made."""
     arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--method", "mebp", "--lora", "false"]
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert "disk × int4 × nobody keeps weights in int4, and without adapters" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_zeroth_order_says_what_it_means(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", model, "--method", "mezo"]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     out = capsys.readouterr().out
     assert "expect thousands of steps" in out
     assert "learning_rate 1e-07 to 1e-06 with zo.epsilon 0.001" in out
     assert "note:" not in out
-    assert cli.main([*arguments, "--optimizer.learning_rate", "1e-3"]) == 0
+    assert main.main([*arguments, "--optimizer.learning_rate", "1e-3"]) == 0
     assert "note: optimizer.learning_rate is 0.001, far outside" in capsys.readouterr().out
 
 
@@ -198,7 +205,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
     import torch
 
-    assert cli.main(["env"]) == 0
+    assert main.main(["env"]) == 0
     out = capsys.readouterr().out
     assert f" {torch.__version__}\n" in out
     assert f" {platform.python_version()}\n" in out
@@ -207,5 +214,5 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 def test_failures_while_running_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that cannot be made, for a file stands in its place: not the configuration's fault alone, yet named."""
     (tmp_path / "file").write_text("")
-    assert cli.main(["pack", str(tmp_path / "absent"), str(tmp_path / "file" / "out")]) == 2
+    assert main.main(["pack", str(tmp_path / "absent"), str(tmp_path / "file" / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -9,12 +9,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk import config, settings_help
-from blockwalk.config import LoraSettings, RunConfig
-from blockwalk.methods import METHODS, method
-from blockwalk.plan import Plan
+from blockwalk.cli import settings_help
+from blockwalk.plan import parsing, run_config
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.placement import Codec, Placement, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.simulate import hardware
-from blockwalk.state import Codec, Placement, Tier
+from blockwalk.train import config
 
 EXAMPLE = """
 model: some/model
@@ -116,7 +119,10 @@ def test_what_is_wrong_is_said(setting: dict[Any, Any], message: str) -> None:
 
 def test_module_names_with_commas_are_a_list_and_a_pattern_is_one_text() -> None:
     """Oracle: PEFT's own reading: a list holds names, one text is a regular expression."""
-    for text, modules in (("q_proj, v_proj", ("q_proj", "v_proj")), (r".*\.[0-9]{1,2}\..*q_proj", r".*\.[0-9]{1,2}\..*q_proj")):
+    for text, modules in (
+        ("q_proj, v_proj", ("q_proj", "v_proj")),
+        (r".*\.[0-9]{1,2}\..*q_proj", r".*\.[0-9]{1,2}\..*q_proj"),
+    ):
         run = config.from_mapping({}, config.parse_flags(["--lora.target_modules", text]))
         assert run.lora is not None
         assert run.lora.target_modules == modules
@@ -193,10 +199,10 @@ def test_round_trip(
     run = RunConfig(
         model=text,
         plan=method(name, optimizer={"learning_rate": rate}, budget=budget),
-        data=config.DataSettings(template="x", label_words=tuple(words)),
+        data=run_config.DataSettings(template="x", label_words=tuple(words)),
         lora=lora and dataclasses.replace(lora, options=options),
     )
-    assert config.from_mapping(yaml.load(config.dump(run), Loader=config.Loader)) == run
+    assert config.from_mapping(yaml.load(config.dump(run), Loader=parsing.Loader)) == run
     assert config.from_mapping(run.to_mapping()) == run
     assert config.from_mapping(run.to_mapping()).digest() == run.digest()
 

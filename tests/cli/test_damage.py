@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from blockwalk import checkpoint
-from blockwalk.files import Damaged
-from blockwalk.ledger import Mark
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints.ledger import Mark
+from blockwalk.plan.methods import method
+from blockwalk.system.atomic_files import Damaged
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 
@@ -42,27 +42,29 @@ def save(walker: Walker, output_dir: Path) -> Path:
     """A checkpoint as a run saves it."""
     settings: dict[str, Any] = {"data": {}, "config": {}}
     if walker.plan.method == "mezo":
-        return checkpoint.save(output_dir, 1, walker=walker.state_dict(), ledger=Mark(1, ""), **settings)
-    path = checkpoint.path_of(output_dir, 1)
-    walker.save_state(path, beside={checkpoint.SCALARS: checkpoint.scalars_text(1, {}, **settings)})
+        return run_checkpoint.save(output_dir, 1, walker=walker.state_dict(), ledger=Mark(1, ""), **settings)
+    path = run_checkpoint.path_of(output_dir, 1)
+    walker.save_state(path, beside={run_checkpoint.SCALARS: run_checkpoint.scalars_text(1, {}, **settings)})
     return path
 
 
 def resume(walker: Walker, path: Path) -> None:
     """Take over what :func:`save` saved."""
-    saved = checkpoint.load(path)
+    saved = run_checkpoint.load(path)
     if saved.slices is None:
         walker.load_state_dict(saved.walker)
     else:
         walker.load_state(saved.slices)
 
 
-FILES = (checkpoint.SCALARS, "rank-00000.json", "rank-00000.safetensors")
+FILES = (run_checkpoint.SCALARS, "rank-00000.json", "rank-00000.safetensors")
 
 
 @pytest.mark.parametrize("file", [*FILES, ".metadata", "state.safetensors", "__0_0.distcp"])
 @pytest.mark.parametrize("name", ["plain", "mezo"])
-def test_a_pickle_in_a_checkpoint_is_not_opened(name: str, file: str, walkers: dict[str, Walker], tmp_path: Path) -> None:
+def test_a_pickle_in_a_checkpoint_is_not_opened(
+    name: str, file: str, walkers: dict[str, Walker], tmp_path: Path
+) -> None:
     """Oracle: what the pickle does when it is opened."""
     path = save(walkers[name], tmp_path)
     (path / file).write_bytes(pickle.dumps(Bomb(tmp_path / "run")))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import cli
-from blockwalk.config import DataSettings
+from blockwalk.cli import main
 from blockwalk.data.encode import Choices, load_tokenizer
-from blockwalk.evaluation import HeldOut
-from blockwalk.report import progress
+from blockwalk.plan.run_config import DataSettings
+from blockwalk.train import progress
+from blockwalk.train.evaluation import HeldOut
 from tests.conftest import TinyRun
 
 
@@ -37,7 +37,7 @@ def test_what_is_evaluated_and_when_is_said(
 ) -> None:
     monkeypatch.setattr(progress, "QUIET", 0.0)
     run = ["train", *tiny_run.arguments(tmp_path), "--method", "plain", "--eval_every", "1", "--max_steps", "2"]
-    assert cli.main([*run, "--data.eval_limit", "6", "--eval_first", "false"]) == 0
+    assert main.main([*run, "--data.eval_limit", "6", "--eval_first", "false"]) == 0
     said = capsys.readouterr().out
     assert "evaluates 6 of 10 records (data.eval_limit)" in said
     assert "evaluation 2/6  " in said
@@ -45,10 +45,10 @@ def test_what_is_evaluated_and_when_is_said(
     lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["step"], line["examples"]) for line in lines] == [(1, 6), (2, 6)]
     again = [*run, "--resume_from_checkpoint", "latest", "--max_steps", "3", "--data.eval_limit", "0"]
-    assert cli.main(again) == 0, "what is evaluated may change"
+    assert main.main(again) == 0, "what is evaluated may change"
     assert "evaluates" not in capsys.readouterr().out
     assert json.loads((tmp_path / "evaluations.jsonl").read_text().splitlines()[-1])["examples"] == 10
-    assert cli.main([*run, "--data.eval_limit", "-1"]) == 2
+    assert main.main([*run, "--data.eval_limit", "-1"]) == 2
 
 
 def test_a_terminal_shows_a_bar_that_goes_with_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from blockwalk import cli
-from blockwalk.methods import method
-from blockwalk.metrics import process_bytes
-from blockwalk.program import Shape
+from blockwalk.cli import main
+from blockwalk.plan.methods import method
+from blockwalk.program.program import Shape
 from blockwalk.report.record import Record
 from blockwalk.simulate import hardware
-from blockwalk.walker import Walker
+from blockwalk.system.process_memory import process_bytes
+from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
 
@@ -39,7 +39,7 @@ def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
     monkeypatch.chdir(tmp_path)
     hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
     more = ["--method", "mebp", "--max_steps", "3", "--lora.rank", "4", "--trace", str(tmp_path / "trace.json")]
-    assert cli.main(["train", *tiny_run.arguments(tmp_path / "run"), *more]) == 0
+    assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), *more]) == 0
     both = events(tmp_path / "trace.json")
     assert both.keys() == {"foreseen", "measured"}
     kinds = ("PROLOGUE", "FORWARD", "LOSS", "BACKWARD", "UPDATE")
@@ -61,7 +61,7 @@ def test_the_process_is_foreseen_and_what_is_counted_is_said(
     """Oracle: the kernel's counters. Without doctor's measurements the first line foresees the peak of the whole process, which
     is more than it holds when the model is open, and less than twice the measured one."""
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]) == 0
+    assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("memory: ")
     assert "private memory of the whole process, which the kernel cannot drop" in said[0]
@@ -94,12 +94,12 @@ def test_a_plan_over_its_budget_names_the_next_one_that_fits(
     """The plan that is named fits the same budget when it is tried."""
     monkeypatch.chdir(tmp_path)
     settings = [*tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", "--budget", "3MB", "--lora", "false"]
-    assert cli.main(["train", *settings, "--method", "plain"]) == 3
+    assert main.main(["train", *settings, "--method", "plain"]) == 3
     said = capsys.readouterr().err
     assert "the next plan that fits: method: " in said
     named = dict(part.split(": ") for part in said.partition("fits: ")[2].partition(" (")[0].split(", "))
     flags = [part for key, value in named.items() for part in (f"--{key}", value.replace("True", "true"))]
-    assert cli.main(["train", *settings, *flags]) == 0
+    assert main.main(["train", *settings, *flags]) == 0
 
 
 def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_run: TinyRun, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_r
     code = (
         "import resource, sys\n"
         "from blockwalk import cli, walker\n"
-        "from blockwalk.metrics import process_bytes\n"
+        "from blockwalk.system.process_memory import process_bytes\n"
         "step = walker.Walker.step\n"
         "def bounded(self, batch, **more):\n"
         "    used = int(open('/proc/self/status').read().partition('VmData:')[2].split()[0]) * 1024\n"

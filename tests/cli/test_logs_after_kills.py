@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk import checkpoint, cli, ledger
-from blockwalk import train as training
+from blockwalk.checkpoints import ledger, run_checkpoint
+from blockwalk.checkpoints import run_checkpoint as checkpoint
+from blockwalk.cli import main
 from blockwalk.data import encode
-from blockwalk.metrics import MetricsLog
-from blockwalk.tiers import disk, scratch, store_writer
+from blockwalk.tiers import scratch_maps
+from blockwalk.tiers.block_store import writer as store_writer
+from blockwalk.tiers.model_folder import folder as disk_folder
+from blockwalk.train import evaluation
+from blockwalk.train.metrics_log import MetricsLog
+from blockwalk.walk import walker as training_walker
 from tests.conftest import TinyRun
 
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved")
@@ -28,7 +33,7 @@ INT8 = ["--method", "mebp", "--frozen", "disk × int8"]
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
     common = ["--max_steps", "6", "--eval_every", "2", "--save_every", "3", "--resume_from_checkpoint", "latest"]
-    return cli.main(["train", *tiny_run.arguments(folder), *common, *settings])
+    return main.main(["train", *tiny_run.arguments(folder), *common, *settings])
 
 
 def child(work: Callable[[], int]) -> int:
@@ -73,7 +78,6 @@ def files(folder: Path) -> dict[str, Any]:
     return found
 
 
-
 @pytest.mark.parametrize("settings", [ZO2, MEBP], ids=["zo2", "mebp"])
 def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: TinyRun, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -88,14 +92,14 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
     places: list[tuple[Any, str, Callable[..., bool]]] = [
         (MetricsLog, "write", on_line(0, "evaluations.jsonl")),
         (MetricsLog, "write", on_line(1, "metrics.jsonl")),  # zeroth order: the ledger has the step
-        (training.HeldOut, "evaluate", evaluates(2)),
+        (evaluation.HeldOut, "evaluate", evaluates(2)),
         (checkpoint, "prune", lambda *_: True),  # a checkpoint was just written
         (MetricsLog, "write", on_line(4, "evaluations.jsonl")),
-        (training.HeldOut, "evaluate", evaluates(6)),
-        (training.Walker, "save_pretrained", lambda *_: True),
+        (evaluation.HeldOut, "evaluate", evaluates(6)),
+        (training_walker.Walker, "save_pretrained", lambda *_: True),
     ]
     if settings is MEBP:
-        places.insert(2, (scratch.os, "unlink", lambda path, *_: "scratch-" in str(path)))
+        places.insert(2, (scratch_maps.os, "unlink", lambda path, *_: "scratch-" in str(path)))
     else:
         places.append((ledger.Ledger, "rename", lambda *_: True))
     for place, name, when in places:
@@ -105,9 +109,9 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
             return train(tiny_run, killed, *settings)
 
         assert child(work) == -signal.SIGKILL, name
-        assert cli.main(["report", str(killed)]) in (0, 2), "2: there is no step yet"
+        assert main.main(["report", str(killed)]) in (0, 2), "2: there is no step yet"
     assert train(tiny_run, killed, *settings) == 0
-    assert cli.main(["report", str(killed)]) == 0
+    assert main.main(["report", str(killed)]) == 0
     (killed / "report.html").unlink()
     found, expected = files(killed), files(whole)
     assert found["metrics.jsonl"] == expected["metrics.jsonl"]
@@ -131,17 +135,17 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
 
         def work(step: int = step, batches: list[int] = batches) -> int:
             call = "label_losses"
-            before(training.Walker, call, stop, lambda walker, _: walker.steps_done == step)
-            before(training.Walker, call, lambda: batches.append(1), lambda walker, _: walker.steps_done == step)
+            before(training_walker.Walker, call, stop, lambda walker, _: walker.steps_done == step)
+            before(training_walker.Walker, call, lambda: batches.append(1), lambda walker, _: walker.steps_done == step)
             code = train(tiny_run, stopped, *settings)
             assert len(batches) == 1, "no other batch was begun"
             return code
 
         assert child(work) == 128 + signal.SIGTERM
         assert "stopping after this step" in capfd.readouterr().err
-        left = checkpoint.latest(stopped)
+        left = run_checkpoint.latest(stopped)
         assert left is not None
-        assert checkpoint.step_of(left) == step, "what was done is saved"
+        assert run_checkpoint.step_of(left) == step, "what was done is saved"
     assert train(tiny_run, stopped, *settings) == 0
     found, expected = files(stopped), files(whole)
     for name in ("metrics.jsonl", "evaluations.jsonl"):
@@ -149,7 +153,7 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(encode, "_flatten"), (store_writer, "_encode"), (disk.CheckpointFolder, "__init__")]
+    ("place", "name"), [(encode, "_flatten"), (store_writer, "_encode"), (disk_folder.CheckpointFolder, "__init__")]
 )
 def test_a_signal_before_the_run_began_leaves_nothing(
     place: Any, name: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]

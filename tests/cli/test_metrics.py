@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from blockwalk.metrics import MetricsLog, PeakMemory, peak_resident_bytes, process_bytes
+from blockwalk.system.process_memory import PeakMemory, peak_resident_bytes, process_bytes
+from blockwalk.train.metrics_log import MetricsLog
 
 MIB = 1 << 20
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import cli
-from blockwalk.simulate import hardware, probe
+from blockwalk.cli import main
+from blockwalk.doctor import machine
+from blockwalk.doctor import machine as probe
+from blockwalk.simulate import hardware
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -43,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def call(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     program, *arguments = shlex.split(line)
     assert program == "blockwalk"
-    code = cli.main(arguments)
+    code = main.main(arguments)
     captured = capsys.readouterr()
     assert code == 0, f"{line}\n{captured.out}{captured.err}"
     return captured.out
@@ -53,7 +55,7 @@ def test_every_command_runs_as_it_stands(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ``doctor`` measures takes minutes and has a test of its own; here it finds a laptop."""
-    monkeypatch.setattr(probe, "measure", lambda *_, **__: probe.Findings(hardware.load("laptop"), ()))
+    monkeypatch.setattr(probe, "measure", lambda *_, **__: machine.Findings(hardware.load("laptop"), ()))
     others = [line for line in LINES if not line.startswith("blockwalk ")]
     assert others == ["pip install .", "make quickstart"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from blockwalk import cli, files
-from blockwalk import train as training
+from blockwalk.cli import main
+from blockwalk.report import record
+from blockwalk.system import atomic_files
+from blockwalk.train import loop
+from blockwalk.walk import walker as training_walker
 from tests.conftest import TinyRun
 
 ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
@@ -20,7 +23,7 @@ OVER = ["--overwrite_output_dir", "true"]
 
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
-    return cli.main(["train", *tiny_run.arguments(folder), "--max_steps", "4", "--save_every", "2", *settings])
+    return main.main(["train", *tiny_run.arguments(folder), "--max_steps", "4", "--save_every", "2", *settings])
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -67,7 +70,7 @@ def test_a_refused_run_changes_nothing(
     for reason, (code, settings) in wanted.items():
         assert train(tiny_run, folder, *earlier, *OVER, *settings) == code, capsys.readouterr().err
         assert contents(folder) == before, reason
-    monkeypatch.setattr(training.Record, "of", refuse)  # when the walker has opened everything, the new ledger too
+    monkeypatch.setattr(record.Record, "of", refuse)  # when the walker has opened everything, the new ledger too
     assert train(tiny_run, folder, *ZO2, *OVER) == 2
     assert contents(folder) == before
 
@@ -79,10 +82,16 @@ def test_the_run_before_stays_until_the_first_checkpoint_is_whole(
     assert train(tiny_run, folder, *ZO2) == 0
     before = contents(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(training._Loop, "_evaluate", refuse)
+        patch.setattr(loop._Loop, "_evaluate", refuse)
         assert train(tiny_run, folder, *PLAIN, *OVER) == 2
     moved = contents(folder / "replaced")
-    kept = ("ledger.jsonl", "checkpoint-000002/state.json", "checkpoint-000004/state.json", "metrics.jsonl", "config.yaml")
+    kept = (
+        "ledger.jsonl",
+        "checkpoint-000002/state.json",
+        "checkpoint-000004/state.json",
+        "metrics.jsonl",
+        "config.yaml",
+    )
     assert {name: moved[name] for name in kept} == {name: before[name] for name in kept}
     assert train(tiny_run, folder, *PLAIN, *OVER) == 0, "a run without a checkpoint stands in nobody's way"
     assert not (folder / "replaced").exists()
@@ -97,14 +106,14 @@ def test_two_runs_in_one_folder(
     """The second is refused, and says who is there; the first ends as it does alone."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     assert train(tiny_run, alone, *ZO2) == 0
-    step, codes = training.Walker.step, []
+    step, codes = training_walker.Walker.step, []
 
     def with_a_second_run(walker: Any, *arguments: Any, **options: Any) -> Any:
         if walker.steps_done == 2:
             codes.append(train(tiny_run, shared, *ZO2, *OVER))
         return step(walker, *arguments, **options)
 
-    monkeypatch.setattr(training.Walker, "step", with_a_second_run)
+    monkeypatch.setattr(training_walker.Walker, "step", with_a_second_run)
     capsys.readouterr()
     assert train(tiny_run, shared, *ZO2) == 0
     assert codes == [2]
@@ -121,15 +130,19 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        with files.locked(folder):
+        with atomic_files.locked(folder):
             os.write(write, b"held")
             os.read(read, 0)
             os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
-    assert (folder / files.LOCK).exists(), "a killed process removes nothing"
-    with files.locked(folder), pytest.raises(ValueError, match=f"in use by process {os.getpid()}"), files.locked(folder):
+    assert (folder / atomic_files.LOCK).exists(), "a killed process removes nothing"
+    with (
+        atomic_files.locked(folder),
+        pytest.raises(ValueError, match=f"in use by process {os.getpid()}"),
+        atomic_files.locked(folder),
+    ):
         pass
     assert not folder.exists() or not list(folder.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"), files.locked(tmp_path / "file"):
+    with pytest.raises(ValueError, match="is a file"), atomic_files.locked(tmp_path / "file"):
         pass

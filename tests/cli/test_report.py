@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import cli
+from blockwalk.cli import main
 from blockwalk.report import html
-from blockwalk.simulate import trace
+from blockwalk.simulate import timeline
 
 
 class Page(HTMLParser):
@@ -73,22 +73,22 @@ def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
 
 
 def test_the_command_writes_it_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(run)]) == 0
+    assert main.main(["report", str(run)]) == 0
     assert (run / "report.html").read_text(encoding="utf-8") == html.report(run)
-    assert cli.main(["report", str(run.parent)]) == 2
+    assert main.main(["report", str(run.parent)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_a_trace_is_whole_or_as_it_was(tmp_path: Path) -> None:
     """Oracle: the kernel, which lets no file of the child's grow beyond 50 bytes."""
     path = tmp_path / "trace.json"
-    trace.write(path, [])
+    timeline.write(path, [])
     before = path.read_bytes()
     if (child := os.fork()) == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
         try:
-            trace.write(path, [{"name": "FORWARD block 1", "ts": 0, "dur": 5}])
+            timeline.write(path, [{"name": "FORWARD block 1", "ts": 0, "dur": 5}])
         except OSError:
             os._exit(3)
         os._exit(0)
@@ -111,5 +111,7 @@ def test_chromium_draws_it(run: Path, tmp_path: Path) -> None:
         pytest.skip("no Chromium here")
     (tmp_path / "page.html").write_text(html.report(run), encoding="utf-8")
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=390,844", "--dump-dom"]
-    done = subprocess.run([*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.count("<polyline") == 8

@@ -15,10 +15,10 @@ import pytest
 import torch
 from benchmarks.memory_limit import run_limited, why_not
 
-from blockwalk import cli
-from blockwalk import train as training
-from blockwalk.metrics import Limit, memory_limits
+from blockwalk.cli import main
 from blockwalk.report import room
+from blockwalk.system.process_memory import Limit, memory_limits
+from blockwalk.train import loop as training
 from tests.conftest import TinyRun
 
 MB = 10**6
@@ -58,7 +58,7 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
 
 def train(tiny_run: TinyRun, folder: Path, *settings: str) -> int:
     method = [] if "--method" in settings else ["--method", "plain"]
-    return cli.main(["train", *tiny_run.arguments(folder), *method, "--max_steps", "4", *settings])
+    return main.main(["train", *tiny_run.arguments(folder), *method, "--max_steps", "4", *settings])
 
 
 @pytest.mark.parametrize(("swap", "of_process"), [(0, False), (3 * MB, False), (0, True)])

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockwalk import Walker, cli, method
-from blockwalk.tiers.store import BlockStore
+from blockwalk import Walker, method
+from blockwalk.cli import main
+from blockwalk.tiers.block_store.store import BlockStore
 from tests.conftest import TinyRun
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = cli.main(list(arguments))
+    code = main.main(list(arguments))
     captured = capsys.readouterr()
     assert code == 0, captured.err
     return captured.out
@@ -88,7 +89,7 @@ def test_every_codec_is_packed(codec: str, tiny_run: TinyRun, tmp_path: Path) ->
     """Oracle: transformers' tensors, within what the codec's page promises of the largest element of a row."""
     from transformers import AutoModelForCausalLM
 
-    assert cli.main(["pack", str(tiny_run.model), str(tmp_path / "store"), "--codec", codec]) == 0
+    assert main.main(["pack", str(tiny_run.model), str(tmp_path / "store"), "--codec", codec]) == 0
     store = BlockStore(tmp_path / "store")
     store.verify()
     bound = {"int4": 1 / 8, "int8": 1 / 254, "fp8": 1 / 16, "bf16": 2**-8, "fp16": 2**-11}.get(codec, 0.0)
@@ -103,7 +104,7 @@ def test_rounded_weights_are_not_what_training_starts_from(from_store: bool, tin
     """Oracle: the command line's refusal, which Python's walker makes as well; nothing is packed for it."""
     model, frozen = tiny_run.model, "disk × int8"
     if from_store:
-        assert cli.main(["pack", str(model), str(tmp_path / "store"), "--codec", "int8"]) == 0
+        assert main.main(["pack", str(model), str(tmp_path / "store"), "--codec", "int8"]) == 0
         model, frozen = tmp_path / "store", "disk × raw"
     plan = method("plain", frozen=frozen)
     with pytest.raises(ValueError, match="without adapters every weight is trained"):
@@ -111,7 +112,7 @@ def test_rounded_weights_are_not_what_training_starts_from(from_store: bool, tin
     assert not (tmp_path / "work").exists()
     Walker(model, plan, workdir=tmp_path / "work", device="cpu", training=False).close()
     arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--model", str(model), "--method", "plain"]
-    assert cli.main([*arguments, "--frozen", frozen, "--lora", "false"]) == 2
+    assert main.main([*arguments, "--frozen", frozen, "--lora", "false"]) == 2
 
 
 @pytest.mark.parametrize("method_name", ["mebp", "plain", "zo2"])
@@ -124,7 +125,7 @@ def test_codes_are_refused_before_any_work(
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, key: (tensors[key] * 100).to(torch.int8)}, folder / "model.safetensors", {"format": "pt"})
     arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--model", str(folder), "--method", method_name]
-    assert cli.main([*arguments, "--data.train", str(tmp_path / "nowhere.jsonl")]) == 2
+    assert main.main([*arguments, "--data.train", str(tmp_path / "nowhere.jsonl")]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if key in line]
     assert "model.safetensors" in line
     assert "int8" in line
@@ -165,6 +166,6 @@ def test_a_bad_record_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pytest
     lines = tiny_run.train.read_text().splitlines()
     lines[2] = '{"text": "no label"}'
     broken.write_text("\n".join(lines))
-    assert cli.main(["train", *tiny_run.arguments(tmp_path / "out"), "--data.train", str(broken)]) == 2
+    assert main.main(["train", *tiny_run.arguments(tmp_path / "out"), "--data.train", str(broken)]) == 2
     assert f"{broken} line 3: no field 'label'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists(), "nothing was written"

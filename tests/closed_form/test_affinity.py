@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from blockwalk import affinity
+from blockwalk.ranks import launch
+from blockwalk.ranks import launch as affinity
 
 
 def test_core_lists() -> None:
-    assert affinity.parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert affinity.parse_cores("5\n") == {5}
-    assert affinity.parse_cores("\n") == set()
+    assert launch.parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert launch.parse_cores("5\n") == {5}
+    assert launch.parse_cores("\n") == set()
 
 
 def test_a_process_stays_on_the_cores_beside_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,9 +26,9 @@ def test_a_process_stays_on_the_cores_beside_its_gpu(tmp_path: Path, monkeypatch
     told = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: told)
     try:
-        assert affinity.bind_to_gpu(0) == {core}
+        assert launch.bind_to_gpu(0) == {core}
         assert os.sched_getaffinity(0) == {core}
         (device / "local_cpulist").write_text("4000\n")  # none that this process may use: it keeps those that it has
-        assert affinity.bind_to_gpu(0) == {core}
+        assert launch.bind_to_gpu(0) == {core}
     finally:
         os.sched_setaffinity(0, before)

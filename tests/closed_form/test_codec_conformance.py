@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from blockwalk.state import Codec
-from blockwalk.tiers.layout import Layout
-from blockwalk.tiers.nf4 import LEVELS
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.nf4 import LEVELS
+from blockwalk.plan.placement import Codec
 from tests.support.codec_tests import CodecTests
 
 

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk import native
-from blockwalk.noise import NoiseKey
-from blockwalk.state import Codec, encoded_nbytes
-from blockwalk.tiers.codecs import decode, decode_rows, encode, encode_rows, gather_rows
-from blockwalk.tiers.layout import Layout
-from blockwalk.tiers.weights import DenseWeight, EncodedWeight, Scratch
+from blockwalk.numerics import native
+from blockwalk.numerics.codecs.codecs import decode, decode_rows, encode, encode_rows, gather_rows
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.scratch import Scratch
+from blockwalk.plan.model_spec import encoded_nbytes
+from blockwalk.plan.placement import Codec
 
 KEY = NoiseKey(seed=0, step=3, query=0, name="weight", domain="rounding")
 SCALED = (Codec.FP8, Codec.INT8, Codec.INT4)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from blockwalk import config
 from blockwalk.data import encode as data_encode
 from blockwalk.data.batching import (
     Batch,
@@ -33,9 +32,10 @@ from blockwalk.data.batching import (
 )
 from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import Format, Record, Template, detect_format, read_records
-from blockwalk.estimators.objectives import ranked
-from blockwalk.evaluation import HeldOut
-from blockwalk.train import read_training_rows
+from blockwalk.estimators.zeroth_order.objectives import ranked
+from blockwalk.train import config
+from blockwalk.train.evaluation import HeldOut
+from blockwalk.train.loop import read_training_rows
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 PAD, BEGIN, END = 0, 1, 2
@@ -162,7 +162,10 @@ def test_a_cut_that_does_not_divide_names_the_setting() -> None:
 
 def test_a_batch_that_is_none_says_what_is_wanted() -> None:
     """Oracle: the name of the type that was given."""
-    for batch, message in (({"input_ids": [[1, 2]]}, "input_ids of the batch is a list"), ([1], "mapping .*, not a list")):
+    for batch, message in (
+        ({"input_ids": [[1, 2]]}, "input_ids of the batch is a list"),
+        ([1], "mapping .*, not a list"),
+    ):
         with pytest.raises(ValueError, match=message):
             micro_batches(batch, 1)  # type: ignore[arg-type]
 

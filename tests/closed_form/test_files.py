@@ -9,38 +9,38 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import files
+from blockwalk.system import atomic_files
 
 
 def test_a_file_is_replaced_whole_or_left_alone(tmp_path: Path) -> None:
     """Oracle: the file's bytes and the folder's listing."""
     path = tmp_path / "value.json"
-    files.write_json(path, {"ε": 1})
+    atomic_files.write_json(path, {"ε": 1})
     assert json.loads(path.read_text(encoding="utf-8")) == {"ε": 1}
-    with pytest.raises(ZeroDivisionError), files.atomic_open(path, "w") as file:
+    with pytest.raises(ZeroDivisionError), atomic_files.atomic_open(path, "w") as file:
         file.write("half of" * (1 // 0))
     with pytest.raises(ValueError):
-        files.write_json(path, {"loss": float("nan")})
+        atomic_files.write_json(path, {"loss": float("nan")})
     assert json.loads(path.read_text(encoding="utf-8")) == {"ε": 1}
-    files.write_bytes(path, b"new")
+    atomic_files.write_bytes(path, b"new")
     assert path.read_bytes() == b"new"
     assert [p.name for p in tmp_path.iterdir()] == ["value.json"]
-    with pytest.raises(ValueError, match="mode 'a'"), files.atomic_open(path, "a"):
+    with pytest.raises(ValueError, match="mode 'a'"), atomic_files.atomic_open(path, "a"):
         pass
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     """Oracle: the folders' listings."""
-    with files.atomic_folder(tmp_path / "deep" / "out") as folder:
+    with atomic_files.atomic_folder(tmp_path / "deep" / "out") as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "file").write_text("x")
         assert not (tmp_path / "deep" / "out").exists()
     assert (tmp_path / "deep" / "out" / "inner" / "file").read_text() == "x"
-    with pytest.raises(ValueError, match="exists already"), files.atomic_folder(tmp_path / "deep" / "out"):
+    with pytest.raises(ValueError, match="exists already"), atomic_files.atomic_folder(tmp_path / "deep" / "out"):
         pass
-    with pytest.raises(ZeroDivisionError), files.atomic_folder(tmp_path / "deep" / "other") as folder:
+    with pytest.raises(ZeroDivisionError), atomic_files.atomic_folder(tmp_path / "deep" / "other") as folder:
         (folder / "file").write_text("x" * (1 // 0))
-    with pytest.raises(ValueError, match="exists already"), files.atomic_folder(tmp_path / "deep" / "late"):
+    with pytest.raises(ValueError, match="exists already"), atomic_files.atomic_folder(tmp_path / "deep" / "late"):
         (tmp_path / "deep" / "late").mkdir()  # somebody else was faster
     assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["late", "out"]
 
@@ -52,7 +52,7 @@ def test_a_folder_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
     (path / "old").write_text("old")
 
     def build(fails: bool) -> None:
-        with files.atomic_folder(path, replace=True) as folder:
+        with atomic_files.atomic_folder(path, replace=True) as folder:
             (folder / "new").write_text("new")
             assert [p.name for p in path.iterdir()] == ["old"]
             if fails:
@@ -69,11 +69,11 @@ def test_a_folder_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     """Oracle: the folder's listing after SIGKILL in the middle of a file and of a folder."""
     (tmp_path / "kept").write_text("old")
-    for kill_inside in (files.atomic_open, files.atomic_folder):
+    for kill_inside in (atomic_files.atomic_open, atomic_files.atomic_folder):
         child = os.fork()
         if child == 0:
             try:
-                with kill_inside(tmp_path / ("kept" if kill_inside is files.atomic_open else "made")):
+                with kill_inside(tmp_path / ("kept" if kill_inside is atomic_files.atomic_open else "made")):
                     os.kill(os.getpid(), signal.SIGKILL)
             finally:
                 os._exit(1)
@@ -81,13 +81,13 @@ def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     assert (tmp_path / "kept").read_text() == "old"
     assert not (tmp_path / "made").exists()
     assert len(list(tmp_path.iterdir())) == 3
-    assert len(files.remove_leftovers(tmp_path)) == 2
+    assert len(atomic_files.remove_leftovers(tmp_path)) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["kept"]
 
 
 def test_too_little_room_is_said_before_any_work(tmp_path: Path) -> None:
     """Oracle: the file system's own count of free bytes."""
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    files.require_space(tmp_path / "not" / "yet", free // 2, "this")
+    atomic_files.require_space(tmp_path / "not" / "yet", free // 2, "this")
     with pytest.raises(ValueError, match=r"the store needs .* GB on the disk of .*, which has .* GB free"):
-        files.require_space(tmp_path / "not" / "yet", 2 * free, "the store")
+        atomic_files.require_space(tmp_path / "not" / "yet", 2 * free, "the store")

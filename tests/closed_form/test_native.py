@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import native
+from blockwalk.numerics import native
 
 
 def test_a_broken_kernel_warns_once_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk import native as native_code
-from blockwalk import noise, noise_numpy
-from blockwalk.estimators.mezo import MezoNoise
-from blockwalk.noise import NoiseKey, add_scaled_, fill_, perturbed, random_uint16, stochastic_round, update_perturb_
+from blockwalk.estimators.zeroth_order.mezo_original import MezoNoise
+from blockwalk.numerics import native as native_code
+from blockwalk.numerics.noise import key as noise_key
+from blockwalk.numerics.noise import numpy_words
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import (
+    add_scaled_,
+    fill_,
+    perturbed,
+    random_uint16,
+    stochastic_round,
+    update_perturb_,
+)
 
 KEY = NoiseKey(seed=0, step=7, query=0, name="model.layers.0.self_attn.q_proj.weight")
 ROUNDING = NoiseKey(seed=0, step=7, query=0, name=KEY.name, domain="rounding")
@@ -87,7 +96,7 @@ def test_words_are_philox_of_the_counter() -> None:
     key = KEY.philox_key()
     for counter in (0, 1, 2**40):
         want = [word for c in range(counter, counter + 3) for word in philox((c, 0, 0, 0), key)]
-        assert noise_numpy.words(key, counter, 3).tolist() == want
+        assert numpy_words.words(key, counter, 3).tolist() == want
 
 
 @pytest.mark.parametrize("native", PATHS)
@@ -101,7 +110,7 @@ def test_values_by_definition(native: bool, start: int) -> None:
     short = random_uint16(KEY, start, count, torch.empty(count, dtype=torch.uint16), native=native)
     assert short.tolist() == draws.tolist()
     z = fill_(torch.empty(count), KEY, start, "gaussian", native=native)
-    assert torch.equal(z, torch.from_numpy(noise_numpy.gaussian_table()[draws]))
+    assert torch.equal(z, torch.from_numpy(numpy_words.gaussian_table()[draws]))
     signs = fill_(torch.empty(count), KEY, start, "rademacher", native=native)
     for e in (start, start + 1, start + 63, start + 64, start + count - 1):
         word = philox((e // 256, 0, 0, 0), KEY.philox_key())[e % 256 // 64]
@@ -110,7 +119,7 @@ def test_values_by_definition(native: bool, start: int) -> None:
 
 def test_table_is_the_inverse_normal() -> None:
     """Oracle: statistics.NormalDist, and exact sums over the table for what its documentation claims."""
-    table = noise_numpy.gaussian_table()
+    table = numpy_words.gaussian_table()
     inverse = NormalDist().inv_cdf
     quantiles = np.array([-inverse((2 * m + 1) / 2**17) for m in range(1 << 15)])
     assert np.abs(table[: 1 << 15] - quantiles).max() < 6.3e-5
@@ -128,7 +137,7 @@ def test_table_is_the_inverse_normal() -> None:
 def test_cubics_go_through_the_quantiles() -> None:
     """Oracle: −Φ⁻¹ at each segment's borders and inner Chebyshev extrema, times the documented scale."""
     inverse = NormalDist().inv_cdf
-    for row, cubic in enumerate(np.roll(noise_numpy.cubic_coefficients().T.astype(float), 2, axis=0)):
+    for row, cubic in enumerate(np.roll(numpy_words.cubic_coefficients().T.astype(float), 2, axis=0)):
         exponent, second = divmod(row, 2)
         for t in (0, 0.125, 0.375, 0.5):
             p = 2.0**exponent * (1 + second / 2 + t) / 2**17
@@ -162,10 +171,10 @@ def test_streams_look_independent(kind: str) -> None:
 
 def test_key_is_pinned() -> None:
     """Oracle: a value written down when the generator was: ledgers hold seeds, so a key may never change silently."""
-    assert noise.GENERATOR_VERSION == 1
+    assert noise_key.GENERATOR_VERSION == 1
     assert KEY.philox_key() == PINNED_KEY
     assert fill_(torch.empty(4), KEY, 10**6).tolist() == PINNED_VALUES
-    assert noise.derive_seed("dropout", 3, b"x") == PINNED_SEED
+    assert noise_key.derive_seed("dropout", 3, b"x") == PINNED_SEED
 
 
 def test_seeds() -> None:
@@ -174,7 +183,7 @@ def test_seeds() -> None:
     for bad in (-1, 2**64):
         with pytest.raises(ValueError, match="seed is"):
             NoiseKey(bad, 0, 0, "w")
-    seeds = {noise.derive_seed(*p) for p in [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (b"1",), (1, 0), ()]}
+    seeds = {noise_key.derive_seed(*p) for p in [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (b"1",), (1, 0), ()]}
     assert len(seeds) == 8
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -382,7 +391,7 @@ def test_mezo_noise_is_the_original_s() -> None:
 
 def compare_triton(device: str) -> None:
     """Every Triton kernel against the CPU's bits, on ``device``; in the interpreter the device is the CPU."""
-    from blockwalk import noise_cuda
+    from blockwalk.numerics.noise import cuda as noise_cuda
 
     def same(got: torch.Tensor, want: torch.Tensor) -> None:
         assert torch.equal(bits(got).cpu(), bits(want)), (kind, source_dtype, out_dtype, rounding, start)
@@ -397,7 +406,7 @@ def compare_triton(device: str) -> None:
                     on_device = source.to(device, copy=True)
                     out = torch.empty(n, dtype=out_dtype, device=device)
                     want = perturbed(source, out.cpu().clone(), KEY, start, 1e-3, kind, rounding=rounding)
-                    place = noise.Window(1, n, 0)
+                    place = noise_key.Window(1, n, 0)
                     same(noise_cuda.write(on_device, out, KEY, start, 1e-3, kind, rounding, place, None), want)
                     if source_dtype != out_dtype:
                         continue
@@ -412,17 +421,17 @@ def compare_triton(device: str) -> None:
         start = 20
         whole = fill_(torch.empty(40, 300), KEY, 0, kind)
         columns = torch.empty(40, 60, device=device)[:, :50]
-        noise_cuda.write(None, columns, KEY, start, 1.0, kind, None, noise.Window(40, 50, 300), None)
+        noise_cuda.write(None, columns, KEY, start, 1.0, kind, None, noise_key.Window(40, 50, 300), None)
         same(columns.contiguous(), whole[:, 20:70].contiguous())
         tokens = torch.tensor([5, 0, 39])
         out = torch.empty(3, 300, device=device)
-        noise_cuda.write(None, out, KEY, 0, 1.0, kind, None, noise.Window(3, 300, 300), tokens.to(device))
+        noise_cuda.write(None, out, KEY, 0, 1.0, kind, None, noise_key.Window(3, 300, 300), tokens.to(device))
         same(out, whole[tokens])
     for dtype in (torch.bfloat16, torch.float16):
         x = awkward(n, torch.float32)
         want = stochastic_round(x, torch.empty(n, dtype=dtype), ROUNDING, 3)
         out = torch.empty(n, dtype=dtype, device=device)
-        noise_cuda.write(x.to(device), out, None, 3, 0.0, None, ROUNDING, noise.Window(1, n, 0), None)
+        noise_cuda.write(x.to(device), out, None, 3, 0.0, None, ROUNDING, noise_key.Window(1, n, 0), None)
         same(out, want)
     for dtype in (torch.int32, torch.uint16):
         want = random_uint16(KEY, 9, n, torch.empty(n, dtype=dtype))
@@ -454,7 +463,7 @@ def test_compiled_kernels_have_no_fused_multiply_add() -> None:
     compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
-    from blockwalk import noise_cuda
+    from blockwalk.numerics.noise import cuda as noise_cuda
 
     kernel = noise_cuda._write_kernel
     chosen = {"KIND": 1, "HAS_SOURCE": True, "HAS_ROWS": False, "ROUNDING": False, "ALIGNED": True}

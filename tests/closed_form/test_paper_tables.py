@@ -26,7 +26,9 @@ UNEXPLAINED = {
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
-@pytest.mark.parametrize("name", ["zo2", "ablation", "distzo2", "communication", "transfer", "mebp", "fcdp", "asynchzp"])
+@pytest.mark.parametrize(
+    "name", ["zo2", "ablation", "distzo2", "communication", "transfer", "mebp", "fcdp", "asynchzp"]
+)
 def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import paper_tables

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import config
-from blockwalk.methods import method
-from blockwalk.planner import Task, largest_batch, look_at, program_of, rank
-from blockwalk.program import Pool, Shape
-from blockwalk.settings import override
+from blockwalk.plan.methods import method
+from blockwalk.plan.settings import override
+from blockwalk.program.program import Pool, Shape
 from blockwalk.simulate import hardware
+from blockwalk.simulate.planner import Task, largest_batch, look_at, program_of, rank
+from blockwalk.train import config
 
 CALLS = 6_000_000
 """Function calls that the ranking may take: 3.5 million today, 2.5 s under the profiler."""
@@ -70,7 +70,7 @@ def test_405b_on_1024_devices_is_answered_in_few_calls_and_without_torch() -> No
     found = profile.runcall(rank, Task(LLAMA_405B, cluster, 1, 4096))
     assert pstats.Stats(profile).total_calls < CALLS
     assert found.best is not None
-    code = "import sys, blockwalk.planner; sys.exit('torch' in sys.modules)"
+    code = "import sys, blockwalk.simulate.planner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -80,7 +80,13 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     """Oracle: the ranking itself."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
     monkeypatch.chdir(tmp_path)
-    settings = {"model": str(tmp_path), "method": "auto", "lora.rank": 8, "batch_size": 1, "optimizer.learning_rate": 3e-4}
+    settings = {
+        "model": str(tmp_path),
+        "method": "auto",
+        "lora.rank": 8,
+        "batch_size": 1,
+        "optimizer.learning_rate": 3e-4,
+    }
     with pytest.raises(ValueError, match="blockwalk doctor"):
         config.from_mapping(settings)
     hardware.save(hardware.load("rtx-4090"), tmp_path / "hardware.yaml")

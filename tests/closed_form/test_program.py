@@ -8,23 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.compile import Costs, Pending, UnitCost, compile, resident
-from blockwalk.methods import METHODS, method
-from blockwalk.plan import Estimator, Plan, Timing
-from blockwalk.program import (
-    INVARIANTS,
-    Lane,
-    OpKind,
-    Pool,
-    Program,
-    Shape,
-    StepKind,
-    over_budget,
-    shared_slots,
-    used_unfetched,
-)
+from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.placement import Codec, Placement, StateKind, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile, resident
+from blockwalk.program.costs import Costs, Pending, UnitCost
+from blockwalk.program.invariants import INVARIANTS, over_budget, shared_slots, used_unfetched
+from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import Forecast
-from blockwalk.state import Codec, ModelSpec, ParamSpec, Placement, StateKind, Tier, UnitSpec
 
 
 def toy(layers: int, *, lora: bool, tied: bool, hidden: int = 64, vocab: int = 1000) -> ModelSpec:
@@ -260,7 +253,9 @@ def test_graphs_that_a_budget_is_spent_on_leave_a_plan_that_fits(
     known = Costs((("prologue", UnitCost(costs[2])), ("block", block), ("epilogue", UnitCost(0, costs[3]))))
 
     def peak(**changes: object) -> tuple[int, int]:
-        program = compile(dataclasses.replace(plan, **changes), model, StepKind.TRAIN, shape, costs=known, device=device)
+        program = compile(
+            dataclasses.replace(plan, **changes), model, StepKind.TRAIN, shape, costs=known, device=device
+        )
         return program.peaks()[Pool.DEVICE], sum(op.keep_graph for op in program.ops)
 
     least, _ = peak(recompute="all", budget=None)

@@ -10,25 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.compile import Costs, Pending, UnitCost, compile
-from blockwalk.compile.sharded_layout import PARTS, part_layout
-from blockwalk.methods import method
-from blockwalk.plan import Plan
-from blockwalk.program import (
-    INVARIANTS,
-    Lane,
-    Op,
-    OpKind,
-    Pool,
-    Program,
-    Shape,
-    StepKind,
-    happens_before,
-    shared_buffers,
-    used_unfetched,
-)
+from blockwalk.plan.methods import method
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.placement import Group, StateKind
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Costs, Pending, UnitCost
+from blockwalk.program.flat_layout import PARTS, part_layout
+from blockwalk.program.invariants import INVARIANTS, happens_before, shared_buffers, used_unfetched
+from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import DoesNotFit, Forecast
-from blockwalk.state import Group, ModelSpec, StateKind
 from tests.closed_form.test_program import toy
 
 SHARDED = ("zero3", "zeropp", "mics", "fcdp", "hzp")
@@ -284,7 +275,9 @@ def test_the_adaptive_cache_counts_what_ops_hold_while_they_run() -> None:
 def test_a_threshold_is_a_share() -> None:
     with pytest.raises(ValueError, match=r"cache.threshold is 1.5; it is a share of the budget, from 0 to 1"):
         on_mesh("fcdp", 2, 2, budget=10**6, **{"cache.threshold": 1.5})
-    with pytest.raises(ValueError, match=r"cache.threshold is 0.5, .* and cache.tier is 'device'; set cache.tier: host"):
+    with pytest.raises(
+        ValueError, match=r"cache.threshold is 0.5, .* and cache.tier is 'device'; set cache.tier: host"
+    ):
         on_mesh("zeropp", 2, 2, budget=10**6, **{"cache.threshold": 0.5})
 
 
@@ -369,6 +362,8 @@ def test_a_group_that_is_not_the_meshs_is_refused(name: str, given_settings: dic
 
 def test_a_group_that_is_left_out_is_the_meshs() -> None:
     """Closed form: z1 | z2 | z3 by name where they have one."""
-    plan = method("hzp", mesh={"world": 8, "ranks_per_node": 4, "z1": 8, "z2": 4, "z3": 2}, optimizer_state="disk × fp32")
+    plan = method(
+        "hzp", mesh={"world": 8, "ranks_per_node": 4, "z1": 8, "z2": 4, "z3": 2}, optimizer_state="disk × fp32"
+    )
     groups = [placement.group for placement in (plan.optimizer_state, plan.gradient, plan.trainable, plan.frozen)]
     assert groups == [Group.WORLD, Group.NODE, Group.NESTED, Group.NESTED]

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockwalk import method
-from blockwalk.compile.placement import section_bytes
-from blockwalk.state import Codec, ParamSpec, UnitSpec
-from blockwalk.tiers.sections import Sections
-from blockwalk.tiers.slots import STATE, Initial, cells_of, fill, trainable_spec
-from blockwalk.tiers.store import StoredUnit
-from blockwalk.tiers.store_writer import plan_units
+from blockwalk.engine.cells import STATE, Initial, cells_of, fill, trainable_spec
+from blockwalk.engine.sections import Sections
+from blockwalk.plan.model_spec import ParamSpec, UnitSpec
+from blockwalk.plan.placement import Codec
+from blockwalk.program.residency import section_bytes
+from blockwalk.tiers.block_store.store import StoredUnit
+from blockwalk.tiers.block_store.writer import plan_units
 from tests.closed_form.test_program import toy
 
 

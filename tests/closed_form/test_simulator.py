@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.compile import Pending, compile
-from blockwalk.methods import method
-from blockwalk.plan import Plan
-from blockwalk.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.simulate import analytic, hardware, memory, simulator, trace
+from blockwalk.plan.methods import method
+from blockwalk.plan.placement import StateKind
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Pending
+from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.simulate import formula_costs, formula_model, hardware, process_memory, simulator, timeline
 from blockwalk.simulate.hardware import Curve, Hardware, Link
 from blockwalk.simulate.seconds import CostModel
-from blockwalk.state import StateKind
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "vocab_size": 4000,
@@ -29,7 +30,9 @@ MESH = {"mesh": {"world": 16, "ranks_per_node": 8}}
 PLANS = {
     "plain": method("plain"),
     "recomputed": method("plain", recompute="all", gradient_accumulation_steps=2),
-    "host": method("plain", recompute="all", frozen="host × raw", trainable="host × fp32", activation="host", prefetch=2),
+    "host": method(
+        "plain", recompute="all", frozen="host × raw", trainable="host × fp32", activation="host", prefetch=2
+    ),
     "mezo": method("mezo"),
     "zo2": method("zo2"),
     "zero3": method("zero3", **MESH),
@@ -38,8 +41,8 @@ PLANS = {
 
 
 def program_of(plan: Plan) -> tuple[Program, object, object]:
-    costs = analytic.costs(CONFIG, plan, SHAPE, device="cuda")
-    model = analytic.model_spec(CONFIG)
+    costs = formula_costs.costs(CONFIG, plan, SHAPE, device="cuda")
+    model = formula_model.model_spec(CONFIG)
     return compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cuda"), model, costs
 
 
@@ -77,7 +80,7 @@ def measured() -> Hardware:
         hardware.load("a40-48gb-x8-eth10"), products={"bfloat16": products}, thin={"bfloat16": products},
         passes={"bfloat16": passes, "float32": passes, "in place": passes},
         attention={"bfloat16": 1e13}, update_rate={"adamw": 1e9, "sgd": 2e9}, fresh_bandwidth=2e9,
-        start_seconds=dict.fromkeys(memory.KINDS, 2e-6),
+        start_seconds=dict.fromkeys(process_memory.KINDS, 2e-6),
     )  # fmt: skip
 
 
@@ -117,22 +120,26 @@ def test_a_process_holds_its_tensors_and_what_doctor_found_beside_them() -> None
     """Closed form: a base, and a multiple of what comes and goes, by kind of walk."""
     program, _, _ = program_of(PLANS["plain"])
     machine = dataclasses.replace(
-        hardware.load("laptop"), process_bytes={"graphs": 10**8, "forwards": 10**8}, slack={"graphs": 0.5, "forwards": 2.0}
+        hardware.load("laptop"),
+        process_bytes={"graphs": 10**8, "forwards": 10**8},
+        slack={"graphs": 0.5, "forwards": 2.0},
     )
-    held, moving = memory.tensors(program), memory.transients(program)
+    held, moving = process_memory.tensors(program), process_memory.transients(program)
     assert 0 < moving < held
-    assert memory.process_peak(program, PLANS["plain"], machine, adapters=False) == held + 10**8 + moving // 2
+    assert process_memory.process_peak(program, PLANS["plain"], machine, adapters=False) == held + 10**8 + moving // 2
     forwards, _, _ = program_of(PLANS["mezo"])
-    found = memory.process_peak(forwards, PLANS["mezo"], machine, adapters=False)
-    assert found == memory.tensors(forwards) + 10**8 + 2 * memory.transients(forwards)
-    assert memory.process_peak(forwards, PLANS["mezo"], hardware.load("laptop"), adapters=False) == memory.tensors(forwards)
+    found = process_memory.process_peak(forwards, PLANS["mezo"], machine, adapters=False)
+    assert found == process_memory.tensors(forwards) + 10**8 + 2 * process_memory.transients(forwards)
+    assert process_memory.process_peak(
+        forwards, PLANS["mezo"], hardware.load("laptop"), adapters=False
+    ) == process_memory.tensors(forwards)
 
 
 def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
     """Closed form: every byte of a bucket's FETCH and STORE, at one thread's rate, once; mapped weights are not copied."""
     machine = dataclasses.replace(hardware.load("laptop"), host_to_device=Link(4e9), device_to_host=Link(4e9))
     for plan, copied in ((method("zo2"), True), (method("zo2", trainable="disk × raw"), True), (method("mebp"), False)):
-        costs, model = analytic.costs(CONFIG, plan, SHAPE, device="cpu"), analytic.model_spec(CONFIG)
+        costs, model = formula_costs.costs(CONFIG, plan, SHAPE, device="cpu"), formula_model.model_spec(CONFIG)
         program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
         free = dataclasses.replace(machine, host_to_device=Link(1e30))
         slow, fast = (CostModel(plan, model, each, costs, program) for each in (machine, free))
@@ -146,7 +153,7 @@ def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
 def test_an_update_of_slices_takes_a_slice_of_the_time() -> None:
     """Closed form: noise for 1/n of a block's parameters, where zo2's update makes it for all of them."""
     machine = dataclasses.replace(hardware.load("rtx-4090"), op_seconds=0.0, devices_per_node=4)
-    model = analytic.model_spec(CONFIG)
+    model = formula_model.model_spec(CONFIG)
     for plan, share in ((method("zo2"), 1), (method("distzo2", mesh={"world": 4, "ranks_per_node": 4}), 4)):
         program = compile(plan, model, StepKind.TRAIN, SHAPE, pending=Pending(1, flush=True), device="cuda")
         update = next(op for op in program.ops if op.kind is OpKind.UPDATE and op.unit == 1)
@@ -166,12 +173,12 @@ def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_sharded_process_holds_gloos_copy_of_its_largest_gather() -> None:
     """Closed form: the largest unit whole, twice, whatever a rank sends of it."""
-    machine, model = hardware.load("laptop"), analytic.model_spec(CONFIG)
+    machine, model = hardware.load("laptop"), formula_model.model_spec(CONFIG)
     plan = method("zero3", mesh={"world": 4, "ranks_per_node": 4})
-    costs = analytic.costs(CONFIG, plan, SHAPE, device="cpu")
+    costs = formula_costs.costs(CONFIG, plan, SHAPE, device="cpu")
     program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
     largest = max(unit.nbytes() for unit in model.units)
-    found = memory.process_peak(program, plan, machine, adapters=False) - memory.tensors(program)
+    found = process_memory.process_peak(program, plan, machine, adapters=False) - process_memory.tensors(program)
     assert 2 * largest <= found <= 2.01 * largest  # a slice is padded
 
 
@@ -181,9 +188,7 @@ def _op(index: int, lane: Lane, deps: tuple[int, ...] = ()) -> Op:
 
 def test_lanes_overlap_as_far_as_dependencies_allow() -> None:
     """Closed form: fetches of 3 s and computations of 2 s in turn end after 3 + 3 + 3 + 2 s."""
-    ops = tuple(
-        op for i in range(3) for op in (_op(2 * i, Lane.FETCH), _op(2 * i + 1, Lane.COMPUTE, (2 * i,)))
-    )
+    ops = tuple(op for i in range(3) for op in (_op(2 * i, Lane.FETCH), _op(2 * i + 1, Lane.COMPUTE, (2 * i,))))
     program = Program("toy", StepKind.TRAIN, SHAPE, ("a", "b"), frozenset(), frozenset(), ops)
     spans = simulator.schedule(program, lambda op: 3.0 if op.lane is Lane.FETCH else 2.0)
     assert [span.ended for span in spans] == [3, 5, 6, 8, 9, 11]
@@ -195,7 +200,7 @@ def test_a_gather_takes_alpha_and_beta() -> None:
     """Closed form: 8 ranks share the node's link; a tree over 2 nodes has one round."""
     machine = hardware.load("a40-48gb-x8-eth1")
     plan = PLANS["zero3"]
-    model = CostModel(plan, analytic.model_spec(CONFIG), machine)
+    model = CostModel(plan, formula_model.model_spec(CONFIG), machine)
     op = Op(0, OpKind.GATHER, 1, Lane.INTER, part=StateKind.TRAINABLE, nbytes=10**6, span=(8, 16))
     assert model.seconds(op) == pytest.approx(1e-4 + 8 * 10**6 / 1.18e8)
 
@@ -214,7 +219,7 @@ def test_a_trace_holds_every_op_that_took_time(tmp_path: Path) -> None:
     """Oracle: the spans; a lane's events do not overlap."""
     found = run(PLANS["zo2"], hardware.load("a100-80gb"))
     timed = [(span.op, span.began, span.ended) for span in found.spans]
-    trace.write(tmp_path / "trace.json", trace.events(found.program, [timed], process="simulated"))
+    timeline.write(tmp_path / "trace.json", timeline.events(found.program, [timed], process="simulated"))
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert sum(e["dur"] for e in events) == pytest.approx(1e6 * sum(span.seconds for span in found.spans), rel=1e-3)
     for lane in {e["tid"] for e in events}:

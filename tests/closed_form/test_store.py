@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from blockwalk import files
-from blockwalk.pack import pack
-from blockwalk.skeleton import build_skeleton
-from blockwalk.state import Codec, ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
-from blockwalk.tiers import writable as writable_store
-from blockwalk.tiers.disk import CheckpointFolder
-from blockwalk.tiers.store import DATA_START, HEADER_PAGE, BlockStore, UnitHeader, unpack_header
-from blockwalk.tiers.store_writer import write_store
-from blockwalk.tiers.writable import WritableStore
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.engine.pack import pack
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
+from blockwalk.plan.placement import Codec
+from blockwalk.system import atomic_files
+from blockwalk.tiers.block_store import writable as writable_store
+from blockwalk.tiers.block_store.store import DATA_START, HEADER_PAGE, BlockStore, UnitHeader, unpack_header
+from blockwalk.tiers.block_store.writable import WritableStore
+from blockwalk.tiers.block_store.writer import write_store
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
 BLOCK, FUSED, NORM, HEAD = "layer.0.weight", "layer.0.experts", "layer.0.norm", "head.weight"
 
@@ -240,7 +241,7 @@ def test_pages_are_asked_for_and_given_back_by_name(store: Path) -> None:
 
 
 def edit_index(store: Path, **changes: object) -> None:
-    files.write_sealed(store / "store.json", {**files.read_sealed(store / "store.json"), **changes})
+    atomic_files.write_sealed(store / "store.json", {**atomic_files.read_sealed(store / "store.json"), **changes})
 
 
 def test_every_single_flipped_bit_is_found(store: Path) -> None:
@@ -257,7 +258,7 @@ def test_every_single_flipped_bit_is_found(store: Path) -> None:
             file.seek(position)
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         for read in (BlockStore.verify, lambda store, name=param.name: store.weights([name])):
-            with pytest.raises(files.Damaged, match=f"checksums differ for {param.name} in unit-00001.bin"):
+            with pytest.raises(atomic_files.Damaged, match=f"checksums differ for {param.name} in unit-00001.bin"):
                 read(BlockStore(store))
         with open(store / unit.file, "r+b") as file:
             file.seek(position)
@@ -291,13 +292,19 @@ def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path)
     BlockStore(store).close()
 
     text = (store / "store.json").read_text()
-    for damaged in (text[:-50], "[]", "", text.replace('"nbytes": 40', '"nbytes": 41', 1), text.replace("int8", "int9", 1)):
+    for damaged in (
+        text[:-50],
+        "[]",
+        "",
+        text.replace('"nbytes": 40', '"nbytes": 41', 1),
+        text.replace("int8", "int9", 1),
+    ):
         assert damaged != text
         (store / "store.json").write_text(damaged)
-        with pytest.raises(files.Damaged, match=r"store\.json is damaged"):
+        with pytest.raises(atomic_files.Damaged, match=r"store\.json is damaged"):
             BlockStore(store)
     (store / "store.json").write_text(text)
-    value = files.read_sealed(store / "store.json")
+    value = atomic_files.read_sealed(store / "store.json")
     for changes, message in (
         ({"format": "zip"}, "no block store's"),
         ({"version": 7}, "version 7"),
@@ -305,7 +312,7 @@ def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path)
         ({"codec": "int3"}, "is damaged: ValueError"),
         ({"units": None}, "is damaged: TypeError"),
     ):
-        files.write_sealed(store / "store.json", {**value, **changes})
+        atomic_files.write_sealed(store / "store.json", {**value, **changes})
         with pytest.raises(ValueError, match=message):
             BlockStore(store)
     with pytest.raises(ValueError, match=r"has no store\.json"):
@@ -423,7 +430,7 @@ def test_a_damaged_generation_counts_as_not_written(tmp_path: Path) -> None:
     newest[unit.area_offset(1) + unit.nbytes // 2] ^= 1
     for data in (newest, bytes([*packed[: DATA_START + 9], packed[DATA_START + 9] ^ 1, *packed[DATA_START + 10 :]])):
         file.write_bytes(data)
-        with pytest.raises(files.Damaged, match=r"unit-00001\.bin is damaged: .* rebuild it from the ledger"):
+        with pytest.raises(atomic_files.Damaged, match=r"unit-00001\.bin is damaged: .* rebuild it from the ledger"):
             WritableStore(tmp_path / "store")
 
 
@@ -539,7 +546,7 @@ def test_the_folder_it_is_copied_from_is_never_written(tmp_path: Path) -> None:
     """Oracle: the bytes of the checkpoint folder before and after training on the copy."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from blockwalk.blocks import CutModel
+    from blockwalk.cutting.verify import certified
 
     config = AutoConfig.for_model(
         "llama", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
@@ -549,7 +556,7 @@ def test_the_folder_it_is_copied_from_is_never_written(tmp_path: Path) -> None:
     skeleton = build_skeleton(tmp_path / "model").model
     source = CheckpointFolder(tmp_path / "model", skeleton)
     with WritableStore.create(
-        tmp_path / "store", source, CutModel(skeleton).spec(), Codec.BF16, copy_from=tmp_path / "model"
+        tmp_path / "store", source, certified(skeleton).spec(), Codec.BF16, copy_from=tmp_path / "model"
     ) as store:
         for number, unit in enumerate(store.units):
             store.write_unit(number, torch.zeros(unit.nbytes, dtype=torch.uint8), 1)

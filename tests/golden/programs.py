@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blockwalk.compile import Costs, Pending, UnitCost, compile
-from blockwalk.methods import METHODS, method
-from blockwalk.plan import Plan, Timing
-from blockwalk.program import Op, Program, Shape, StepKind
-from blockwalk.state import ModelSpec
+from blockwalk.plan.choices import Timing
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Costs, Pending, UnitCost
+from blockwalk.program.program import Op, Program, Shape, StepKind
 from tests.golden.specs import MODELS
 
 FOLDER = Path(__file__).parent / "programs"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from blockwalk.state import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 
 HIDDEN, VOCABULARY = 64, 1000
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockwalk.methods import METHODS
+from blockwalk.plan.methods import METHODS
 from tests.golden.programs import path_of, text
 from tests.golden.specs import HIDDEN, MODELS, VOCABULARY
 
@@ -23,7 +23,12 @@ def test_the_programs_of_a_row_are_those_of_main(name: str, model: str) -> None:
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 176, "num_hidden_layers": 4, "num_key_value_heads": 2},
-    "opt": {"ffn_dim": 4 * HIDDEN, "num_hidden_layers": 3, "word_embed_proj_dim": HIDDEN, "max_position_embeddings": 128},
+    "opt": {
+        "ffn_dim": 4 * HIDDEN,
+        "num_hidden_layers": 3,
+        "word_embed_proj_dim": HIDDEN,
+        "max_position_embeddings": 128,
+    },
     "mixtral": {"intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_local_experts": 4},
 }
 
@@ -34,18 +39,16 @@ def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
     import torch
     from transformers import AutoConfig
 
-    from blockwalk.adapters import add_lora
-    from blockwalk.blocks import CutModel
-    from blockwalk.skeleton import build_skeleton
+    from blockwalk.cutting.adapters import add_lora
+    from blockwalk.cutting.skeleton import build_skeleton
+    from blockwalk.cutting.verify import certified
 
     wanted = MODELS[name]
-    config = AutoConfig.for_model(
-        name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name]
-    )
+    config = AutoConfig.for_model(name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name])
     model = build_skeleton(config, getattr(torch, wanted.dtype)).model
     if name == "llama":
         model = add_lora(model, 4, target_modules=["q_proj", "v_proj"])
-    found = CutModel(model).spec()
+    found = certified(model).spec()
     assert (found.tied, found.hidden_size, found.vocab_size, found.dtype) == (
         wanted.tied,
         wanted.hidden_size,

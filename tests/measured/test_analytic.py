@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from blockwalk.adapters import adapt
-from blockwalk.blocks import CutModel
-from blockwalk.config import LoraSettings
-from blockwalk.costs import unit_costs
-from blockwalk.methods import method
-from blockwalk.program import Shape
-from blockwalk.simulate import analytic
-from blockwalk.skeleton import build_skeleton
-from blockwalk.state import ModelSpec
+from blockwalk.cutting.adapters import adapt
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.program.program import Shape
+from blockwalk.simulate import formula_costs, formula_model
+from blockwalk.walk.unit_costs import unit_costs
 
 GATED: dict[str, Any] = {"intermediate_size": 352, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -49,11 +49,11 @@ def test_formulas_agree_with_the_model_and_its_measured_costs(family: str, name:
     settings = {**config.to_dict(), "dtype": "bfloat16"}
     lora = LoraSettings(rank=rank) if rank else None
     built = build_skeleton(config).model
-    real = CutModel(adapt(built, lora) if lora else built).spec()
-    assert params(analytic.model_spec(settings, lora_rank=rank)) == params(real)
+    real = certified(adapt(built, lora) if lora else built).spec()
+    assert params(formula_model.model_spec(settings, lora_rank=rank)) == params(real)
     plan, shape = method(name), Shape(2, 128)
     measured = unit_costs(config, plan, shape, lora=lora)
-    foreseen = analytic.costs(settings, plan, shape, lora_rank=rank)
+    foreseen = formula_costs.costs(settings, plan, shape, lora_rank=rank)
     assert foreseen.scratch == measured.scratch
     for kind, cost in measured.units:
         mine = foreseen.of(kind if kind in ("prologue", "epilogue") else "block")
@@ -70,5 +70,5 @@ def test_formulas_agree_with_the_model_and_its_measured_costs(family: str, name:
 
 def test_no_formula_needs_torch() -> None:
     """Oracle: the interpreter's list of modules."""
-    code = "import sys, blockwalk.simulate.analytic, blockwalk.compile; sys.exit('torch' in sys.modules)"
+    code = "import sys, blockwalk.simulate.formula_model, blockwalk.program.compile; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk.compile import compile, resident
-from blockwalk.config import LoraSettings
-from blockwalk.costs import unit_costs
-from blockwalk.estimators.chunks import UPDATE_ELEMENTS
-from blockwalk.metering import Meter
-from blockwalk.methods import method
-from blockwalk.plan import Estimator
-from blockwalk.program import Pool, Program, Shape, StepKind
-from blockwalk.walker import Walker
+from blockwalk.numerics import scratch
+from blockwalk.plan.choices import Estimator, LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.program.compile import compile, resident
+from blockwalk.program.program import Pool, Program, Shape, StepKind
+from blockwalk.walk.meter import Meter
+from blockwalk.walk.unit_costs import unit_costs
+from blockwalk.walk.walker import Walker
 
 CASES = {
     "full, graphs kept": ("plain", None, {}),
@@ -65,9 +65,8 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
     model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
     ids = torch.randint(3, 3000, (4, 64))
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    from blockwalk.tiers import weights
 
-    weights._shared.__dict__.clear()  # what earlier tests decoded into would not be seen
+    scratch._shared.__dict__.clear()  # what earlier tests decoded into would not be seen
     with Walker(model, plan, lora=lora) as walker:
         program: Program = compile(plan, walker.spec, StepKind.TRAIN, shape, costs=costs, page_cache=1 << 30)
         with Meter() as meter:
@@ -85,7 +84,7 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
 
 def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the first answer; measuring again would fail here."""
-    from blockwalk import costs
+    from blockwalk.walk import unit_costs as costs
 
     settings, plan, shape = config("llama", "float32"), method("plain"), Shape(1, 32)
     first = unit_costs(settings, plan, shape)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from blockwalk.simulate import hardware, probe_walk
+from blockwalk.doctor import walks as probe_walk
+from blockwalk.simulate import hardware
 
 ROOT = Path(__file__).parents[2]
 WORST = 0.10

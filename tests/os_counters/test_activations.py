@@ -7,22 +7,29 @@ from typing import Any
 
 import pytest
 
-from blockwalk.config import LoraSettings
-from blockwalk.methods import method
-from blockwalk.tiers.scratch import ScratchMaps
-from blockwalk.walker import Walker
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.tiers.scratch_maps import ScratchMaps
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 
 def mapped(folder: Path) -> int:
     """Bytes of this process's maps of files that were in a folder."""
-    spans = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    spans = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line
+    ]
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
 
 
 def taken(folder: Path, micro_batches: int, **settings: Any) -> int:
     """Bytes of scratch files after two steps of micro-batches of one size."""
-    changes = {"gradient_accumulation_steps": micro_batches, "frozen": "disk × raw", "update.timing": "step", **settings}
+    changes = {
+        "gradient_accumulation_steps": micro_batches,
+        "frozen": "disk × raw",
+        "update.timing": "step",
+        **settings,
+    }
     with Walker(tiny_model("llama"), method("mebp", **changes), lora=LoraSettings(rank=2), workdir=folder) as walker:
         for seed in range(2):
             walker.step(random_batch(2 * micro_batches, 32, seed=seed))
@@ -30,7 +37,9 @@ def taken(folder: Path, micro_batches: int, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["all", "none"])
-def test_activations_of_micro_batches_that_follow_each_other_take_the_room_of_one(tmp_path: Path, recompute: str) -> None:
+def test_activations_of_micro_batches_that_follow_each_other_take_the_room_of_one(
+    tmp_path: Path, recompute: str
+) -> None:
     """A walk for each micro-batch has the activations of one alive; a walk block by block has those of all."""
     folders = [tmp_path / name for name in "abc"]
     one, four = (taken(folder, count, recompute=recompute) for folder, count in zip(folders, (1, 4), strict=False))

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockwalk.state import Codec, ModelSpec, ParamSpec, UnitSpec
+from blockwalk.engine.cells import Initial
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.placement import Codec
 from blockwalk.tiers import disk
+from blockwalk.tiers.block_store.store import BlockStore
+from blockwalk.tiers.block_store.writable import DIRECT_BYTES, WritableStore
 from blockwalk.tiers.disk import PAGE, MappedFile
-from blockwalk.tiers.slots import Initial
-from blockwalk.tiers.store import BlockStore
-from blockwalk.tiers.writable import DIRECT_BYTES, WritableStore
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 

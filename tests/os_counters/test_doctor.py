@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blockwalk import metrics
-from blockwalk.simulate import hardware, probe, probe_walk
+from blockwalk.doctor import machine as probe
+from blockwalk.doctor import walks as probe_walk
+from blockwalk.doctor.rates import _middle
+from blockwalk.doctor.walks import Found
+from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Curve
-from blockwalk.simulate.probe_rates import _middle
-from blockwalk.simulate.probe_walk import Found
+from blockwalk.system import process_memory
 
 
 def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path) -> None:
@@ -16,7 +18,7 @@ def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path) -> None:
     total = int(Path("/proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
     machine = found.hardware
     assert machine.host_bytes <= total
-    bounded, limited = metrics.host_memory()
+    bounded, limited = process_memory.host_memory()
     assert (bounded < total) == limited
     assert set(machine.flops) == {"float32", "bfloat16", "float16"}
     assert min(machine.disk_read.bandwidth, machine.disk_write.bandwidth, machine.noise_rate, machine.decode_rate) > 0
@@ -52,10 +54,10 @@ def test_of_several_rounds_the_middle_one_counts() -> None:
 def test_file_maps_get_a_tenth_of_what_is_free_and_none_of_a_disk_in_memory() -> None:
     """Oracle: the kernel's MemAvailable, and /proc/mounts."""
     available = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    limit, _ = metrics.host_memory()
+    limit, _ = process_memory.host_memory()
     kinds = dict(line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines())
     if kinds.get("/dev/shm") == "tmpfs":
-        assert metrics.page_cache(Path("/dev/shm")) == 0
+        assert process_memory.page_cache(Path("/dev/shm")) == 0
     if kinds.get("/") not in ("tmpfs", "ramfs"):
-        assert 0 < metrics.page_cache(Path("/")) <= 1.05 * min(available, limit) / 10
-        assert metrics.page_cache(Path("/not/made/yet")) > 0
+        assert 0 < process_memory.page_cache(Path("/")) <= 1.05 * min(available, limit) / 10
+        assert process_memory.page_cache(Path("/not/made/yet")) > 0

@@ -26,11 +26,13 @@ def run(folder: Path, steps: int, said: Callable[[int], None] = lambda _: None) 
     import torch
 
     from blockwalk import method
-    from blockwalk.walker import Walker
+    from blockwalk.walk.walker import Walker
     from tests.models import random_batch
 
     settings: dict[str, Any] = {"update": {"flush_every": 2}, "optimizer": {"learning_rate": 1e-2}}
-    plan = method("zo2", trainable="disk × bf16", frozen="disk", zo={"kind": "hizoo", "hessian_alpha": 1e-3}, **settings)
+    plan = method(
+        "zo2", trainable="disk × bf16", frozen="disk", zo={"kind": "hizoo", "hessian_alpha": 1e-3}, **settings
+    )
     base, ledger = folder.parent / "base", folder / "ledger.jsonl"
     with Walker(base, plan, workdir=folder, ledger=ledger, device="cpu") as walker:
         said(walker.steps_done)

@@ -10,10 +10,10 @@ import torch
 from benchmarks.common import RandomSource
 from benchmarks.memory_limit import limited_run, run_limited, why_not
 
-from blockwalk.blocks import CutModel
-from blockwalk.skeleton import build_skeleton
-from blockwalk.state import Codec
-from blockwalk.tiers.store_writer import write_store
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.placement import Codec
+from blockwalk.tiers.block_store.writer import write_store
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -36,7 +36,7 @@ def test_weights_that_do_not_fit_beside_the_process_are_walked(tmp_path: Path) -
     )
     config.save_pretrained(tmp_path / "config")
     skeleton = build_skeleton(config, torch.bfloat16)
-    spec = CutModel(skeleton.model).spec()
+    spec = certified(skeleton.model).spec()
     source = RandomSource({p.name: p.shape for p in spec.params()}, torch.bfloat16)
     write_store(tmp_path / "store", source, spec, Codec.BF16, copy_from=tmp_path / "config")
     size = sum(path.stat().st_size for path in (tmp_path / "store").iterdir())

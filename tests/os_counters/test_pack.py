@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockwalk import safetensors_file
+from blockwalk.tiers.model_folder import safetensors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
@@ -24,8 +24,8 @@ BOUND = 32 << 20
 CHILD = """
 import sys, threading, time
 from pathlib import Path
-from blockwalk.pack import merge, pack
-from blockwalk.state import Codec
+from blockwalk.convert.merge import merge, pack
+from blockwalk.plan.placement import Codec
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -55,7 +55,7 @@ for work in (packing, merging, merging_store):
     peak_of(work)
 def whole(): held.append(torch.ones(VOCAB_HIDDEN))
 import torch
-from blockwalk.heap import give_back
+from blockwalk.system.heap import give_back
 held, VOCAB_HIDDEN = [], int(sys.argv[2])
 give_back()  # the matrix would go where the merges have left room
 peak_of(whole)
@@ -66,27 +66,27 @@ def make(folder: Path, name: str, vocab: int, hidden: int) -> None:
     """A random llama of one block and an adapter on its head, written without holding either."""
     from transformers import AutoConfig
 
-    from blockwalk.skeleton import build_skeleton
+    from blockwalk.cutting.skeleton import build_skeleton
 
     config = AutoConfig.for_model(
         "llama", vocab_size=vocab, hidden_size=hidden, num_hidden_layers=1, num_attention_heads=8, intermediate_size=64
     )
     model = build_skeleton(config).model
     config.save_pretrained(folder / name)
-    entries = {n: safetensors_file.Entry(tuple(p.shape), p.dtype) for n, p in model.named_parameters()}
+    entries = {n: safetensors.Entry(tuple(p.shape), p.dtype) for n, p in model.named_parameters()}
     pieces = (torch.randn(entry.shape) for entry in entries.values())
-    safetensors_file.write(folder / name / "model.safetensors", entries, pieces)
+    safetensors.write(folder / name / "model.safetensors", entries, pieces)
 
     adapter = folder / ("adapter" if name == "large" else "small adapter")
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8}))
     prefix, float32 = "base_model.model.lm_head.lora_", torch.float32
     factors = {
-        f"{prefix}A.weight": safetensors_file.Entry((RANK, hidden), float32),
-        f"{prefix}B.weight": safetensors_file.Entry((vocab, RANK), float32),
+        f"{prefix}A.weight": safetensors.Entry((RANK, hidden), float32),
+        f"{prefix}B.weight": safetensors.Entry((vocab, RANK), float32),
     }
     pieces = (torch.randn(entry.shape) for entry in factors.values())
-    safetensors_file.write(adapter / "adapter_model.safetensors", factors, pieces)
+    safetensors.write(adapter / "adapter_model.safetensors", factors, pieces)
 
 
 def test_packing_and_merging_hold_less_than_one_matrix(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 
-from blockwalk.skeleton import build_skeleton, model_class, persistent_buffers
+from blockwalk.cutting.skeleton import build_skeleton, model_class, persistent_buffers
 from tests.autograd.control import tiny_config
 from tests.autograd.test_architectures import TABLE
 
 PROBE = """
 import json, sys
 from transformers import AutoConfig
-from blockwalk.adapters import add_lora
-from blockwalk.skeleton import build_skeleton
+from blockwalk.cutting.adapters import add_lora
+from blockwalk.cutting.skeleton import build_skeleton
 import peft
 
 def peak():

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from blockwalk import Walker, method
-from blockwalk.config import LoraSettings
-from blockwalk.pack import merge, pack
-from blockwalk.replay import replay
-from blockwalk.state import Codec
+from blockwalk.convert.merge import merge
+from blockwalk.convert.replay import replay
+from blockwalk.engine.pack import pack
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.placement import Codec
 from tests.models import random_batch
 
 SIZES = {
@@ -90,7 +91,12 @@ def own_loss(folder: Path, **settings: Any) -> float:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [*[("gemma4_text", name) for name in METHODS], ("deepseek_v3", "mebp"), ("deepseek_v3", "zo2"), ("glm4_moe", "plain-host")],
+    [
+        *[("gemma4_text", name) for name in METHODS],
+        ("deepseek_v3", "mebp"),
+        ("deepseek_v3", "zo2"),
+        ("glm4_moe", "plain-host"),
+    ],
 )
 def test_a_folder(family: str, name: str, tmp_path: Path) -> None:
     """Oracle: the loss of ``from_pretrained``; the saved folder's tensors, and its loss there."""
@@ -119,7 +125,9 @@ def test_other_dtypes_than_the_models(family: str, stored: torch.dtype, tmp_path
     make(family, tmp_path / "model", torch.bfloat16)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
-    buffers = {n: t.to(stored) + 1e-3 for n, t in tensors.items() if n.endswith(("layer_scalar", "e_score_correction_bias"))}
+    buffers = {
+        n: t.to(stored) + 1e-3 for n, t in tensors.items() if n.endswith(("layer_scalar", "e_score_correction_bias"))
+    }
     save_file({**tensors, **buffers}, file, {"format": "pt"})
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     with Walker(tmp_path / "model", method("plain"), workdir=tmp_path / "work", device="cpu") as walker:
@@ -174,7 +182,9 @@ def test_a_block_store_a_merge_and_a_replay(family: str, tmp_path: Path) -> None
     buffers = make(family, tmp_path / "model")
     pack(tmp_path / "model", tmp_path / "store", Codec.RAW)
     work: dict[str, Any] = {"workdir": tmp_path / "work", "device": "cpu"}
-    with Walker(tmp_path / "store", METHODS["mebp"], lora=LoraSettings(rank=2, target_modules=["o_proj"]), **work) as walker:
+    with Walker(
+        tmp_path / "store", METHODS["mebp"], lora=LoraSettings(rank=2, target_modules=["o_proj"]), **work
+    ) as walker:
         assert walker.evaluate(random_batch(seed=1)).loss == pytest.approx(own_loss(tmp_path / "model"), rel=1e-5)
         walker.save_pretrained(tmp_path / "adapter")
     merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "merged")

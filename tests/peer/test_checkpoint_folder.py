@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blockwalk.safetensors_file import read_header
-from blockwalk.skeleton import build_skeleton, shrink
-from blockwalk.tiers.disk import CheckpointFolder
+from blockwalk.cutting.shrink import shrink
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from blockwalk.tiers.model_folder.safetensors import read_header
 
 SIZES = {
     "vocab_size": 96,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import blockwalk
-from blockwalk import cli
+from blockwalk.cli import main
 from tests.conftest import TinyRun
 from tests.models import tiny_model
 
@@ -65,5 +65,7 @@ def test_the_command_ends_where_the_models_own_generation_does(
     own = AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=9, do_sample=False)[0]
     assert len(own) < len(whole)
     arguments = ["--model", str(folder), "--method", "plain", "--prompt", prompt, "--max_new_tokens", "9"]
-    assert cli.main(["generate", *arguments]) == 0
-    assert capsys.readouterr().out == tokenizer.decode(own[ids["input_ids"].shape[1] :], skip_special_tokens=True) + "\n"
+    assert main.main(["generate", *arguments]) == 0
+    assert (
+        capsys.readouterr().out == tokenizer.decode(own[ids["input_ids"].shape[1] :], skip_special_tokens=True) + "\n"
+    )

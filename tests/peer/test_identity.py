@@ -10,9 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockwalk import Walker, checkpoint, cli, identity, method
-from blockwalk.config import LoraSettings
-from blockwalk.identity import weights_digest
+from blockwalk import Walker, method
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.cli import main
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.tiers.model_folder import identity
+from blockwalk.tiers.model_folder.identity import weights_digest
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 
@@ -114,16 +117,16 @@ def test_a_run_does_not_go_on_with_other_weights(
     for file in tiny_run.model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     train = ["train", *tiny_run.arguments(out), "--model", str(folder), "--data.eval", "", *settings.split()]
-    assert cli.main([*train, "--max_steps", "1", "--optimizer.total_steps", "2"]) == 0
+    assert main.main([*train, "--max_steps", "1", "--optimizer.total_steps", "2"]) == 0
     before = sorted(path.name for path in out.rglob("*"))
     replace_weights(folder, 1, in_place=True)
     again = [*train, "--max_steps", "2", "--optimizer.total_steps", "2", "--resume_from_checkpoint", "latest"]
     capsys.readouterr()
-    assert cli.main(again) == 2
+    assert main.main(again) == 2
     assert "other weights" in capsys.readouterr().err
     assert sorted(path.name for path in out.rglob("*")) == before
     (folder / "model.safetensors").write_bytes((tiny_run.model / "model.safetensors").read_bytes())
-    assert cli.main(again) == 0
+    assert main.main(again) == 0
 
 
 def test_eval_and_generate_keep_their_pack(tiny_run: TinyRun, tmp_path: Path, cache: Path) -> None:
@@ -131,17 +134,17 @@ def test_eval_and_generate_keep_their_pack(tiny_run: TinyRun, tmp_path: Path, ca
     arguments = tiny_run.arguments(tmp_path / "out")
     evaluate = ["eval", *arguments]
     generate = ["generate", "--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
-    assert cli.main(evaluate) == 0
+    assert main.main(evaluate) == 0
     (store,) = cache.rglob("store.json")
     made = store.stat()
-    assert cli.main(evaluate) == cli.main(generate) == 0
+    assert main.main(evaluate) == main.main(generate) == 0
     assert [path.stat() for path in cache.rglob("store.json")] == [made]
     store.unlink()
     train = ["train", *arguments, "--max_steps", "1", "--lora.rank", "2", "--data.eval", ""]
     for more in ([], ["--overwrite_output_dir", "true"]):
-        assert cli.main([*train, *more]) == 0
-        (packed,) = (tmp_path / "out" / checkpoint.SCRATCH).rglob("store.json")
+        assert main.main([*train, *more]) == 0
+        (packed,) = (tmp_path / "out" / run_checkpoint.SCRATCH).rglob("store.json")
         made = packed.stat() if not more else made
-        assert cli.main(evaluate) == 0
+        assert main.main(evaluate) == 0
         assert packed.stat() == made
     assert not list(cache.rglob("store.json"))

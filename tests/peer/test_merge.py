@@ -12,13 +12,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from blockwalk.pack import merge, pack
-from blockwalk.safetensors_file import save_model
-from blockwalk.state import Codec
-from blockwalk.tiers.codecs import encode
-from blockwalk.tiers.layout import Layout
-from blockwalk.tiers.store import BlockStore
-from blockwalk.tiers.weights import EncodedWeight
+from blockwalk.convert.merge import merge
+from blockwalk.engine.pack import pack
+from blockwalk.numerics.codecs.codecs import encode
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.plan.placement import Codec
+from blockwalk.tiers.block_store.store import BlockStore
+from blockwalk.tiers.model_folder.safetensors import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied and Conv1D layers
 

@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.plan import OptimizerSettings
-from blockwalk.schedules import make_schedule
-from blockwalk.updates import (
+from blockwalk.numerics.updates import (
     NORM_CHUNK,
     UPDATE_CHUNK,
     Rule,
@@ -22,6 +20,8 @@ from blockwalk.updates import (
     norm_of_sums,
     square_sums,
 )
+from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.schedules import make_schedule
 
 
 def peer_optimizer(options: OptimizerSettings, params: list[torch.Tensor]) -> torch.optim.Optimizer:

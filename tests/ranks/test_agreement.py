@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk import opening, train
-from blockwalk.config import LoraSettings
-from blockwalk.methods import method
-from blockwalk.skeleton import build_skeleton
-from blockwalk.state import Codec
-from blockwalk.walker import Walker
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.engine import open_model
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.placement import Codec
+from blockwalk.train import loop
+from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -94,7 +95,7 @@ def test_ranks_that_read_other_weights_are_refused(tmp_path: Path) -> None:
 
 def _own_settings(rank: int, changes: list[list[str]], arguments: list[str]) -> list[str]:
     return [
-        refused(lambda: train.train(run_config([*arguments, *(change if rank else [])], rank, 2)))  # noqa: B023
+        refused(lambda: loop.train(run_config([*arguments, *(change if rank else [])], rank, 2)))  # noqa: B023
         for change in changes
     ]
 
@@ -106,7 +107,12 @@ def test_ranks_with_other_settings_or_data_are_refused_before_anything_is_writte
     arguments = [*tiny_run.arguments(output_dir), "--method", "fcdp"]
     lines = tiny_run.train.read_text().splitlines()
     other.write_text("\n".join(reversed(lines)) + "\n")
-    changes = [["--save_every", "3"], ["--eval_every", "2"], ["--optimizer.learning_rate", "0.5"], ["--data.train", str(other)]]
+    changes = [
+        ["--save_every", "3"],
+        ["--eval_every", "2"],
+        ["--optimizer.learning_rate", "0.5"],
+        ["--data.train", str(other)],
+    ]
     for said in run_ranks(2, _own_settings, changes, arguments):
         saved, evaluated, rate, data = said
         assert saved.endswith("; save_every: rank 0 has '0', rank 1 has '3'")
@@ -136,7 +142,7 @@ def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
 
 def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
     """Open a model whose weights are packed: whether this rank wrote a store."""
-    from blockwalk.tiers import store_writer
+    from blockwalk.tiers.block_store import writer as store_writer
 
     wrote: list[bool] = []
     write_store = store_writer.write_store
@@ -151,7 +157,7 @@ def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
 
     store_writer.write_store = counted  # type: ignore[assignment]
     if dies:  # its neighbour is not there to meet
-        opening.packed(model, Codec.INT4, build_skeleton(model).model, folder)
+        open_model.packed(model, Codec.INT4, build_skeleton(model).model, folder)
         os._exit(0)
     plan = _plan("fcdp", {"frozen": "device × int4"})
     Walker(model, plan, lora=LoraSettings(rank=2), workdir=folder).close()

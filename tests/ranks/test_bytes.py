@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from blockwalk.blocks import CutModel
-from blockwalk.methods import method
-from blockwalk.program import Pool, Shape, StepKind
-from blockwalk.state import DTYPE_BYTES
-from blockwalk.walker import Walker
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.plan.placement import DTYPE_BYTES
+from blockwalk.program.program import Pool, Shape, StepKind
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster, sent_payload
 from tests.ranks.processes import run_ranks
@@ -54,7 +54,7 @@ def test_a_node_sends_the_lower_bound() -> None:
     the number of micro-batches; ZeRO-3 sends more."""
     cases = [*itertools.product(("fcdp", "hzp"), (False, True), (1, 4)), ("zero3", False, 4)]
     for lora in (False, True):
-        CutModel(model(lora))
+        certified(model(lora))
     with cluster(2, 2) as nodes:
         answers = nodes.run(_step_bytes, cases)
     for case, counts in zip(cases, zip(*answers[::2], strict=True), strict=True):
@@ -92,7 +92,7 @@ def _held(rank: int, cases: list[tuple[str, int, str]]) -> list[dict[str, int]]:
 def test_memory_held_is_what_the_program_says() -> None:
     """Closed form: 12n/Z1 + 4n/Z2 + 2n/Z3 bytes on the device for bf16, Adam and accumulation; fcdp holds what zero3 does."""
     cases = [(name, a, d) for name in ("zero3", "fcdp", "hzp", "mics") for a, d in ((1, "float32"), (4, "bfloat16"))]
-    CutModel(model(False))
+    certified(model(False))
     held = dict(zip(cases, run_ranks(4, _held, cases)[0], strict=True))
     for case, each in held.items():
         assert each["device"] + each["buffers"] == each["said"], case

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from blockwalk.blocks import CutModel
-from blockwalk.files import Damaged
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.system.atomic_files import Damaged
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
 
@@ -64,7 +64,7 @@ def _continued(rank: int, name: str, source: Path, target: Path | None) -> Any:
 def test_a_run_goes_on_at_any_world_size_and_method(tmp_path: Path) -> None:
     """4 → 2 → 1 ranks, hzp → fcdp → plain: masters bit for bit, the next step to rounding; the saved model is that of
     transformers."""
-    CutModel(tiny_model("llama", tied=True, seed=3))
+    certified(tiny_model("llama", tied=True, seed=3))
     before, after, loss = run_ranks(4, _interrupted, tmp_path)[0]
     assert not list(tmp_path.glob(".*"))
     two = run_ranks(2, _continued, "fcdp", tmp_path / "four", tmp_path / "two")[0]
@@ -106,7 +106,7 @@ def _damaged(rank: int, folder: Path) -> str:
 
 def test_every_rank_hears_what_one_finds_damaged(tmp_path: Path) -> None:
     """Oracle: the one bit that was flipped."""
-    CutModel(tiny_model("llama", tied=True, seed=3))
+    certified(tiny_model("llama", tied=True, seed=3))
     for message in run_ranks(2, _damaged, tmp_path):
         assert "two/rank-00001.safetensors is damaged" in message
 
@@ -122,7 +122,7 @@ def _blind(rank: int, folder: Path) -> str:
 
 def test_a_folder_that_not_every_rank_sees_is_refused(tmp_path: Path) -> None:
     """Closed form: every rank names the one that is blind; nothing is left that looks like a checkpoint."""
-    CutModel(tiny_model("llama", tied=True, seed=3))
+    certified(tiny_model("llama", tied=True, seed=3))
     for message in run_ranks(2, _blind, tmp_path):
         assert message.startswith("rank 1 does not see"), message
         assert "file system that all nodes share" in message

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from blockwalk.fsdp2 import host_cache
+from blockwalk.contrib.fsdp2_host_cache import host_cache
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
 

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockwalk.agreement import gather_json, require_agreement
-from blockwalk.groups import Watch, make_groups
-from blockwalk.launch import LostRank, Place
-from blockwalk.mesh import between, gather_bytes, make_axes, slice_of
-from blockwalk.plan import MeshSettings
-from blockwalk.program import Lane
-from blockwalk.ranks import first
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.mesh import between, gather_bytes, make_axes, slice_of
+from blockwalk.program.program import Lane
+from blockwalk.ranks.agreement import gather_json, require_agreement
+from blockwalk.ranks.groups import make_groups
+from blockwalk.ranks.place import LostRank, Place
+from blockwalk.ranks.shared_forwards import first
+from blockwalk.ranks.watch import Watch
 from tests.ranks.cluster import cluster, sent_payload
 from tests.ranks.processes import run_ranks
 

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import cli, launch
-from blockwalk.launch import LOST, Place, first_failure, place
+from blockwalk.cli import main
+from blockwalk.ranks import launch
+from blockwalk.ranks import place as launch_place
+from blockwalk.ranks.launch import first_failure
+from blockwalk.ranks.place import LOST, Place, place
 from tests.conftest import TinyRun
 from tests.ranks.processes import free_port
 
@@ -109,7 +112,9 @@ def listening(process: int) -> set[str]:
         with contextlib.suppress(OSError):
             held.add(os.readlink(fd))
     lines = [
-        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()
     ]
     return {fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in held}
 
@@ -156,7 +161,9 @@ def test_a_launcher_passes_signals_on_and_names_the_rank_that_failed(capfd: pyte
     saves = "trap 'exit 143' TERM; while :; do sleep 0.05; done"
     assert attended(saves, saves, sent=signal.SIGTERM) == 143
     assert attended("exit 0", "sleep 0.2") == 0
-    assert attended("trap 'exit 13' TERM; while :; do sleep 0.05; done", "sleep 0.1; kill -9 $$") == 128 + signal.SIGKILL
+    assert (
+        attended("trap 'exit 13' TERM; while :; do sleep 0.05; done", "sleep 0.1; kill -9 $$") == 128 + signal.SIGKILL
+    )
     assert "rank 1" in capfd.readouterr().err
     assert attended("exit 3", saves) == 3
 
@@ -178,7 +185,9 @@ def test_a_master_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(launch.LostRank, match=rf"rank 1 on .* could not reach rank 0 at 127.0.0.1:{port} for 0.6 s .*refused"):
+    with pytest.raises(
+        launch_place.LostRank, match=rf"rank 1 on .* could not reach rank 0 at 127.0.0.1:{port} for 0.6 s .*refused"
+    ):
         launch._store(Place(1, 2, 1, 2), 0.6)
 
 
@@ -186,7 +195,12 @@ def test_places_are_read_from_torchrun_and_from_slurm() -> None:
     """Closed form: what these launchers document."""
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert place(torchrun) == Place(5, 8, 1, 4)
-    slurm = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    slurm = {
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
     assert place(slurm) == Place(5, 8, 1, 4)
     assert place({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place()  # a batch script is no step
     with pytest.raises(ValueError, match="--ntasks-per-node"):
@@ -204,7 +218,7 @@ def test_the_rank_that_failed_first_is_named() -> None:
 
 def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "--method", "distzo2", "--nproc-per-node", "2", "--nnodes=3", "--batch_size", "6"]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     _, *commands = capsys.readouterr().out.splitlines()
     assert len(commands) == 3
     for node, command in enumerate(commands):

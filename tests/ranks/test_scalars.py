@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from blockwalk.plan import MeshSettings
-from blockwalk.scalars import make_scalars
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.ranks.scalars import make_scalars
 from tests.ranks.processes import run_ranks
 
 

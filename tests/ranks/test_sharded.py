@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from blockwalk.blocks import CutModel
-from blockwalk.methods import method
-from blockwalk.program import Pool, Shape, StepKind, over_budget
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.program.invariants import over_budget
+from blockwalk.program.program import Pool, Shape, StepKind
 from blockwalk.report.record import Record
-from blockwalk.walker import Walker
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
 
@@ -140,7 +141,7 @@ def check_matrix(
     world: int, ranks_per_node: int, cases: list[tuple[Any, ...]], steps: int = 3, timeout: float = 200
 ) -> list[dict[str, Any]]:
     for kind, lora in {case[:2] for case in cases}:
-        CutModel(make(kind, lora))  # certified before the ranks are forked, once instead of in each
+        certified(make(kind, lora))  # certified before the ranks are forked, once instead of in each
     answers = run_ranks(world, _matrix, ranks_per_node, cases, steps, timeout=timeout)
     plain: dict[tuple[Any, ...], dict[str, Any]] = {}
     for k, case in enumerate(cases):
@@ -213,7 +214,7 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
 
 def test_the_adaptive_cache_runs_as_foreseen() -> None:
     """Oracle: the forecast's own program, op for op, and the budget that it promises to stay within."""
-    CutModel(make("llama", False))
+    certified(make("llama", False))
     for same, kept, wrong in run_ranks(2, _adaptive):
         assert same
         assert kept
@@ -261,7 +262,7 @@ def half_run(masters: nn.Module, steps: int) -> tuple[list[float], nn.Module]:
 def check_half(tasks: tuple[tuple[str, bool], ...], methods: tuple[str, ...], steps: int) -> None:
     """Against the plain loop; among themselves the methods agree bit for bit."""
     for kind, lora in tasks:
-        CutModel(make(kind, lora))
+        certified(make(kind, lora))
     answers = run_ranks(4, _half, tasks, methods, steps, timeout=280)[0]
     for (kind, lora), found in zip(tasks, answers, strict=True):
         losses, masters = half_run(make(kind, lora), steps)

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from blockwalk.blocks import CutModel
-from blockwalk.compile.sharded_layout import part_layout
-from blockwalk.config import LoraSettings
-from blockwalk.methods import method
-from blockwalk.pack import pack
-from blockwalk.state import Codec, StateKind, encoded_nbytes
-from blockwalk.tiers import codecs
-from blockwalk.tiers.layout import Layout
-from blockwalk.walker import Walker
+from blockwalk.cutting.verify import certified
+from blockwalk.engine.pack import pack
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.model_spec import encoded_nbytes
+from blockwalk.plan.placement import Codec, StateKind
+from blockwalk.program.flat_layout import part_layout
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch
 from tests.ranks.processes import run_ranks
 from tests.ranks.test_sharded import compare, make, plain_run, walked
@@ -32,7 +33,7 @@ CASES: list[tuple[str, str, Codec, dict[str, Any]]] = [
 def decoded(kind: str, codec: Codec) -> nn.Module:
     """The model with every frozen matrix as its codes stand for it."""
     model = make(kind, lora=True)
-    frozen = {p.name for p in CutModel(make(kind, lora=True)).spec().params() if not p.trainable and p.quantizable}
+    frozen = {p.name for p in certified(make(kind, lora=True)).spec().params() if not p.trainable and p.quantizable}
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if plain in frozen and parameter.dim() == 2:
@@ -62,7 +63,7 @@ def _walked(rank: int) -> list[dict[str, Any]]:
 
 def test_frozen_matrices_travel_and_rest_in_eight_and_four_bits() -> None:
     for kind in {case[0] for case in CASES}:
-        CutModel(make(kind, True))
+        certified(make(kind, True))
     answers = run_ranks(4, _walked)[0]
     for (kind, name, codec, _), found in zip(CASES, answers, strict=True):
         batches = [random_batch(8, 10, seed=step) for step in range(2)]
@@ -73,7 +74,7 @@ def test_frozen_matrices_travel_and_rest_in_eight_and_four_bits() -> None:
 
 def test_a_flat_buffer_of_codes_takes_their_bytes() -> None:
     """Closed form: codes and scales of each matrix, the compute dtype's bytes of the rest, padded to 64 bytes a rank."""
-    spec = CutModel(make("llama", True)).spec()
+    spec = certified(make("llama", True)).spec()
     plan = method("fcdp", mesh={"world": 4, "ranks_per_node": 2}, frozen="device × int4 × node")
     for unit in spec.units:
         layout = part_layout(plan, spec, unit, StateKind.FROZEN)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from blockwalk.blocks import CutModel
-from blockwalk.heap import give_back
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.system.heap import give_back
+from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
 from tests.ranks.processes import run_ranks
 
@@ -49,7 +49,7 @@ def _taken(name: str, folder: Path) -> tuple[int, int]:
 
 def test_the_kernel_sees_what_the_engine_says_it_holds(tmp_path: Path) -> None:
     model = tiny_model("llama", **SIZES)
-    CutModel(model)
+    certified(model)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     found = run_ranks(2, _grown, tmp_path)[0]
     for name in ("fcdp", "zero3"):

@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk import config, train
-from blockwalk.launch import Place
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.plan import run_config as config_run_config
+from blockwalk.plan.methods import method
+from blockwalk.ranks.place import Place
+from blockwalk.train import config, loop
+from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
 
 
-def run_config(arguments: list[str], rank: int, world: int) -> config.RunConfig:
+def run_config(arguments: list[str], rank: int, world: int) -> config_run_config.RunConfig:
     pairs = list(zip([a.removeprefix("--") for a in arguments[::2]], arguments[1::2], strict=True))
     return config.load(None, [*pairs, *Place(rank, world, rank, world).settings()])
 
@@ -39,7 +40,7 @@ def _trained(rank: int, world: int, arguments: list[str], killed_at: int) -> Non
             return step(self, *args, **options)
 
         Walker.step = dies  # type: ignore[method-assign]
-    train.train(run_config(arguments, rank, world))
+    loop.train(run_config(arguments, rank, world))
 
 
 def result(folder: Path, name: str = "model") -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -85,7 +86,7 @@ def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: Tiny
 
     steps = ["--optimizer.learning_rate", "3e-3", "--optimizer.schedule", "constant"]
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    train.train(run_config([*tiny_run.arguments(alone), *steps, "--method", "plain", "--max_steps", "6"], 0, 1))
+    loop.train(run_config([*tiny_run.arguments(alone), *steps, "--method", "plain", "--max_steps", "6"], 0, 1))
     command = [sys.executable, "-m", "blockwalk", "train", *tiny_run.arguments(ranks), *steps, "--method", "fcdp"]
     command += ["--max_steps", "4", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -94,7 +95,7 @@ def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: Tiny
     assert done.stdout.count("saved to") == 1, done.stdout
     AutoModelForCausalLM.from_pretrained(ranks / "model")
     resumed = [*tiny_run.arguments(ranks), *steps, "--method", "plain", "--max_steps", "6"]
-    train.train(run_config([*resumed, "--resume_from_checkpoint", "latest"], 0, 1))
+    loop.train(run_config([*resumed, "--resume_from_checkpoint", "latest"], 0, 1))
     (expected, losses), (found, again) = result(alone), result(ranks)
     assert again == pytest.approx(losses, rel=2e-6)
     for name, value in expected.items():
@@ -104,11 +105,26 @@ def test_the_command_line_over_ranks_and_one_process_that_goes_on(tiny_run: Tiny
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Path, lora: bool) -> None:
     """Oracle: the process that goes on alone. Its checkpoint is one rank's; each of two ranks takes its slices of it."""
-    common = ["--optimizer.learning_rate", "3e-3", "--optimizer.schedule", "constant", *(["--lora.rank", "4"] if lora else [])]
+    common = [
+        "--optimizer.learning_rate",
+        "3e-3",
+        "--optimizer.schedule",
+        "constant",
+        *(["--lora.rank", "4"] if lora else []),
+    ]
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    train.train(run_config([*tiny_run.arguments(alone), *common, "--method", "plain", "--max_steps", "6"], 0, 1))
-    train.train(run_config([*tiny_run.arguments(ranks), *common, "--method", "plain", "--max_steps", "3"], 0, 1))
-    over = [*tiny_run.arguments(ranks), *common, "--method", "fcdp", "--max_steps", "6", "--resume_from_checkpoint", "latest"]
+    loop.train(run_config([*tiny_run.arguments(alone), *common, "--method", "plain", "--max_steps", "6"], 0, 1))
+    loop.train(run_config([*tiny_run.arguments(ranks), *common, "--method", "plain", "--max_steps", "3"], 0, 1))
+    over = [
+        *tiny_run.arguments(ranks),
+        *common,
+        "--method",
+        "fcdp",
+        "--max_steps",
+        "6",
+        "--resume_from_checkpoint",
+        "latest",
+    ]
     run_ranks(2, _trained, 2, over, 0)
     name = "adapter" if lora else "model"
     (expected, losses), (found, again) = result(alone, name), result(ranks, name)
@@ -121,7 +137,16 @@ def test_a_run_of_one_process_goes_on_over_ranks(tiny_run: TinyRun, tmp_path: Pa
 def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(name: str, tiny_run: TinyRun, tmp_path: Path) -> None:
     """Oracle: a run that nobody disturbed, bit for bit. One bit of the last file of the newest checkpoint is another."""
     rate = "3e-3" if name == "fcdp" else "1e-5"
-    common = ["--method", name, "--save_every", "2", "--optimizer.learning_rate", rate, "--optimizer.schedule", "constant"]
+    common = [
+        "--method",
+        name,
+        "--save_every",
+        "2",
+        "--optimizer.learning_rate",
+        rate,
+        "--optimizer.schedule",
+        "constant",
+    ]
     whole, half = tmp_path / "whole", tmp_path / "half"
     run_ranks(2, _trained, 2, [*tiny_run.arguments(whole), *common, "--max_steps", "6"], 0)
     half_way = [*tiny_run.arguments(half), *common]
@@ -139,9 +164,17 @@ def test_ranks_go_on_from_the_checkpoint_before_a_damaged_one(name: str, tiny_ru
 def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(tiny_run: TinyRun, tmp_path: Path) -> None:
     """The contract of a resume: nothing starts from the base weights in silence. The second rank works in another folder."""
     common = [*tiny_run.arguments(tmp_path / "seen" / "run"), "--method", "plain", "--max_steps", "2"]
-    train.train(run_config(common, 0, 1))
+    loop.train(run_config(common, 0, 1))
     (tmp_path / "blind").mkdir()
-    over = [*tiny_run.arguments(Path("run")), "--method", "fcdp", "--max_steps", "4", "--resume_from_checkpoint", "latest"]
+    over = [
+        *tiny_run.arguments(Path("run")),
+        "--method",
+        "fcdp",
+        "--max_steps",
+        "4",
+        "--resume_from_checkpoint",
+        "latest",
+    ]
     said = run_ranks(2, _refused, [tmp_path / "seen", tmp_path / "blind"], over)
     assert all("rank 1 does not see run/checkpoint-000002" in each for each in said), said
 
@@ -149,7 +182,7 @@ def test_a_rank_that_does_not_see_one_processs_checkpoint_stops_every_rank(tiny_
 def _refused(rank: int, folders: list[Path], arguments: list[str]) -> str:
     os.chdir(folders[rank])
     with pytest.raises(ValueError) as caught:
-        train.train(run_config(arguments, rank, 2))
+        loop.train(run_config(arguments, rank, 2))
     return str(caught.value)
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from blockwalk.blocks import CutModel
-from blockwalk.methods import method
-from blockwalk.planner import Task, program_of
-from blockwalk.program import Lane, Shape
+from blockwalk.cutting.verify import certified
+from blockwalk.plan.methods import method
+from blockwalk.program.program import Lane, Shape
 from blockwalk.simulate import hardware
+from blockwalk.simulate.planner import Task, program_of
 from blockwalk.simulate.simulator import simulate
-from blockwalk.walker import Walker
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster, sent_payload
 
@@ -47,7 +47,7 @@ def _step_bytes(rank: int) -> list[tuple[int, int]]:
 def test_what_is_simulated_is_what_the_program_says_and_the_kernel_counts() -> None:
     """Within 2 % and 16 KB of headers and scalars, two nodes of two ranks, every sharded method."""
     made: Any = model()
-    CutModel(made)
+    certified(made)
     with cluster(2, 2) as nodes:
         answers = nodes.run(_step_bytes)
     machine = hardware.load("a40-48gb-x8-eth1")

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from blockwalk import method
-from blockwalk.walker import Walker
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster, sent_bytes
 

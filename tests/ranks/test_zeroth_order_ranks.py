@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from blockwalk import method
 from blockwalk.data.batching import LabelWordBatch
-from blockwalk.plan import MeshSettings
-from blockwalk.ranks import Ranks
-from blockwalk.walker import Walker
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.ranks.shared_forwards import Ranks
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
 from tests.reference.test_zeroth_order import assert_same, trained
@@ -140,7 +140,9 @@ def _special(rank: int, mesh: dict[str, int]) -> Any:
         plan = method(name, mesh=own, **settings) if own.get("world") else method(name, **settings, **own)
         with Walker(tiny_model("llama"), plan, device="cpu") as walker:
             np.random.seed(rank + 3)
-            results = [walker.step(_words(step) if batch == "words" else random_batch(8, seed=step)) for step in range(3)]
+            results = [
+                walker.step(_words(step) if batch == "words" else random_batch(8, seed=step)) for step in range(3)
+            ]
             out.append(([(r.loss, r.projected_grad) for r in results], trained(walker)))
     return out
 
@@ -190,7 +192,9 @@ def test_a_flipped_bit_stops_the_run_and_is_named(unit: int, slices: int, name: 
 def _joins(rank: int, folder: Path, mesh: dict[str, int]) -> dict[str, torch.Tensor]:
     """Go on with a run whose ledger rank 0 alone has."""
     ledger = folder / ("ledger.jsonl" if rank == 0 else "not on this node.jsonl")
-    with Walker(tiny_model("llama"), method("distzo2", mesh=mesh, optimizer=OPTIMIZER), ledger=ledger, device="cpu") as walker:
+    with Walker(
+        tiny_model("llama"), method("distzo2", mesh=mesh, optimizer=OPTIMIZER), ledger=ledger, device="cpu"
+    ) as walker:
         assert walker.steps_done == 3
         for step in range(3, 6):
             walker.step(random_batch(8, seed=step))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from blockwalk import method
-from blockwalk.config import LoraSettings
-from blockwalk.walker import Walker
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import trained
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk import cli, ledger
-from blockwalk.tiers.store import read_index, read_unit_headers
+from blockwalk.checkpoints import ledger
+from blockwalk.cli import main
+from blockwalk.tiers.block_store.store import read_index, read_unit_headers
 from tests.conftest import TinyRun
 
 COMMON = "--optimizer.schedule constant --save_every 2 --log_every 100 --data.eval "
@@ -28,7 +29,7 @@ Train = Callable[..., int]
 def train(tiny_run: TinyRun) -> Train:
     def run(folder: Path, name: str, steps: int, *settings: str) -> int:
         flags = [*COMMON.split(" "), *RUNS[name].split(), "--max_steps", str(steps), *settings]
-        return cli.main(["train", *tiny_run.arguments(folder), *flags])
+        return main.main(["train", *tiny_run.arguments(folder), *flags])
 
     return run
 

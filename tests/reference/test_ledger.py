@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockwalk import files, method
-from blockwalk.cli import main
-from blockwalk.config import LoraSettings
-from blockwalk.ledger import Entry, Ledger, read_ledger, write_exported
-from blockwalk.replay import export, replay
-from blockwalk.walker import Walker
+from blockwalk import method
+from blockwalk.checkpoints.ledger import Entry, Ledger, read_ledger, write_exported
+from blockwalk.cli.main import main
+from blockwalk.convert.replay import export, replay
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.system import atomic_files
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
 
@@ -226,9 +227,15 @@ def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
         ("", "no whole line"),
         ("{}\n", "no ledger"),
         (json.dumps({"format": "blockwalk-ledger", "version": 9}) + "\n", "version 9"),
-        (files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n", "version 1; .* reads 2"),
+        (
+            atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n",
+            "version 1; .* reads 2",
+        ),
         ("{torn\n{}\n", "first line is not JSON"),
-        (files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0] + "\n{torn\n{}\n", "line 2 does not follow"),
+        (
+            atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0] + "\n{torn\n{}\n",
+            "line 2 does not follow",
+        ),
     ],
 )
 def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) -> None:
@@ -255,7 +262,7 @@ def test_a_changed_line_breaks_the_chain(change: str, tmp_path: Path) -> None:
         "header": (1, [lines[0].replace(b"spsa", b"fzoo")]),
     }[change]
     path.write_bytes(b"".join([*lines[: at - 1], *changed, *lines[at - 1 + max(1, len(changed)) :]]))
-    with pytest.raises(files.Damaged, match=rf"ledger\.jsonl is damaged: line {at} "):
+    with pytest.raises(atomic_files.Damaged, match=rf"ledger\.jsonl is damaged: line {at} "):
         read_ledger(path)
 
 

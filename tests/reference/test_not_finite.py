@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk import checkpoint, cli
-from blockwalk.config import LoraSettings
-from blockwalk.methods import method
-from blockwalk.walker import Walker
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.cli import main
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -139,13 +140,15 @@ def test_a_run_that_diverges_ends_with_its_checkpoints(
 ) -> None:
     """Oracle: a JSON reader that knows no NaN, and the values of the checkpoint that is left."""
     rate = ["--optimizer.learning_rate", "1e12", "--max_steps", "9", "--save_every", "1"]
-    code = cli.main(["train", *tiny_run.arguments(tmp_path / "out"), "--method", "plain", *rate])
+    code = main.main(["train", *tiny_run.arguments(tmp_path / "out"), "--method", "plain", *rate])
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert code == 1
     assert "is not finite at step" in line
     assert "optimizer.learning_rate" in line
-    (*_, last) = checkpoint.whole(tmp_path / "out")
-    assert all(value.isfinite().all() for value in checkpoint.load(last).walker.values() if isinstance(value, torch.Tensor))
+    (*_, last) = run_checkpoint.whole(tmp_path / "out")
+    assert all(
+        value.isfinite().all() for value in run_checkpoint.load(last).walker.values() if isinstance(value, torch.Tensor)
+    )
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")

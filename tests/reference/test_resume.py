@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from blockwalk import checkpoint
+from blockwalk.checkpoints import run_checkpoint
 from tests.conftest import TinyRun
 
 STEPS = 24
@@ -79,20 +79,20 @@ def test_a_killed_run_ends_as_if_it_had_not_been(tiny_run: TinyRun, tmp_path: Pa
         process = start(tiny_run, killed, MEBP)
         out = signal_when(process, signal.SIGKILL, ready)
         assert process.returncode == -signal.SIGKILL, out
-        left = checkpoint.latest(killed)
-        assert left is None or checkpoint.step_of(left) <= len(steps(killed)), "no checkpoint without its metrics"
-    assert checkpoint.latest(killed) is not None, "the last resume is from a checkpoint"
+        left = run_checkpoint.latest(killed)
+        assert left is None or run_checkpoint.step_of(left) <= len(steps(killed)), "no checkpoint without its metrics"
+    assert run_checkpoint.latest(killed) is not None, "the last resume is from a checkpoint"
 
     process = start(tiny_run, killed, MEBP)
     out = signal_when(process, signal.SIGTERM, beyond(19))
     assert process.returncode == 128 + signal.SIGTERM, out
     assert "stopped by SIGTERM" in out
-    stopped_at = checkpoint.latest(killed)
+    stopped_at = run_checkpoint.latest(killed)
     assert stopped_at is not None
-    assert checkpoint.step_of(stopped_at) == len(steps(killed)) < STEPS, "SIGTERM saves what was done"
+    assert run_checkpoint.step_of(stopped_at) == len(steps(killed)) < STEPS, "SIGTERM saves what was done"
 
     out = finish(start(tiny_run, killed, MEBP))
-    assert f"resumed at step {checkpoint.step_of(stopped_at)}" in out
+    assert f"resumed at step {run_checkpoint.step_of(stopped_at)}" in out
     assert result(killed) == expected
 
 

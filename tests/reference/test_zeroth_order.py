@@ -14,7 +14,7 @@ from torch import nn
 from blockwalk import method
 from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
-from blockwalk.walker import Walker
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
 CASES = [("opt", True), ("opt", False), ("llama", True), ("llama", False)]

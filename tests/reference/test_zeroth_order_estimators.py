@@ -12,7 +12,7 @@ import torch
 from blockwalk import method
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.reference.zeroth_order import fzoo_step, hizoo_step, masters_of, spsa_step
-from blockwalk.walker import Walker
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import RATE, assert_same, trained
 
@@ -48,9 +48,7 @@ def test_hizoo_is_the_reference(name: str, tmp_path: Path) -> None:
         for step in range(1, 5):
             batch = random_batch(seed=step)
             found = walker.step(batch)
-            expected = hizoo_step(
-                control, masters, hessians, batch, step=step, seed=0, learning_rate=RATE, alpha=1e-3
-            )
+            expected = hizoo_step(control, masters, hessians, batch, step=step, seed=0, learning_rate=RATE, alpha=1e-3)
             assert (found.loss, found.projected_grad) == (expected.losses[0], expected.projected_grads[0])
         weights = trained(walker)
     assert_same(weights, masters)
@@ -179,9 +177,7 @@ def test_objectives_that_rank_label_words(objective: str, loss: str, tmp_path: P
     model = tiny_model("llama").eval()
     examples = words(4)
     plan = method("zo2", zo={"objective": objective, "epsilon": 1e-9}, loss=loss, optimizer={"learning_rate": 0.0})
-    with Walker(
-        copy.deepcopy(model), plan, workdir=tmp_path, device="cpu"
-    ) as walker:
+    with Walker(copy.deepcopy(model), plan, workdir=tmp_path, device="cpu") as walker:
         found = walker.step(examples).loss
         with pytest.raises(ValueError, match="LabelWordBatch"):
             walker.step(random_batch())
@@ -189,7 +185,9 @@ def test_objectives_that_rank_label_words(objective: str, loss: str, tmp_path: P
         logits = model(**{k: v for k, v in examples.batch.items() if k != "labels"}).logits[:, -2].double()
     scores = logits.log_softmax(-1).gather(1, examples.batch["labels"][:, -1:]).view(5, 3)
     chosen, right = scores.argmax(1), examples.targets_B
-    hits = [[int(((chosen == c) & (right == c)).sum()), int((chosen == c).sum()), int((right == c).sum())] for c in range(3)]
+    hits = [
+        [int(((chosen == c) & (right == c)).sum()), int((chosen == c).sum()), int((right == c).sum())] for c in range(3)
+    ]
     expected = {
         "label_words": float(torch.nn.functional.cross_entropy(scores, right)),
         "accuracy": 1 - float((chosen == right).double().mean()),

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from blockwalk import method
-from blockwalk.config import LoraSettings
-from blockwalk.estimators.zeroth_order import ZerothOrder
-from blockwalk.program import Lane, Pool, Shape, StepKind
+from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.program.program import Lane, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.tiers.host import HostTier, Staged
-from blockwalk.walker import Walker
+from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockwalk.estimators.loss import LossScratch
-from blockwalk.estimators.perturbed import Perturbation, PerturbedWeight
-from blockwalk.noise import NoiseKey, NoiseKind, fill_
-from blockwalk.state import Codec
-from blockwalk.tiers import codecs
-from blockwalk.tiers.layout import Layout
-from blockwalk.tiers.slots import Cell
+from blockwalk.engine.cells import Cell
+from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
+from blockwalk.numerics.noise.noise import fill_
+from blockwalk.numerics.scratch import LossScratch
+from blockwalk.plan.placement import Codec
 
 N, D = 37, 50
 

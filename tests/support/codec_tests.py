@@ -16,9 +16,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from blockwalk.state import Codec, encoded_nbytes
-from blockwalk.tiers.codecs import decode_rows, encode_rows, gather_rows
-from blockwalk.tiers.layout import Layout
+from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows, gather_rows
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.plan.model_spec import encoded_nbytes
+from blockwalk.plan.placement import Codec
 
 
 class CodecTests:

@@ -138,7 +138,9 @@ def micro_batches(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[st
         raise ValueError(f"a batch is a mapping with input_ids and labels, not a {type(batch).__name__}")
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{key} of the batch is a {type(value).__name__}; it must be a tensor, int64 [batch, sequence]")
+            raise ValueError(
+                f"{key} of the batch is a {type(value).__name__}; it must be a tensor, int64 [batch, sequence]"
+            )
     if "input_ids" not in batch or "labels" not in batch:
         raise ValueError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
     shape = batch["input_ids"].shape
@@ -207,7 +209,9 @@ def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
     return losses.sum(dim=1)
 
 
-def share(batch: Mapping[str, torch.Tensor], micro_batches: int, world: int, rank: int) -> list[dict[str, torch.Tensor]]:
+def share(
+    batch: Mapping[str, torch.Tensor], micro_batches: int, world: int, rank: int
+) -> list[dict[str, torch.Tensor]]:
     """A rank's share of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
 
     Where B is no multiple of micro-batches × ranks, copies of its last rows with every label ignored make up for it.

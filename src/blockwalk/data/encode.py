@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blockwalk.data.formats import Format, Record, Template, detect_format
-from blockwalk.model_folder import require_config
+from blockwalk.plan.model_folder import require_config
 
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
@@ -186,7 +186,9 @@ def encode(
     return _flatten(ids, masks, _pad_id(tokenizer), report)
 
 
-def encode_choices(records: Iterable[Record], tokenizer: Tokenizer, template: Template, *, max_length: int | None) -> Choices:
+def encode_choices(
+    records: Iterable[Record], tokenizer: Tokenizer, template: Template, *, max_length: int | None
+) -> Choices:
     """Encode classification records with every label word, for :func:`blockwalk.data.batching.label_word_batch`.
 
     Raises ``ValueError`` where a prompt leaves no room for the label word.

@@ -1,0 +1,1 @@
+"""The directions of a step: backpropagation by blocks, and zeroth order."""

@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from blockwalk.arguments import tensors_of
-from blockwalk.blocks import BlockCall, Prologue
-from blockwalk.compile.placement import maps_graphs
+from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batching import loss_tokens, row_losses
-from blockwalk.engine import Engine
-from blockwalk.estimators.lazy import unread
-from blockwalk.estimators.logits import factors, next_logits
-from blockwalk.estimators.loss import chunked_cross_entropy
-from blockwalk.lazy_parameter import LazyParameter
-from blockwalk.noise import derive_seed
-from blockwalk.program import Op, OpKind
-from blockwalk.state import StateKind, Weight
-from blockwalk.tiers.scratch import Activations, SavedTensors
-from blockwalk.updates import clip_coefficient
+from blockwalk.engine.engine import Engine
+from blockwalk.estimators.head import factors, next_logits
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.lazy_linear import unread
+from blockwalk.numerics.lazy_parameter import LazyParameter
+from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.noise.key import derive_seed
+from blockwalk.numerics.updates import clip_coefficient
+from blockwalk.plan.placement import StateKind
+from blockwalk.program.program import Op, OpKind
+from blockwalk.program.residency import maps_graphs
+from blockwalk.tiers.scratch_maps import Activations, SavedTensors
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE = -100

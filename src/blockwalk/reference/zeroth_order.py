@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from blockwalk.noise import NoiseKey, NoiseKind, fill_
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
+from blockwalk.numerics.noise.noise import fill_
 from blockwalk.reference.mezo import UNDECAYED, Batch, Loss, StepOf, own_loss, trainables
 
 Masters = dict[str, torch.Tensor]
@@ -140,8 +141,7 @@ def hizoo_step(
             (
                 name,
                 master
-                + _scalar(sign * epsilon)
-                * (_noise(master, seed, step, 0, name, "gaussian") / hessians[name].sqrt()),
+                + _scalar(sign * epsilon) * (_noise(master, seed, step, 0, name, "gaussian") / hessians[name].sqrt()),
             )
             for name, master in masters.items()
         )

@@ -1,0 +1,1 @@
+"""Forecasts, advice and the page that ``blockwalk report`` writes."""

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blockwalk.program import Pool, Shape, human_bytes
+from blockwalk.program.program import Pool, Shape, human_bytes
 
 if TYPE_CHECKING:
-    from blockwalk.config import RunConfig
-
-
-class OutOfMemory(RuntimeError):
-    """A run was refused memory while it ran; the message has the forecast, what was measured, and the next plan that fits."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocator's, of the interpreter, a processor or an accelerator."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
-    )
+    from blockwalk.plan.run_config import RunConfig
 
 
 def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     """The fastest plan for one rank that needs less than ``room`` bytes of memory, in words; empty where none is known.
     ``shape`` is that of a micro-batch."""
-    from blockwalk import planner
-    from blockwalk.simulate import analytic, hardware
+    from blockwalk.simulate import formula_model as analytic
+    from blockwalk.simulate import hardware, planner
 
     machine = hardware.of_this_machine(device)
     try:
@@ -53,9 +41,9 @@ def settings_of(plan: object) -> str:
     """A plan as the settings that ask for it: what tells it from its method's row."""
     from dataclasses import fields
 
-    from blockwalk.methods import METHODS
-    from blockwalk.plan import Plan
-    from blockwalk.state import Placement
+    from blockwalk.plan.methods import METHODS
+    from blockwalk.plan.placement import Placement
+    from blockwalk.plan.plan import Plan
 
     assert isinstance(plan, Plan)
     row = METHODS[plan.method]()

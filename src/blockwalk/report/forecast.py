@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockwalk.compile.placement import RULE_STATES, Placements, bucket_states
-from blockwalk.metrics import page_cache
-from blockwalk.plan import Estimator, Plan, Timing
-from blockwalk.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.state import Codec, ModelSpec, Placement, Tier, encoded_nbytes
+from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
+from blockwalk.plan.placement import Codec, Placement, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.program.residency import RULE_STATES, Placements, bucket_states
+from blockwalk.system.process_memory import page_cache
 
 if TYPE_CHECKING:
-    from blockwalk.config import RunConfig
+    from blockwalk.plan.run_config import RunConfig
 
 
 class DoesNotFit(ValueError):
@@ -124,8 +126,8 @@ class Forecast:
 def foresee(run: RunConfig, shape: Shape, *, device: str, padded: bool = True) -> Forecast:
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
     weight is touched."""
-    from blockwalk.compile import compile
-    from blockwalk.costs import unit_costs
+    from blockwalk.program.compile import compile
+    from blockwalk.walk.unit_costs import unit_costs
 
     model = model_spec(run)
     costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=padded)
@@ -136,16 +138,16 @@ def foresee(run: RunConfig, shape: Shape, *, device: str, padded: bool = True) -
 
 def model_spec(run: RunConfig) -> ModelSpec:
     """The model of a run as the walk will see it, adapters included; built without weights."""
-    from blockwalk.blocks import CutModel
-    from blockwalk.skeleton import build_skeleton
-    from blockwalk.tiers.store import is_store, read_index
+    from blockwalk.cutting.skeleton import build_skeleton
+    from blockwalk.cutting.verify import certified
+    from blockwalk.tiers.block_store.store import is_store, read_index
 
     model = build_skeleton(run.model).model
     if run.lora is not None:
-        from blockwalk.adapters import adapt
+        from blockwalk.cutting.adapters import adapt
 
         model = adapt(model, run.lora)
-    return CutModel(model).spec().as_stored(read_index(run.model).group_size if is_store(run.model) else 32)
+    return certified(model).spec().as_stored(read_index(run.model).group_size if is_store(run.model) else 32)
 
 
 def _when(plan: Plan) -> str:

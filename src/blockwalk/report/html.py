@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockwalk.metrics import whole_lines
-from blockwalk.program import human_bytes
+from blockwalk.program.program import human_bytes
+from blockwalk.system.atomic_files import whole_lines
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
 """Of a chart, in its own units: it scales with the page."""
@@ -67,7 +67,10 @@ def report(folder: str | Path) -> str:
         chart("Seconds a step", [_curve("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
         chart(
             "Private memory of the process, which the kernel cannot drop, MB",
-            [_curve("peak of each step", steps, "peak_bytes", 1e-6), *_level(steps, forecast.get("process_bytes"), 1e-6)],
+            [
+                _curve("peak of each step", steps, "peak_bytes", 1e-6),
+                *_level(steps, forecast.get("process_bytes"), 1e-6),
+            ],
         ),
         _section("Tensors by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
         chart("Bytes moved a step, MB", list(_moved(steps))),
@@ -168,7 +171,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _curve(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Curve:
-    points = [(float(line["step"]), float(line[key]) * scale) for line in lines if math.isfinite(line.get(key) or math.nan)]
+    points = [
+        (float(line["step"]), float(line[key]) * scale) for line in lines if math.isfinite(line.get(key) or math.nan)
+    ]
     every = -(-len(points) // MOST_POINTS) or 1
     thin = points[::every]
     if points and thin[-1] != points[-1]:
@@ -178,7 +183,9 @@ def _curve(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 
 
 def _moved(steps: Sequence[dict[str, Any]]) -> Iterator[Curve]:
     for lane in sorted({lane for step in steps for lane in step.get("bytes_moved", {})}):
-        with_lane = [{"step": s["step"], "moved": s["bytes_moved"][lane]} for s in steps if lane in s.get("bytes_moved", {})]
+        with_lane = [
+            {"step": s["step"], "moved": s["bytes_moved"][lane]} for s in steps if lane in s.get("bytes_moved", {})
+        ]
         yield _curve(lane, with_lane, "moved", 1e-6)
 
 
@@ -189,7 +196,9 @@ def _summary(
     yield "training loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}"
     if evaluations:
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
-    timed = [step for step in steps if "seconds" in step]  # one that only the ledger has was not: a kill came before its line
+    timed = [
+        step for step in steps if "seconds" in step
+    ]  # one that only the ledger has was not: a kill came before its line
     if not timed:
         return
     yield "tokens a second", f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}"

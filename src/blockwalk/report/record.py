@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockwalk import checkpoint, files
-from blockwalk.metrics import COUNTED, process_bytes
-from blockwalk.program import Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.simulate import hardware, memory, trace
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.simulate import hardware, process_memory, timeline
 from blockwalk.simulate.simulator import Simulation, simulate
+from blockwalk.system import atomic_files
+from blockwalk.system.process_memory import COUNTED, process_bytes
 
 if TYPE_CHECKING:
-    from blockwalk.walker import Walker
+    from blockwalk.walk.walker import Walker
+
 
 NAME, TRACE = "forecast.json", "trace.json"
 
@@ -58,22 +60,30 @@ class Record:
         """
         program, plan, held = walker.program(StepKind.TRAIN, shape, foresee=True), walker.plan, process_bytes()
         here = hardware.of_this_machine(walker.device.type)
-        found = simulate(program, plan, walker.spec, here, walker.costs(shape)) if here.name != hardware.UNMEASURED else None
+        found = (
+            simulate(program, plan, walker.spec, here, walker.costs(shape))
+            if here.name != hardware.UNMEASURED
+            else None
+        )
         if walker.device.type != "cpu":
             return cls(program, found)
-        growth = memory.step_growth(program, plan, here, adapters=adapters)
+        growth = process_memory.step_growth(program, plan, here, adapters=adapters)
         process = max(
-            memory.process_peak(program, plan, here, adapters=adapters), before + memory.tensors(program), held + growth
+            process_memory.process_peak(program, plan, here, adapters=adapters),
+            before + process_memory.tensors(program),
+            held + growth,
         )
         missing = [] if here.slack else ["free heap and buffers of libraries, which blockwalk doctor measures"]
         if lengths > 1:
-            missing.append(f"what oneDNN keeps of each product at each new length, up to about 1 MB ({lengths} lengths here)")
+            missing.append(
+                f"what oneDNN keeps of each product at each new length, up to about 1 MB ({lengths} lengths here)"
+            )
         return cls(program, found, process, held, "; ".join(missing))
 
     @property
     def tensor_bytes(self) -> int:
         """Foreseen tensors on the device and the host at a step's peak."""
-        return memory.tensors(self.program)
+        return process_memory.tensors(self.program)
 
     def lines(self) -> Iterator[str]:
         """What is foreseen: memory first."""
@@ -110,9 +120,9 @@ class Record:
             "process_bytes": self.process_bytes,
             "bytes_moved": {str(lane): nbytes for lane, nbytes in self.program.bytes_by_lane().items()},
             "seconds": None if self.simulation is None else self.simulation.seconds,
-            "versions": checkpoint.versions(),
+            "versions": run_checkpoint.versions(),
         }
-        files.write_bytes(folder / NAME, (json.dumps(value, indent=1) + "\n").encode())
+        atomic_files.write_bytes(folder / NAME, (json.dumps(value, indent=1) + "\n").encode())
 
     def before_step(self, walker: Walker, step: int, total: int) -> None:
         """Have a step's ops timed, if it is the one that is traced."""
@@ -126,11 +136,11 @@ class Record:
         found = [
             event
             for program, timed in walker.timeline
-            for event in trace.events(program, [timed], process="measured")
+            for event in timeline.events(program, [timed], process="measured")
         ]
         if self.simulation is not None:
             spans = [(span.op, span.began, span.ended) for span in self.simulation.spans]
-            found = trace.events(self.simulation.program, [spans], process="foreseen") + found
+            found = timeline.events(self.simulation.program, [spans], process="foreseen") + found
         for path in self.paths:
-            trace.write(path, found)
+            timeline.write(path, found)
         walker.timeline = None

@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockwalk import checkpoint
-from blockwalk.metrics import memory_limits
-from blockwalk.plan import Estimator
-from blockwalk.program import Pool, human_bytes
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.plan.choices import Estimator
+from blockwalk.plan.placement import Codec, Tier
+from blockwalk.program.program import Pool, human_bytes
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
-from blockwalk.state import Codec, Tier
+from blockwalk.system.process_memory import memory_limits
 
 if TYPE_CHECKING:
-    from blockwalk.config import RunConfig
+    from blockwalk.plan.run_config import RunConfig
+
 
 CLOSE = 0.9
 """The part of a limit from which on a run is warned."""
@@ -54,7 +55,9 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
     """A warning where what is ``foreseen`` of the process (0: not calibrated, the tensors beside what it ``held`` before the
     model was opened) is near the tightest limit."""
     foreseen = foreseen or held + _host_tensors(forecast)
-    limits = [(each.nbytes // (1 if each.of_process else run.plan.mesh.ranks_per_node), each) for each in memory_limits()]
+    limits = [
+        (each.nbytes // (1 if each.of_process else run.plan.mesh.ranks_per_node), each) for each in memory_limits()
+    ]
     room, limit = min(limits, key=lambda pair: pair[0])
     if foreseen > CLOSE * room:
         yield (
@@ -77,7 +80,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
         ValueError: checkpoints, the final model and scratch are more than what is free on their disk, with what is there of
             the same kind and goes.
     """
-    from blockwalk.tiers.store import is_store
+    from blockwalk.tiers.block_store.store import is_store
 
     folder = Path(run.output_dir)
     rows = {row.kind: row for row in forecast.rows()}
@@ -91,9 +94,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
     if run.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8) and not is_store(run.model):  # it is packed first
         scratch += rows["frozen"].nbytes
-    needs = [(folder, kept * (trained + state) + final), (folder / checkpoint.SCRATCH, scratch)]
-    goes = [(path, _size(path)) for path in checkpoint.whole(folder)]
-    goes += [(folder / checkpoint.SCRATCH, _size(folder / checkpoint.SCRATCH))]
+    needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
+    goes = [(path, _size(path)) for path in run_checkpoint.whole(folder)]
+    goes += [(folder / run_checkpoint.SCRATCH, _size(folder / run_checkpoint.SCRATCH))]
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
         place = next(place for place, _ in needs if _disk(place) == disk)

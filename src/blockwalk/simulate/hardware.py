@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from blockwalk.settings import did_you_mean, parse_bytes
-from blockwalk.work import Sizes
+from blockwalk.plan.parsing import did_you_mean, parse_bytes
+from blockwalk.program.costs import Sizes
 
 SHIPPED = Path(__file__).with_name("hardware")
 
@@ -198,7 +198,9 @@ def load(name_or_path: str | Path) -> Hardware:
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
         if key in _BY_NAME and not isinstance(value, dict):
-            raise ValueError(f"{path}: {key} is {value}; it must be a mapping by name (blockwalk doctor writes such a file)")
+            raise ValueError(
+                f"{path}: {key} is {value}; it must be a mapping by name (blockwalk doctor writes such a file)"
+            )
         if isinstance(value, dict) and "bandwidth" in value:
             values[key] = Link(float(value["bandwidth"]), float(value.get("latency", 0.0)))
         elif key.endswith("_bytes") and not isinstance(value, dict):

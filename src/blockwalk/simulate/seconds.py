@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from blockwalk.compile import Costs
-from blockwalk.compile.placement import RULE_STATES, compute_dtype, epilogue_reads
-from blockwalk.estimators.chunks import LOSS_BUDGET, chunk_sizes
-from blockwalk.plan import Estimator, Plan, Timing
-from blockwalk.program import Lane, Op, OpKind, Pool, Program
+from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.model_spec import ModelSpec, UnitSpec
+from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
+from blockwalk.program.costs import NOTHING, Costs, Work
+from blockwalk.program.program import Lane, Op, OpKind, Pool, Program
+from blockwalk.program.residency import RULE_STATES, compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import Hardware
-from blockwalk.simulate.memory import walk_kind
-from blockwalk.state import DTYPE_BYTES, ModelSpec, StateKind, Tier, UnitSpec
-from blockwalk.work import NOTHING, Work
+from blockwalk.simulate.process_memory import walk_kind
 
 COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 
@@ -27,7 +28,7 @@ NO_COSTS = Costs()
 
 REFAULTED = 0.3
 """Of what a streamed block with its graph finds on the heap, the share that was given back before it, about: holes grow by a
-twenty-fifth a block, and at an eighth the heap is trimmed (:mod:`blockwalk.heap`)."""
+twenty-fifth a block, and at an eighth the heap is trimmed (:mod:`blockwalk.system.heap`)."""
 
 TRAFFIC = 4
 """Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
@@ -256,7 +257,9 @@ class CostModel:
         return self.plan.estimator is Estimator.ZEROTH_ORDER and op.part is StateKind.TRAINABLE
 
     def _stored(self) -> int:
-        return sum(u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
+        return sum(
+            u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units
+        )
 
     def _intra(self, op: Op) -> float:
         if op.kind is OpKind.UPDATE:

@@ -1,8 +1,8 @@
 """Run a program on paper: seconds, peak bytes of every pool, bytes on every lane, and what the time was spent on.
 
 Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it waits for are done: the
-rules of :mod:`blockwalk.lanes`; its seconds are those of :mod:`blockwalk.simulate.seconds`. Ranks of one program do the same
-at the same time: one stands for all.
+rules of :mod:`blockwalk.walk.lanes`; its seconds are those of :mod:`blockwalk.simulate.seconds`. Ranks of one program do
+the same at the same time: one stands for all.
 
 Nothing here imports torch.
 """
@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from blockwalk.compile import Costs
-from blockwalk.plan import Plan
-from blockwalk.program import Lane, Op, OpKind, Pool, Program
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.program.costs import Costs
+from blockwalk.program.program import Lane, Op, OpKind, Pool, Program
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.seconds import NO_COSTS, CostModel
-from blockwalk.state import ModelSpec, StateKind, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from blockwalk.tiers.slots import UnitTier
+from blockwalk.tiers.protocols import UnitTier
 
 
 class HostTier:
-    """Buckets in host memory (a :class:`~blockwalk.tiers.slots.UnitTier`).
+    """Buckets in host memory (a :class:`~blockwalk.tiers.protocols.UnitTier`).
 
     Args:
         sizes: bytes of each unit's bucket; 0 for a unit that is not here.

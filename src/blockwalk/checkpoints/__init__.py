@@ -1,0 +1,1 @@
+"""Saved training state and the ledger of a zeroth-order run."""

@@ -1,0 +1,166 @@
+"""Checkpoints of first-order runs, which every rank writes its own part of and any mesh and method reads.
+
+What is saved does not know how it was spread: each trainable's master and optimizer states are one-dimensional tensors by
+canonical name, and a rank brings the pieces of them that lie in its slices (see :mod:`blockwalk.checkpoints.pieces`). So a
+run saved under one method on four ranks goes on under another on two, or under ``plain`` on one; at the same world size
+with the same bits. Which rank writes what follows from the layout: nothing is planned together, and ranks tell one another
+texts alone.
+
+The folder is whole or not there: it is written beside its place and renamed when all ranks have written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+
+from blockwalk.checkpoints import pieces
+from blockwalk.checkpoints.pieces import Pieces
+from blockwalk.ranks.agreement import gather_json
+from blockwalk.system import atomic_files
+from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync_folder
+
+
+class HasPieces(Protocol):
+    """An engine as a checkpoint sees it."""
+
+    def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
+        """Every tensor that a resumed run needs, as far as this rank holds it, by name and kind."""
+        ...
+
+    def masters_changed(self) -> None:
+        """The masters were written to: what is derived from them is out of date."""
+        ...
+
+
+class Saver:
+    """Writes checkpoints of one engine, in the background if asked. Every rank makes one and calls it together."""
+
+    def __init__(self, engine: HasPieces) -> None:
+        self.engine = engine
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blockwalk save")
+        self._pending: Future[None] | None = None
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        steps_done: int,
+        *,
+        wait: bool = True,
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a checkpoint to ``folder``, which must not be there yet.
+
+        Args:
+            wait: False copies what is to be saved to host memory, returns, and writes in the background; the next call,
+                :meth:`wait` and :meth:`close` wait for it.
+            beside: text files that belong to it, by name; rank 0's are written.
+
+        Raises:
+            FileExistsError: the folder is there.
+            ValueError: it is on a file system that not every rank sees.
+        """
+        self.wait()
+        state = self.engine.pieces(to_write=True)
+        if not wait:
+            state = {
+                key: Pieces(
+                    value.numel, {start: piece.detach().to("cpu", copy=True) for start, piece in value.held.items()}
+                )
+                for key, value in state.items()
+            }
+        self._pending = self._thread.submit(self._write, Path(folder), state, steps_done, beside or {})
+        if wait:
+            self.wait()
+
+    def load(self, folder: str | os.PathLike[str]) -> int:
+        """Copy a checkpoint's masters and optimizer states in, whatever mesh and method saved it: the steps it had done.
+
+        Raises:
+            Damaged: on every rank, what one of them found missing or changed.
+            ValueError: it holds another model's tensors, or none that this run trains, or a rank does not see it.
+        """
+        self.wait()
+        folder = Path(folder)
+        self._require(folder)
+        damage = ""
+        try:
+            steps_done = self._read(folder)
+        except Damaged as error:
+            damage = str(error)
+        if problems := self._told(damage):
+            raise Damaged("; ".join(problems.values()))
+        self.engine.masters_changed()
+        return steps_done
+
+    def _read(self, folder: Path) -> int:
+        """Copy in what is this rank's: the steps that had been done."""
+        own = self.engine.pieces()
+        with pieces.Saved(folder) as saved:
+            numel = {name: piece.numel for name, piece in own.items()}
+            if different := sorted(dict(saved.numel.items() ^ numel.items())):
+                raise ValueError(f"{folder} is not of this model and optimizer; it differs in {different[:5]}")
+            for name, piece in own.items():
+                for first, held in piece.held.items():
+                    saved.read_into(name, first, held)
+        return saved.steps_done
+
+    def wait(self) -> None:
+        """Until what was begun is written. Raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        self.wait()
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _require(self, folder: Path) -> None:
+        """Raise ValueError on every rank where one of them does not see a folder."""
+        if blind := self._told("" if folder.is_dir() else "blind"):
+            raise ValueError(
+                f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and writes its part of a checkpoint"
+                " there; put output_dir on a file system that all nodes share"
+            )
+
+    def _write(self, folder: Path, state: dict[str, Pieces], steps_done: int, beside: Mapping[str, str]) -> None:
+        partial = folder.with_name(f".{folder.name}{PARTIAL}")
+        rank, ranks = (0, 1) if self._group is None else (dist.get_rank(), dist.get_world_size(self._group))
+        if folder.exists():
+            raise FileExistsError(f"{folder} is there already; save to another folder")
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for name, text in beside.items():
+                atomic_files.write_bytes(partial / name, text.encode())
+        self._told("")
+        self._require(partial)
+        failed = ""
+        try:
+            pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks)
+        except OSError as error:
+            failed = f"{error.strerror or error}"
+        if problems := self._told(failed):
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
+        if rank == 0:
+            fsync_folder(partial)
+            os.rename(partial, folder)
+            fsync_folder(folder.parent)
+        self._told("")
+
+    def _told(self, text: str) -> dict[int, str]:
+        """Every rank's text, on every rank, where it has one; all wait for one another."""
+        said = [text] if self._group is None else gather_json(text, self._group)
+        return {rank: each for rank, each in enumerate(said) if each}

@@ -1,0 +1,283 @@
+"""The ledger of a zeroth-order run: one line a step, from which its weights can be rebuilt bit for bit.
+
+    ledger.jsonl
+        {"format": "blockwalk-ledger", "version": 2, "run": ..., "base": ..., "rule": {...}, ..., "digest": ...}    the header
+        {"step": 1, "seed": 0, "learning_rate": 1e-06, "epsilon": 0.001, "projected_grads": [...], ..., "digest": ...}
+        ...
+
+A line is on the disk before its step counts. A process killed in the middle of a line leaves a torn one, which is cut
+off when the ledger is opened again: at most the step in flight is lost. Numbers are written so that reading them gives
+the same float64. A step's digest is of the digest before it and of its line: a line that was changed, removed or moved
+breaks the chain there, and a checkpoint that knows the digest of its step (:class:`Mark`) knows every step up to it. The
+header has a digest of its own, so that runs with the same steps have the same lines.
+
+:func:`write_exported` makes a file to hand on of it: the same lines, compressed (gzip), without the losses, which no update
+reads; its header tells their number, so that it is whole or refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import statistics
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from blockwalk.system import atomic_files
+from blockwalk.system.atomic_files import Damaged
+
+FORMAT, VERSION = "blockwalk-ledger", 2
+NAME = "ledger.jsonl"
+UNREAD = ("losses",)
+"""What no update reads of an entry."""
+
+_GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One step: every scalar that its update reads."""
+
+    step: int
+    """From 1."""
+    seed: int
+    learning_rate: float
+    epsilon: float
+    losses: tuple[float, ...]
+    """In the order of the forwards; the first is the step's reported loss."""
+    projected_grads: tuple[float, ...]
+    """gᵢ, one for each query; the update's direction is their mean-weighted noise (1/q)·Σ gᵢ·zᵢ."""
+    curvatures: tuple[float, ...] = ()
+    """hizoo: |l₊ + l₋ − 2l₀| / 2ε² of each query."""
+
+    @property
+    def loss(self) -> float:
+        """The step's reported loss: its first forward's."""
+        return self.losses[0]
+
+    @property
+    def projected_grad(self) -> float:
+        """g; of several queries their mean."""
+        return statistics.fmean(self.projected_grads)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """What each query's noise is multiplied with in the direction: gᵢ/q."""
+        return tuple(g / len(self.projected_grads) for g in self.projected_grads)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a ledger: steps, and the digest of the last one's line (none: "")."""
+
+    steps: int
+    digest: str
+
+
+class Ledger:
+    """A ledger that steps are appended to: created with its header, or opened where it stands.
+
+    Args:
+        path: the file. header: what the run is (see :func:`blockwalk.estimators.zeroth_order.ledger_header.header`);
+        ``run`` may differ from an existing ledger's, which
+            then holds.
+
+    Raises:
+        ValueError: the file is no ledger, or one of a run that differs; the message names what differs.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.write_bytes(self.path, _lines([{"format": FORMAT, "version": VERSION, **header}])[0])
+        self.header, self.entries, self._digests, whole = _read(self.path)
+        if "exported" in self.header:
+            raise ValueError(
+                f"{self.path} is an exported ledger, and no step is added to one: train what it replays to"
+            )
+        if different := differences(self.header, header):
+            raise ValueError(f"{self.path} is another run's ledger: {'; '.join(different)}. Choose another output_dir")
+        self._fd = os.open(self.path, os.O_WRONLY)
+        if whole < os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, whole)
+            os.fsync(self._fd)
+        os.lseek(self._fd, 0, os.SEEK_END)
+
+    @property
+    def steps(self) -> int:
+        """Steps that count as done."""
+        return len(self.entries)
+
+    @property
+    def mark(self) -> Mark:
+        """Where the ledger stands."""
+        return Mark(self.steps, self._digests[-1])
+
+    def rename(self, path: Path) -> None:
+        """Give the file another name, atomically, in place of one that is there."""
+        os.replace(self.path, path)
+        atomic_files.fsync_folder(path.parent)
+        self.path = path
+
+    def append(self, entry: Entry) -> None:
+        """Write one step's line and wait until it is on the disk."""
+        assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in {self.path}"
+        line, digest = _lines([asdict(entry)], self._digests[-1])
+        start = os.lseek(self._fd, 0, os.SEEK_CUR)
+        try:
+            with atomic_files.naming(self.path):
+                done = 0
+                while done < len(line):
+                    done += os.write(self._fd, line[done:])
+                os.fdatasync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, start)  # a full disk: the step does not count, and the next one starts a fresh line
+            os.lseek(self._fd, start, os.SEEK_SET)
+            raise
+        self.entries.append(entry)
+        self._digests.append(digest)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class LedgerCopy(Ledger):
+    """What a rank other than the first keeps of the run's ledger: in memory, each step compared by its caller."""
+
+    def __init__(self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+        self.path, self.header, self._fd = path, header, -1
+        self.entries = [_entry(value, number, path) for number, value in enumerate(entries, 1)]
+
+    def rename(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, entry: Entry) -> None:
+        assert entry.step == self.steps + 1, f"step {entry.step} after {self.steps} in the copy of {self.path}"
+        self.entries.append(entry)
+
+
+def read_ledger(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Entry]]:
+    """The header and the whole lines of a ledger, without changing it.
+
+    Raises:
+        ValueError: the file is no ledger, or one of another version, or damaged before its last line.
+    """
+    return _read(Path(path))[:2]
+
+
+def require(path: Path, mark: Mark, checkpoint: Path) -> None:
+    """Raise ValueError where the ledger at ``path`` is not the one that ``checkpoint`` was saved beside, up to its step."""
+    remedy = "put that ledger back, or begin a new run in another output_dir"
+    if not path.exists():
+        raise ValueError(f"{path} is missing, and {checkpoint} was saved at step {mark.steps} of it: {remedy}")
+    _, entries, digests, _ = _read(path)
+    if len(entries) < mark.steps:
+        raise ValueError(
+            f"{path} has {len(entries)} steps, and {checkpoint} was saved at step {mark.steps} of its ledger: {remedy}"
+        )
+    if digests[mark.steps] != mark.digest:
+        raise ValueError(f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}")
+
+
+def write_exported(path: str | os.PathLike[str], header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
+    """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its bytes."""
+    lines = [{key: value for key, value in asdict(e).items() if key not in UNREAD} for e in entries]
+    head = {"format": FORMAT, "version": VERSION, **header, "exported": {"steps": len(lines)}}
+    packed = gzip.compress(_lines([head])[0] + _lines(lines)[0], mtime=0)
+    atomic_files.write_bytes(path, packed)
+    return len(packed)
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings in which two headers differ, as ``name: saved, now``; the run's own name is none of them."""
+    names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
+    out = []
+    for name in names:
+        before, after = saved.get(name), _plain(now[name])
+        if isinstance(before, dict) and isinstance(after, dict):
+            keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+            out += [f"{name}.{key} is {before.get(key)!r} there and {after.get(key)!r} here" for key in keys]
+        elif isinstance(before, list | dict) or isinstance(after, list | dict):
+            out.append(f"{name} differs")
+        else:
+            out.append(f"{name} is {before!r} there and {after!r} here")
+    return out
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
+    """Header, entries, their digests after "", and the bytes that they take: what follows is a torn line."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
+    data = path.read_bytes()
+    if data.startswith(_GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise Damaged(f"{path} is damaged: {error}") from None
+    lines = data.split(b"\n")
+    lines.pop()  # what follows the last newline is torn, or nothing
+    if not lines:
+        raise ValueError(f"{path} is no ledger: it has no whole line")
+    _require_version(path, lines[0])
+    values, digests = [], [""]
+    for number, line in enumerate(lines, 1):
+        try:
+            value, digest = atomic_files.unseal(line.decode(), digests[-1])
+        except ValueError as error:
+            raise Damaged(f"{path} is damaged: line {number} does not follow from those before it ({error})") from None
+        values.append(value)
+        if number > 1:
+            digests.append(digest)
+    header, *rest = values
+    seal = header.get("exported")
+    if seal and seal != {"steps": len(rest)}:
+        raise Damaged(f"{path} is damaged: it has {len(rest)} steps of the {seal.get('steps')} it was written with")
+    entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
+    return header, entries, digests, sum(len(line) + 1 for line in lines)
+
+
+def _require_version(path: Path, line: bytes) -> None:
+    """Raise ValueError where a first line is no ledger's, or another version's, whose digests would say nothing."""
+    try:
+        header = json.loads(line)
+    except ValueError as error:
+        raise Damaged(f"{path} is damaged: its first line is not JSON ({error})") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path} is no ledger: its first line has no format {FORMAT!r}")
+    if header.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has ledger version {header.get('version')}; this version of blockwalk reads {VERSION}"
+        )
+
+
+def _entry(value: Any, number: int, path: Path) -> Entry:
+    lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
+    try:
+        fields: dict[str, Any] = {key: tuple(each) if key in lists else each for key, each in value.items()}
+        entry = Entry(**{"losses": (), **fields})
+    except TypeError as error:
+        raise ValueError(f"{path}: line {number + 1} is no step of a ledger: {error}") from None
+    if entry.step != number:
+        raise ValueError(f"{path}: line {number + 1} is step {entry.step}, and step {number} is due")
+    return entry
+
+
+def _lines(values: Iterable[Mapping[str, Any]], digest: str = "") -> tuple[bytes, str]:
+    """Lines that follow one with ``digest``, and the last one's digest."""
+    text = ""
+    for value in values:
+        line, digest = atomic_files.seal(json.dumps(value, ensure_ascii=False, allow_nan=False), digest)
+        text += line + "\n"
+    return text.encode(), digest
+
+
+def _plain(value: Any) -> Any:
+    """As it is read back."""
+    return json.loads(json.dumps(value))

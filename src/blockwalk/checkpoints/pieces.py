@@ -1,0 +1,215 @@
+"""The tensors of a checkpoint on disk: pieces of one-dimensional tensors, which any number of ranks wrote and any reads.
+
+    rank-00000.safetensors    the pieces that a rank wrote
+    rank-00000.json           steps done, ranks that wrote, and of each piece: its tensor, that tensor's elements, the first
+                              of the piece's, its dtype and place in the file, and a CRC-32 of each 4 MiB
+
+What was saved does not say how it will be read: a rank that wants a range of a tensor copies what overlaps it. Nothing of it is
+code, and every byte that is read is compared with its checksum first.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockwalk.system import atomic_files
+from blockwalk.system.atomic_files import Damaged
+from blockwalk.tiers.disk import MappedFile
+from blockwalk.tiers.model_folder import safetensors
+from blockwalk.tiers.model_folder.safetensors import Entry
+
+FORMAT = 2
+"""Of a checkpoint's folder; format 1 had torch.distributed.checkpoint's pickles in it, and no checksums."""
+CHUNK = 1 << 22
+"""Bytes to a checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The parts of a tensor of ``numel`` elements that this rank holds: flat, by their first element. What is only
+    written may be a Weight, whose rows are read one after the other."""
+
+    numel: int
+    held: Mapping[int, Any]
+
+
+def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank: int = 0, ranks: int = 1) -> None:
+    """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time."""
+    keys = {f"{name}@{first}": (name, first) for name, tensor in tensors.items() for first in tensor.held}
+    entries = {}
+    sums: dict[str, list[int]] = {key: [] for key in keys}
+    for key, (name, first) in keys.items():
+        held = tensors[name].held[first]
+        entries[key] = Entry((prod(held.shape),), held.dtype)
+
+    def summed() -> Iterator[torch.Tensor]:
+        for key, (name, first) in keys.items():
+            done = 0
+            for part in safetensors.pieces(tensors[name].held[first]):
+                bytes_P = part.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+                start = 0
+                while start < len(bytes_P):
+                    if done % CHUNK == 0:
+                        sums[key].append(0)
+                    stop = min(len(bytes_P), start + CHUNK - done % CHUNK)
+                    sums[key][-1] = zlib.crc32(bytes_P[start:stop].numpy().data, sums[key][-1])
+                    done, start = done + stop - start, stop
+                yield bytes_P
+
+    path = _file(folder, rank, "safetensors")
+    safetensors.write(path, entries, summed())
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    stored = safetensors.read_header(path)
+    table = [
+        {
+            "tensor": name,
+            "numel": tensors[name].numel,
+            "first": first,
+            "dtype": str(entries[key].dtype).removeprefix("torch."),
+            "offset": stored[key].offset,
+            "nbytes": stored[key].nbytes,
+            "crc32": sums[key],
+        }
+        for key, (name, first) in keys.items()
+    ]
+    head = {"steps_done": steps_done, "ranks": ranks, "nbytes": path.stat().st_size}
+    atomic_files.write_sealed(_file(folder, rank, "json"), {**head, "pieces": table})
+
+
+def refuse_format_1(folder: Path) -> None:
+    """Raise ValueError where a folder is a checkpoint of the form that had pickles, or no checksums."""
+    if (folder / ".metadata").exists() or (folder / "state.safetensors").exists():
+        raise ValueError(
+            f"{folder} is a checkpoint of format 1, and this version of blockwalk reads format {FORMAT} alone"
+        )
+
+
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / f"rank-{rank:05d}.{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One piece in a file."""
+
+    file: MappedFile
+    name: str
+    first: int
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+    crc32: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The element of the tensor that follows the piece's last."""
+        return self.first + self.nbytes // self.dtype.itemsize
+
+    def elements(self, first: int, stop: int) -> torch.Tensor:
+        """A range of the tensor's elements, mapped, all inside the piece.
+
+        Raises:
+            Damaged: a checksum differs.
+        """
+        size = self.dtype.itemsize
+        low, high = (first - self.first) * size, (stop - self.first) * size
+        for number in range(low // CHUNK, -(-high // CHUNK)):
+            start, end = number * CHUNK, min((number + 1) * CHUNK, self.nbytes)
+            chunk_P = self.file.bytes_P[self.offset + start : self.offset + end]
+            if zlib.crc32(chunk_P.numpy().data) != self.crc32[number]:
+                raise Damaged(f"{self.file.path} is damaged: {self.name} has another checksum")
+        return self.file.view(self.offset + low, high - low, self.dtype, (stop - first,))
+
+
+class Saved:
+    """The tensors of a checkpoint's folder, open until it is closed; tensors that were taken stay valid.
+
+    Raises:
+        Damaged: a file is missing, truncated, or its table is not as it was written.
+        ValueError: the folder holds no checkpoint, or one of another format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.numel: dict[str, int] = {}
+        """Elements of each tensor."""
+        self.steps_done = 0
+        self._places: dict[str, list[_Place]] = {}
+        self._files: list[MappedFile] = []
+        refuse_format_1(folder)
+        rank, ranks = 0, 1
+        try:
+            while rank < ranks:
+                table = atomic_files.read_sealed(_file(folder, rank, "json"))
+                self.steps_done, ranks = int(table["steps_done"]), int(table["ranks"])
+                self._open(_file(folder, rank, "safetensors"), table)
+                rank += 1
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, table: Mapping[str, Any]) -> None:
+        size = path.stat().st_size if path.is_file() else None
+        if size != table["nbytes"]:
+            found = "missing" if size is None else f"damaged: {size} bytes of {table['nbytes']}"
+            raise Damaged(f"{path} is {found}")
+        file = MappedFile(path)
+        self._files.append(file)
+        for piece in table["pieces"]:
+            name, dtype = piece["tensor"], getattr(torch, piece["dtype"])
+            place = _Place(file, name, piece["first"], dtype, piece["offset"], piece["nbytes"], tuple(piece["crc32"]))
+            self.numel[name] = piece["numel"]
+            self._places.setdefault(name, []).append(place)
+
+    def read_into(self, name: str, first: int, out_P: torch.Tensor) -> None:
+        """Copy the elements from ``first`` on of a tensor into ``out_P``, of any dtype on any device.
+
+        Raises:
+            Damaged: a checksum differs, or no rank wrote some of the elements.
+        """
+        missing, stop = len(out_P), first + len(out_P)
+        for place in self._places[name]:
+            low, high = max(first, place.first), min(stop, place.stop)
+            if low < high:
+                out_P[low - first : high - first].copy_(place.elements(low, high))
+                place.file.dont_need([(place.offset, place.nbytes)])
+                missing -= high - low
+        if missing:
+            raise Damaged(
+                f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop} are not in it"
+            )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor that one rank wrote alone, mapped from the file, not copied: do not write to it.
+
+        Raises:
+            Damaged: a checksum differs.
+        """
+        (place,) = self._places[name]
+        return place.elements(0, self.numel[name])
+
+    def verify(self) -> None:
+        """Read everything. Raises Damaged where a checksum differs."""
+        for places in self._places.values():
+            for place in places:
+                place.elements(place.first, place.stop)
+                place.file.dont_need([(place.offset, place.nbytes)])
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""What the subcommands of :mod:`blockwalk.cli.main` do. Each function answers its exit code."""

@@ -1,0 +1,68 @@
+"""``blockwalk env``: versions and hardware, for bug reports; ``blockwalk doctor``: what this machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.program.program import human_bytes
+
+
+def environment(arguments: argparse.Namespace) -> int:
+    """Print what a bug report needs."""
+    found = describe()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        width = max(map(len, found))
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Measure this machine, and write what was found."""
+    from blockwalk.doctor import machine as probe
+    from blockwalk.simulate import hardware
+
+    out = Path(arguments.out)
+    found = probe.measure(out.absolute().parent, name=platform.node() or "here")
+    if os.environ.get("RANK", "0") == "0":
+        hardware.save(found.hardware, out)
+        print("\n".join(found.lines()))
+        print(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")
+    return 0
+
+
+def describe() -> dict[str, str]:
+    """Versions of the packages that matter, the processor, memory and GPUs."""
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": sys.version.split()[0],
+        **run_checkpoint.versions(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": f"{os.cpu_count()}; torch uses {torch.get_num_threads()} threads",
+        "memory": f"{human_bytes(memory.total)}, {human_bytes(memory.available)} available",
+        "cuda": f"{torch.version.cuda or 'no CUDA build'}: {', '.join(devices) or 'no device'}",
+    }
+
+
+def _processor() -> str:
+    """The model name, and the instruction sets that decide how fast a step is."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = set(facts.get("flags", "").split())
+    sets = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    return f"{facts.get('model name', platform.machine())} ({', '.join(sets) or 'no AVX2'})"

@@ -1,0 +1,326 @@
+"""The command line: a table of subcommands, flags, and errors as one line with an exit code.
+
+Exit codes: 0 done; 1 a failure while running; 2 usage, configuration or data; 3 the plan does not fit the budget given, or the
+memory that there is; 143 (130) a run that SIGTERM (SIGINT) ended early, its checkpoint saved. ``BLOCKWALK_DEBUG=1`` shows
+tracebacks.
+
+Nothing here imports torch: a subcommand's module is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import operator
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blockwalk import __version__
+from blockwalk.plan import model_folder, run_config
+from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.placement import Codec
+from blockwalk.ranks import launch, place
+from blockwalk.report.forecast import DoesNotFit
+from blockwalk.train import config
+
+FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
+
+Option = tuple[str, dict[str, Any]]
+"""An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
+
+_CONFIG: Option = ("config", {"nargs": "?", "metavar": "RUN.yaml", "help": "settings; see the list of flags"})
+_ADAPTER: Option = ("--adapter", {"metavar": "DIR", "help": "a trained adapter to put on the model"})
+_UNTIL: Option = ("--until", {"type": int, "metavar": "STEP", "help": "the last step to apply; default: all"})
+_JSON: Option = ("--json", {"action": "store_true", "help": "print JSON"})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: what it says of itself, its arguments, and the function that runs it (``module:function``)."""
+
+    name: str
+    help: str
+    target: str
+    options: tuple[Option, ...] = ()
+    takes_settings: bool = False
+    """It takes every setting of :mod:`blockwalk.train.config` as a flag, and is called with the resolved configuration."""
+    needs: tuple[str, ...] = ("model",)
+    """Of these the settings that must be given."""
+    reads_weights: bool = True
+    """Of these whether the model's weights must be there, or its configuration alone."""
+
+    def function(self) -> Callable[..., int]:
+        module, _, name = self.target.partition(":")
+        found: Callable[..., int] = getattr(importlib.import_module(module), name)
+        return found
+
+
+COMMANDS = (
+    Command(
+        "pack",
+        "write a model as a block store: a folder that is read a block at a time",
+        "blockwalk.cli.models:pack",
+        (
+            ("model", {"metavar": "MODEL", "help": "a folder with safetensors"}),
+            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+            ("--codec", {"default": "int4", "choices": [str(codec) for codec in Codec], "help": "default: int4"}),
+            ("--group_size", {"type": int, "default": 32, "choices": [32, 64], "help": "int4: elements a scale"}),
+        ),
+    ),
+    Command(
+        "plan",
+        "print what a run will take: bytes on every tier, the predicted peak, the schedule",
+        "blockwalk.cli.run:plan",
+        (
+            _CONFIG,
+            ("--program", {"action": "store_true", "help": "print the schedule of a training step, op by op"}),
+            (
+                "--hardware",
+                {
+                    "metavar": "NAME|FILE",
+                    "help": "rank every method on this machine (here: the one that doctor measured)",
+                },
+            ),
+            (
+                "--largest_batch",
+                {"action": "store_true", "help": "with --hardware: the most sequences that fit, by method"},
+            ),
+            ("--trace", {"metavar": "FILE", "help": "with --hardware: the best plan's timeline, for Perfetto"}),
+        ),
+        takes_settings=True,
+        reads_weights=False,
+    ),
+    Command(
+        "train",
+        "fine-tune a model",
+        "blockwalk.cli.run:train",
+        (
+            _CONFIG,
+            ("--nproc-per-node", {"type": int, "metavar": "N", "help": "start N ranks on this machine"}),
+            (
+                "--nnodes",
+                {"type": int, "default": 1, "metavar": "N", "help": "print the command for each of N nodes instead"},
+            ),
+            ("--trace", {"metavar": "FILE", "help": "a step's timeline, for Perfetto (also in output_dir/trace.json)"}),
+        ),
+        takes_settings=True,
+        needs=("model", "data.train"),
+    ),
+    Command(
+        "eval",
+        "print a model's loss (and accuracy) on held-out records",
+        "blockwalk.cli.run:evaluate",
+        (_CONFIG, _ADAPTER, _JSON),
+        takes_settings=True,
+        needs=("model", "data.eval"),
+    ),
+    Command(
+        "generate",
+        "continue a prompt",
+        "blockwalk.cli.run:generate",
+        (
+            _CONFIG,
+            _ADAPTER,
+            ("--prompt", {"required": True, "metavar": "TEXT", "help": "text to continue; - reads standard input"}),
+            ("--chat", {"action": "store_true", "help": "the prompt is a user's turn in the model's chat template"}),
+            ("--max_new_tokens", {"type": int, "default": 64, "metavar": "N", "help": "default: 64"}),
+            ("--temperature", {"type": float, "default": 0.0, "metavar": "T", "help": "0, the default: greedy"}),
+        ),
+        takes_settings=True,
+    ),
+    Command(
+        "merge",
+        "write a model with its adapter merged in, as safetensors",
+        "blockwalk.cli.models:merge",
+        (
+            ("model", {"metavar": "MODEL", "help": "the base model's folder"}),
+            ("adapter", {"metavar": "ADAPTER", "help": "the adapter's folder"}),
+            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+        ),
+    ),
+    Command(
+        "replay",
+        "rebuild what a zeroth-order run trained, from its base and its ledger",
+        "blockwalk.cli.models:replay",
+        (
+            ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
+            ("ledger", {"metavar": "LEDGER", "help": "the run's ledger.jsonl, or what export made of it"}),
+            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+            _UNTIL,
+        ),
+    ),
+    Command(
+        "export",
+        "write a zeroth-order fine-tune as one file of kilobytes, which replay turns into weights",
+        "blockwalk.cli.models:export",
+        (
+            ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
+            ("out", {"metavar": "OUT", "help": "the file to write"}),
+            ("--ledger", {"required": True, "metavar": "LEDGER", "help": "the run's ledger.jsonl"}),
+            _UNTIL,
+            (
+                "--no_rebuild",
+                {"action": "store_true", "help": "leave out the checksum of the weights, which takes a replay"},
+            ),
+        ),
+    ),
+    Command(
+        "report",
+        "write a run's curves, timeline and configuration as one self-contained page",
+        "blockwalk.cli.run:report",
+        (("run", {"metavar": "RUN", "help": "the run's output_dir"}),),
+    ),
+    Command(
+        "doctor",
+        "measure this machine (under torchrun: this cluster), write hardware.yaml, and say what will hurt",
+        "blockwalk.cli.machine:doctor",
+        (("--out", {"metavar": "FILE", "default": "hardware.yaml", "help": "default: hardware.yaml"}),),
+    ),
+    Command("env", "print versions and hardware, for bug reports", "blockwalk.cli.machine:environment", (_JSON,)),
+)
+"""Every subcommand, in the order of ``blockwalk --help``."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``blockwalk`` with these arguments (``sys.argv`` unless given) and answer its exit code."""
+    if not _debugging():
+        warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
+        warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
+    # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
+    # a core, every operator does; half a millisecond bridges the pauses between operators as well.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    arguments = all_arguments = list(sys.argv[1:] if argv is None else argv)
+    here = place.Place()
+    by_name = {command.name: command for command in COMMANDS}
+    command = next((by_name[word] for word in arguments if word in by_name), None)
+    parser = _parser(command if "-h" in arguments or "--help" in arguments else None)
+    try:
+        given: list[str] = []
+        if command is not None and command.takes_settings:
+            given, arguments = _split_settings(arguments)
+        values, unknown = parser.parse_known_args(arguments)
+        if command is None:
+            parser.print_help()
+            return 0
+        if unknown:
+            options = [name.removeprefix("--") for name, _ in command.options]
+            known = [*options, *(config.setting_names() if command.takes_settings else [])]
+            name = unknown[0].removeprefix("--").partition("=")[0]
+            raise ValueError(f"unknown argument {unknown[0]!r}{did_you_mean(name, known)}")
+        if command.takes_settings:
+            here, starts = place.place(), getattr(values, "nproc_per_node", None)
+            if starts and here.world == 1:
+                there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
+                _configured(command, values, [*config.parse_flags(given), *there.settings()])
+                return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
+            run = _configured(command, values, [*config.parse_flags(given), *here.settings()])
+            return command.function()(run, values)
+        return command.function()(values)
+    except Exception as error:
+        code = _explain(error)
+        if here.world > 1:
+            os._exit(code)  # a thread may wait for other ranks for ever
+        return code
+    except KeyboardInterrupt:
+        print("blockwalk: interrupted", file=sys.stderr)
+        return 130
+
+
+def _configured(command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]]) -> run_config.RunConfig:
+    """The run's configuration; what the command needs of it is there, the model's folder included."""
+    run = config.load(values.config, overrides)
+    for name in command.needs:
+        if not operator.attrgetter(name)(run):
+            raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
+    if command.reads_weights:
+        model_folder.require_weights(run.model)
+    elif not os.path.isfile(run.model):  # a config.json is enough
+        model_folder.require_config(run.model)
+    return run
+
+
+def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without some flags, each with its value."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in flags:
+            next(rest, None)
+        elif argument.partition("=")[0] not in flags:
+            kept.append(argument)
+    return kept
+
+
+def _explain(error: Exception) -> int:
+    """Print an error as one line and answer the exit code that it means."""
+    if _debugging():
+        traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    code = FAILED
+    if isinstance(error, DoesNotFit):
+        code = TOO_LARGE
+    elif isinstance(error, ValueError):
+        code = BAD_INPUT
+    elif isinstance(error, place.LostRank):
+        code = place.LOST
+    elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
+        code, text = BAD_INPUT, f"{error.filename}: {error.strerror}"
+    else:
+        text = f"{type(error).__name__}: {text} (BLOCKWALK_DEBUG=1 shows where)"
+    print(f"blockwalk: error: {text}", file=sys.stderr)
+    return code
+
+
+def _debugging() -> bool:
+    return os.environ.get("BLOCKWALK_DEBUG", "") not in ("", "0")
+
+
+def _parser(explained: Command | None) -> argparse.ArgumentParser:
+    """The parser, with what help says of the settings of the one command that is asked for it."""
+    parser = argparse.ArgumentParser(
+        prog="blockwalk",
+        description="Fine-tune and train language models that do not fit in memory, one block at a time.",
+        epilog="Exit codes: 0 done, 1 failed while running, 2 usage, configuration or data, 3 the plan does not fit.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"blockwalk {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    for command in COMMANDS:
+        epilog = None
+        if command is explained and command.takes_settings:
+            from blockwalk.cli import settings_help
+
+            epilog = "\n".join(settings_help.lines(command.name))
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for name, details in command.options:
+            sub.add_argument(name, **details)
+    return parser
+
+
+def _split_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The flags that are settings, each with its value, and the other arguments."""
+    known = set(config.setting_names())
+    settings: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, _ = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or (name not in known and "." not in name):
+            others.append(argument)
+        elif equals:
+            settings.append(argument)
+        else:
+            settings += [argument, *([value] if (value := next(rest, None)) is not None else [])]
+    return settings, others

@@ -1,0 +1,80 @@
+"""``blockwalk pack``, ``merge``, ``replay`` and ``export``: the subcommands that write a model, or what it is made from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from blockwalk.plan.placement import Codec
+from blockwalk.program.program import human_bytes
+
+
+def pack(arguments: argparse.Namespace) -> int:
+    """Write a block store."""
+    from blockwalk.engine import pack as packing
+
+    with _bar("packing") as progress:
+        packing.pack(arguments.model, arguments.out, Codec(arguments.codec), arguments.group_size, progress=progress)
+    print(f"packed {arguments.model} in {arguments.codec} to {arguments.out}")
+    return 0
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    """Write merged safetensors."""
+    from blockwalk.convert import merge as packing
+
+    with _bar("merging") as progress:
+        packing.merge(arguments.model, arguments.adapter, arguments.out, progress=progress)
+    print(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
+    return 0
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Rebuild what a zeroth-order run trained."""
+    from blockwalk.convert import replay as replaying
+
+    with _bar("replaying") as progress:
+        steps = replaying.replay(
+            arguments.base, arguments.ledger, arguments.out, until=arguments.until, progress=progress
+        )
+    print(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a zeroth-order fine-tune as one small file."""
+    from blockwalk.convert import replay as replaying
+
+    with _bar("checking") as progress:
+        steps, nbytes = replaying.export(
+            arguments.base,
+            arguments.ledger,
+            arguments.out,
+            until=arguments.until,
+            rebuild=not arguments.no_rebuild,
+            progress=progress,
+        )
+    print(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
+    print(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
+    return 0
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Any]:
+    """A function of (bytes done, bytes in all) that shows a bar on a terminal; None elsewhere."""
+    if not sys.stdout.isatty():
+        yield None
+        return
+    from rich import progress
+
+    columns = (progress.TextColumn(title), progress.BarColumn(), progress.TextColumn("{task.description}"))
+    with progress.Progress(*columns) as bar:
+        task = bar.add_task("")
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=f"{human_bytes(done)} of {human_bytes(total)}")
+
+        yield show

@@ -1,0 +1,164 @@
+"""``blockwalk plan``, ``train``, ``eval`` and ``generate``: the subcommands that take a run's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.program.program import Shape
+from blockwalk.ranks import launch, place
+from blockwalk.report import html
+from blockwalk.report.advice import next_plan
+from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
+from blockwalk.simulate import formula_model, hardware, planner, timeline
+from blockwalk.system import atomic_files
+
+
+def train(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
+    from blockwalk.train import loop as training
+
+    here = place.place()
+    try:
+        with launch.joined(here, Path(run.output_dir), run.start_timeout):
+            outcome = training.train(run, trace=arguments.trace)
+            print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
+            if outcome.stopped_by is not None:
+                print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+    except training.Stopped as stopped:
+        print(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
+        if here.world > 1:
+            os._exit(128 + stopped.signal)  # a thread may wait for other ranks for ever
+        return 128 + stopped.signal
+    return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
+
+
+def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the forecast of a training step, read off the model's configuration alone: no weight is touched. With
+    ``--hardware`` every method is simulated and ranked instead."""
+    if arguments.hardware:
+        return plan_for(run, arguments)
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = Shape(run.micro_batch_rows, run.data.max_length)
+    forecast = foresee(run, shape, device=device, padded=not run.data.packing)
+    for line in (*forecast.lines(), *zeroth_order_advice(run.plan, lora=run.lora is not None)):
+        print(line)
+    if arguments.program:
+        print(forecast.program)
+    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
+    return 0
+
+
+def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print loss, and for classification accuracy, on ``data.eval``."""
+    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.train.evaluation import HeldOut
+    from blockwalk.train.loop import eval_batch_size
+    from blockwalk.walk.walker import Walker
+
+    held_out = HeldOut.read(run.data, load_tokenizer(run.model), batch_size=eval_batch_size(run))
+    with Walker(_packed(run), run.plan, lora=arguments.adapter, training=False) as walker:
+        found = held_out.evaluate(walker)
+    print(json.dumps(dataclasses.asdict(found)) if arguments.json else found)
+    return 0
+
+
+def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the continuation of a prompt."""
+    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.walk.generation import stop_ids
+    from blockwalk.walk.walker import Walker
+
+    tokenizer = load_tokenizer(run.model)
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.chat:
+        if not tokenizer.chat_template:
+            raise ValueError(f"{run.model} has no chat template; leave --chat out")
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
+    stops = stop_ids(run.model, tokenizer)
+    with Walker(_packed(run), run.plan, lora=arguments.adapter, training=False) as walker:
+        written = walker.generate(
+            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
+        )
+    print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+    return 0
+
+
+def _packed(run: RunConfig) -> str | Path:
+    """The model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there, else one
+    that stays in the cache folder until the model's weights change."""
+    from blockwalk.cutting.skeleton import build_skeleton
+    from blockwalk.engine import open_model as opening
+    from blockwalk.tiers.block_store.store import is_store
+
+    path = Path(run.model).resolve()
+    if is_store(path) or not run.plan.frozen.codec.encoded:
+        return run.model
+    cache = atomic_files.cache_folder() / "packed" / hashlib.blake2s(os.fsencode(path), digest_size=16).hexdigest()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home directory: packed for this time alone
+        return run.model
+    scratch = Path(run.output_dir) / run_checkpoint.SCRATCH
+    return opening.packed(path, run.plan.frozen.codec, build_skeleton(path).model, scratch, cache)
+
+
+def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print the ranking.
+
+    Raises:
+        DoesNotFit: no plan fits.
+    """
+    task = task_of(run, arguments.hardware)
+    machine = task.hardware
+    trained = "every parameter" if task.lora_rank is None else f"adapters of rank {task.lora_rank}"
+    nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
+    print(f"{run.model} on {machine.name} ({nodes}): {trained}, {task.batch} × {task.sequence} tokens a rank")
+    ranking = planner.rank(task)
+    print("\n".join(ranking.lines()))
+    if arguments.largest_batch:
+        print("-- most sequences of a micro-batch that fit")
+        for label, plan in planner.candidates(task):
+            print(f"{label:<34} {planner.largest_batch(task, plan):>8}")
+    best = ranking.best
+    if best is None or best.simulation is None:
+        raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
+    if arguments.trace:
+        timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
+        timeline.write(
+            arguments.trace, timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
+        )
+        print(f"timeline of {best.label}: {arguments.trace}")
+    return 0
+
+
+def task_of(run: RunConfig, machine: str) -> planner.Task:
+    """What a run's settings ask for, on a machine by name or file."""
+    found = hardware.load(machine)
+    return planner.Task(
+        config=formula_model.read_config(run.model),
+        hardware=found,
+        batch=run.micro_batch_rows,
+        sequence=run.data.max_length,
+        lora_rank=None if run.lora is None else run.lora.rank,
+        budget=run.plan.budget,
+    )
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write ``report.html`` into a run's folder."""
+    out = Path(arguments.run) / "report.html"
+    atomic_files.write_bytes(out, html.report(arguments.run).encode())
+    print(f"written to {out}")
+    return 0

@@ -1,0 +1,140 @@
+"""The settings as ``--help`` lists them: in groups, each with its type, its default and the sentence that belongs to its field.
+
+The sentences are the fields' own docstrings, which are read from the source when help is asked for. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+from blockwalk.plan import choices, run_config
+from blockwalk.plan.methods import METHODS
+from blockwalk.plan.placement import Placement
+from blockwalk.plan.plan import CHOICES, Plan
+from blockwalk.train import config
+
+_ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate"), ("train", "plan", "eval"), ("train", "plan")
+GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("model and method", "model method frozen trainable compute_dtype prefetch compile loss seed", _ALL),
+    ("training data", "data.train data.train_split data.shuffle", _TRAIN),
+    (
+        "held-out data, and how records become tokens",
+        "data.eval data.eval_split data.subset data.format data.template data.label_words data.label_field data.label_scores"
+        " data.max_length data.packing data.padding_multiple eval_batch_size",
+        _EVAL,
+    ),
+    ("adapters", "lora lora.*", _TRAIN),
+    ("steps", "batch_size gradient_accumulation_steps accumulation_order epochs max_steps", _TRAIN),
+    ("optimizer", "optimizer.* update.*", _TRAIN),
+    ("where the rest lives", "estimator gradient optimizer_state activation recompute budget cache.*", _TRAIN),
+    ("zeroth order", "zo.*", _TRAIN),
+    ("ranks", "mesh.* start_timeout", _TRAIN),
+    (
+        "run",
+        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints log_every eval_every eval_first"
+        " data.eval_limit",
+        _TRAIN,
+    ),
+)
+"""Each group's title, its settings by name or pattern, and the commands that read them."""
+
+_FORM: dict[Any, str] = {
+    str: "TEXT",
+    bool: "true|false",
+    int: "N",
+    float: "X",
+    int | None: "SIZE",
+    tuple[float, float]: "X,X",
+    tuple[str, ...]: "TEXT,...",
+    str | tuple[str, ...]: "TEXT,...",
+    Mapping[str, Any]: "{NAME: VALUE}",
+    Placement: "TIER×CODEC×GROUP",
+}
+_CHOICES = {**CHOICES, "method": ("auto", *METHODS)}
+_CLASSES: dict[str, tuple[type, ...]] = {
+    "": (run_config.RunConfig, Plan),
+    "lora": (choices.LoraSettings,),
+    "data": (run_config.DataSettings,),
+    **{name: (type(value),) for name in get_type_hints(Plan) if hasattr(value := getattr(Plan(), name), "__slots__")},
+}
+
+
+def lines(command: str) -> Iterator[str]:
+    """What ``blockwalk COMMAND --help`` says of the settings that the command reads."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    defaults = dict(_flat(config.from_mapping({}).to_mapping()))
+    yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
+    if command not in _TRAIN:
+        yield f"A training run's other settings may stand in the file as well; {command} does not read them."
+    for title, names, commands in GROUPS:
+        if command in commands:
+            yield f"\n{title}:"
+            for name in settings_of(names):
+                form, sentence = described(name)
+                default = "" if name == "lora" or defaults.get(name) in ("", None, [], {}) else _shown(defaults[name])
+                text = f"{sentence} (default: {default})" if default else sentence
+                yield f"  --{name} {form}"
+                yield textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def settings_of(names: str) -> Iterator[str]:
+    """The settings that a group's names and patterns stand for; a placement is one, not its parts."""
+    known = [
+        name for name in config.setting_names() if name.partition(".")[0] not in config.PLACEMENTS or "." not in name
+    ]
+    for pattern in names.split():
+        yield from fnmatch.filter(known, pattern)
+
+
+def described(name: str) -> tuple[str, str]:
+    """What a setting takes, in one word, and its sentence."""
+    section, _, field = name.rpartition(".")
+    (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
+    hint = bool if name == "lora" else _hints(cls)[field]
+    sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
+    if name in _CHOICES:
+        return "|".join(_CHOICES[name]), sentence
+    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else _FORM[hint], sentence
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+@functools.cache
+def _sentences(cls: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass, on one line."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(value: Any) -> str:
+    """A default as it would be written."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

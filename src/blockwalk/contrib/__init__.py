@@ -1,0 +1,1 @@
+"""Additions for users of other engines; nothing in the house imports them."""

@@ -1,0 +1,248 @@
+"""``blockwalk pack`` and ``blockwalk merge``: streaming a model from one folder into another.
+
+Both hold a few rows of one parameter at a time and work on maps whose pages they give back, so that neither the model's
+size nor its largest matrix matters. Their output appears, synced, when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
+from blockwalk.plan.model_folder import INDEX
+from blockwalk.system import atomic_files
+from blockwalk.tiers.model_folder import safetensors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from blockwalk.tiers.protocols import WeightSource
+
+
+def merge(
+    model: str | os.PathLike[str],
+    adapter_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Progress | None = None,
+) -> None:
+    """Write a model with a LoRA adapter in PEFT's format merged into it, as a Hugging Face model folder, streaming.
+
+    Each adapted weight is W + scaling · B·A, computed in float32 and rounded once to W's dtype; everything else is
+    copied. These are the numbers of PEFT's ``merge_and_unload``, except where the adapter changes one of two tied weights:
+    PEFT then changes both, and we untie them, which is what the adapter computed.
+
+    Args:
+        model: a checkpoint folder or a block store (decoded: what packing lost stays lost).
+        adapter_dir: adapter_config.json and adapter_model.safetensors.
+        out_dir: the folder to make; it must not exist.
+        max_shard_bytes: bytes of tensors in one file.
+        progress: called with (bytes written, bytes in all) now and then.
+
+    Raises:
+        ValueError: an adapter that is no plain LoRA, or not this model's; an output that exists; a disk that is too full.
+    """
+    from blockwalk.cutting.skeleton import build_skeleton
+    from blockwalk.tiers.block_store.store import BlockStore, is_store
+    from blockwalk.tiers.block_store.writer import copy_model_files
+    from blockwalk.tiers.model_folder.folder import CheckpointFolder
+
+    atomic_files.refuse_existing(out_dir)
+    skeleton = build_skeleton(model).model
+    changes = read_adapter(adapter_dir, skeleton)
+    source: WeightSource = BlockStore(model) if is_store(model) else CheckpointFolder(model, skeleton)
+    try:
+        outputs, untied = _outputs(source, skeleton, changes)
+        entries = {
+            key: safetensors.Entry(source.shape(output.source), source.dtype(output.source))
+            for key, output in outputs.items()
+        }
+        total = sum(entry.nbytes for entry in entries.values())
+        atomic_files.require_space(out_dir, total, "the merged model")
+        shards = dict(safetensors.shards(entries, max_shard_bytes))
+        with atomic_files.atomic_folder(out_dir) as folder:
+            copy_model_files(model, folder)
+            if untied:
+                config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+                atomic_files.write_json(folder / "config.json", {**config, "tie_word_embeddings": False})
+            done = 0
+            for file, part in shards.items():
+                pieces = _merged(source, [outputs[key] for key in part], done, total, progress)
+                safetensors.write(folder / file, part, pieces)
+                done += sum(entry.nbytes for entry in part.values())
+            if len(shards) > 1:
+                atomic_files.write_json(folder / INDEX, safetensors.index(shards))
+            CheckpointFolder(folder, build_skeleton(folder).model).close()  # it loads, and nothing is missing
+    finally:
+        source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter does to one parameter [N, D]: replace it, then add scaling · left [N, R] · right [R, D]."""
+
+    replacement: torch.Tensor | None = None
+    left_NR: torch.Tensor | None = None
+    right_RD: torch.Tensor | None = None
+    scaling: float = 1.0
+
+    def rows(self, base_ND: torch.Tensor, start: int) -> torch.Tensor:
+        """The changed rows ``start`` … of a parameter whose rows there are ``base_ND``."""
+        stop = start + base_ND.shape[0]
+        out_ND = base_ND if self.replacement is None else self.replacement.view(-1, base_ND.shape[1])[start:stop]
+        if self.left_NR is not None and self.right_RD is not None:
+            delta_ND = (self.left_NR[start:stop] @ self.right_RD).mul_(self.scaling)
+            out_ND = delta_ND.add_(out_ND)
+        return out_ND.to(base_ND.dtype)
+
+
+_HONOURED = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
+    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "runtime_config", "target_modules", "task_type", "use_rslora"
+}  # fmt: skip
+"""Keys of adapter_config.json that leave the merged weight W + scaling · B·A, or that the tensors themselves express."""
+_INITIALISERS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""``init_lora_weights`` that leave the base weights as they are in the checkpoint."""
+_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(\.(?P<leaf>weight|bias))?")
+
+
+def read_adapter(adapter_dir: str | os.PathLike[str], model: nn.Module) -> dict[str, Change]:
+    """What an adapter in PEFT's format changes in ``model`` (a skeleton will do), by parameter name.
+
+    Ranks, alphas and their patterns, rslora, Conv1D and embedding layers, ``lora_bias``, trained biases and
+    ``modules_to_save`` are honoured.
+
+    Raises:
+        ValueError: no adapter, no plain LoRA (with the setting that makes it another), or one for another model.
+    """
+    from peft.utils.other import get_pattern_key
+    from safetensors.torch import load_file
+    from transformers.pytorch_utils import Conv1D
+
+    folder = Path(adapter_dir)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no adapter in PEFT's format: it has no {name}")
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    _refuse_variants(folder, config)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    factors: dict[str, dict[str, torch.Tensor]] = {}
+    replacements: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+        name = key.removeprefix("base_model.model.")
+        found = _LORA_KEY.fullmatch(name)
+        if found:
+            factor = found["factor"] + ("_bias" if found["leaf"] == "bias" else "")
+            factors.setdefault(found["module"], {})[factor] = tensor.float()
+        else:
+            replacements[name.replace(".base_layer.", ".")] = tensor
+
+    changes = {name: Change(replacement=tensor) for name, tensor in replacements.items()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, factor_of in factors.items():
+        if not {"A", "B"} <= factor_of.keys() or name not in modules or f"{name}.weight" not in parameters:
+            raise ValueError(f"{folder} is not an adapter of {type(model).__name__}: {name} has no weight, or A or B")
+        a, b = factor_of["A"], factor_of["B"]
+        turned = isinstance(modules[name], Conv1D | torch.nn.Embedding)  # their weights are [input, output]
+        left_NR, right_RD = (a.T, b.T) if turned else (b, a)
+        rank = a.shape[0]
+        alphas: dict[str, float] = config.get("alpha_pattern") or {}
+        alpha = alphas.get(get_pattern_key(list(alphas), name), config["lora_alpha"])
+        scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+        replacement = replacements.get(f"{name}.weight")
+        changes[f"{name}.weight"] = Change(replacement, left_NR, right_RD, scaling)
+        if "B_bias" in factor_of:
+            column_N1 = factor_of["B_bias"].unsqueeze(1)
+            changes[f"{name}.bias"] = Change(replacements.get(f"{name}.bias"), column_N1, torch.ones(1, 1), scaling)
+    for name, change in changes.items():
+        wanted = tuple(parameters[name].shape) if name in parameters else None
+        given: tuple[int, ...] | None = wanted
+        if change.left_NR is not None and change.right_RD is not None and wanted:
+            given = (change.left_NR.shape[0], change.right_RD.shape[1])[: len(wanted)]
+        if change.replacement is not None and given == wanted:
+            given = tuple(change.replacement.shape)
+        if given != wanted or wanted is None:
+            raise ValueError(
+                f"{folder} is not an adapter of this {type(model).__name__}: {name} is {wanted or 'absent'} in the model "
+                f"and {given} in the adapter"
+            )
+    return changes
+
+
+def _refuse_variants(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for adapters whose weights are not W + scaling · B·A."""
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{folder} is a {config.get('peft_type')} adapter; only LORA adapters can be merged")
+    initialiser = config.get("init_lora_weights", True)
+    if initialiser not in _INITIALISERS:
+        raise ValueError(
+            f"{folder} was initialised with {initialiser!r}, which changed the base weights: merge it with PEFT, or save "
+            f"it with save_pretrained(path_initial_model_for_weight_conversion=...) first"
+        )
+    passed_over = {*_HONOURED, "init_lora_weights", "loftq_config", "corda_config", "eva_config", "lora_ga_config"}
+    for key, value in config.items():
+        if key not in passed_over and value:
+            raise ValueError(f"{folder} has {key} = {value!r}, which streaming cannot merge: merge it with PEFT")
+
+
+class _Output(NamedTuple):
+    """One tensor of the merged model: the parameter that it starts from, and what is done to it."""
+
+    source: str
+    change: Change | None
+
+
+def _outputs(source: WeightSource, model: nn.Module, changes: Mapping[str, Change]) -> tuple[dict[str, _Output], bool]:
+    """The merged model's tensors by their names in its files, and whether tied weights had to be parted.
+
+    A checkpoint's own names are kept, so that the merged folder looks like the one it came from; a parameter that was fused
+    from several tensors, and a parted one, are written under the model's own name, which transformers loads as well.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    tied = {names[0]: names for names in aliases.values()}
+    original: Callable[[str], str | None] = getattr(source, "original_key", lambda name: None)
+    outputs: dict[str, _Output] = {}
+    untied = False
+    for name in source.names():
+        names: Sequence[str] = tied.get(name, [name])
+        if len(names) > 1 and any(alias in changes for alias in names):
+            untied = True
+            outputs |= {alias: _Output(name, changes.get(alias)) for alias in names}
+        else:
+            outputs[original(name) or name] = _Output(name, changes.get(name))
+    return outputs, untied
+
+
+def _merged(
+    source: WeightSource, outputs: Sequence[_Output], done: int, total: int, progress: Progress | None
+) -> Iterator[torch.Tensor]:
+    """The outputs' values, some rows at a time, in order; ``done`` bytes of ``total`` were written before."""
+    from blockwalk.numerics.codecs.weights import DenseWeight
+
+    for name, change in outputs:
+        weight, shape = source.weights([name])[name], source.shape(name)
+        rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
+        if isinstance(weight, torch.Tensor):
+            weight = DenseWeight(weight.reshape(rows, columns))
+        some = max(1, CHUNK_ELEMENTS // max(1, columns))
+        for start in range(0, rows, some):
+            part_ND = weight.rows(start, min(start + some, rows))
+            yield part_ND if change is None else change.rows(part_ND, start)
+            source.release([name])
+            done += part_ND.nbytes
+            if progress is not None:
+                progress(done, total)

@@ -1,0 +1,286 @@
+"""A run's header, and ``blockwalk replay`` and ``export``: weights rebuilt from the base and the ledger, bit for bit.
+
+A step of zeroth order is a handful of scalars, so a fine-tune is a file of kilobytes. The model is streamed once, unit by
+unit, however many steps there are: encode a unit as the run had it, apply every entry in order, write it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockwalk.checkpoints.ledger import Entry, read_ledger, write_exported
+from blockwalk.cutting.adapters import adapt, save_adapter
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
+from blockwalk.engine.buckets import checksum
+from blockwalk.engine.cells import Cells, Initial, cells_of, fill, trainable_spec
+from blockwalk.engine.open_model import open_source
+from blockwalk.estimators.zeroth_order import mezo_original
+from blockwalk.estimators.zeroth_order.updates import HESSIAN, apply_entries_, rule_of
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.noise.key import GENERATOR_VERSION
+from blockwalk.numerics.scratch import LossScratch
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.model_folder import INDEX
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec
+from blockwalk.plan.placement import Codec
+from blockwalk.system import atomic_files
+from blockwalk.tiers.block_store.store import crc32
+from blockwalk.tiers.block_store.writer import copy_model_files, plan_units
+from blockwalk.tiers.model_folder import safetensors
+
+Progress = Callable[[int, int], None]
+
+SHARD_BYTES = 5_000_000_000
+"""Of tensors in one file, as Hugging Face cuts them."""
+
+
+def replay(
+    base: str | os.PathLike[str],
+    ledger: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    until: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Rebuild what a zeroth-order run trained: a model folder, or an adapter in PEFT's format.
+
+    Memory is that of one block (of the whole model where the run's noise was ``mezo``, whose draws go through all
+    parameters at once).
+
+    Args:
+        base: the model that the run began from: a checkpoint folder or a block store.
+        ledger: the run's ``ledger.jsonl``, or what :func:`export` made of it.
+        out: the folder to write; it appears when it is whole.
+        until: the last step to apply; all of them unless given.
+        progress: called with (bytes of trainables done, bytes in all) now and then.
+
+    Returns:
+        Steps applied.
+
+    Raises:
+        ValueError: the ledger is damaged or of another version, the base is not the run's, or ``out`` exists;
+            or the weights that come out are not those that an exported ledger says.
+    """
+    found, entries = read_for(ledger, until)
+    atomic_files.refuse_existing(out)
+    past = Past(Path(base), found, entries)
+    try:
+        with atomic_files.atomic_folder(out) as folder:
+            past.write(folder, progress)
+    finally:
+        past.close()
+    return len(past.entries)
+
+
+def export(
+    base: str | os.PathLike[str],
+    ledger: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    until: int | None = None,
+    rebuild: bool = True,
+    progress: Progress | None = None,
+) -> tuple[int, int]:
+    """Write a fine-tune as one small file: header and steps, which :func:`replay` turns into weights where the base is.
+
+    Args: as :func:`replay`, and
+        rebuild: replay the run once and write a checksum of its weights into the file, which every later replay is compared
+            with; without it the base alone is compared, by whoever replays.
+
+    Returns:
+        Steps, and the bytes of the file.
+
+    Raises:
+        ValueError: as :func:`replay`; or the run began from a saved adapter, which would have to go with the file.
+    """
+    found, entries = read_for(ledger, until)
+    atomic_files.refuse_existing(out)
+    if isinstance(found["lora"], str):
+        raise ValueError(
+            f"this run began from the adapter in {found['lora']}: a ledger is enough only where a run begins from its base;"
+            " hand on the adapter that it trained"
+        )
+    if rebuild:
+        past = Past(Path(base), found, entries)
+        done, total = 0, sum(unit.nbytes for unit in past.units)
+        try:
+            for number, _ in enumerate(past.units_after()):
+                done += past.units[number].nbytes
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            past.close()
+        found = {**found, "result": past.result}
+    return len(entries), write_exported(out, found, entries)
+
+
+def read_for(ledger: str | os.PathLike[str], until: int | None) -> tuple[dict[str, Any], list[Entry]]:
+    """A ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
+    found, entries = read_ledger(ledger)
+    if until is not None and not 0 <= until <= len(entries):
+        raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
+    if found["noise_version"] != GENERATOR_VERSION:
+        raise ValueError(
+            f"{ledger} was written with noise of version {found['noise_version']}; this version of blockwalk draws version"
+            f" {GENERATOR_VERSION}: replay it with the blockwalk that wrote it"
+        )
+    if until not in (None, len(entries)):
+        found.pop("result", None)  # it is that of the last step
+    return found, entries[:until]
+
+
+class Past:
+    """A run as its ledger tells it.
+
+    Args:
+        base: the model that it began from.
+        found: the ledger's header; where it has a ``result``, what comes out is compared with that.
+        entries: the steps to apply.
+    """
+
+    def __init__(self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        self.base, self.header, self.entries = base, found, entries
+        self.rule = rule_of(found["rule"])
+        skeleton = build_skeleton(base)
+        self.buffers = skeleton.persistent_buffers
+        self.source = open_source(base, Codec.RAW, skeleton.model, base)
+        self.module: Any = skeleton.model
+        lora = found["lora"]
+        if lora is not None:
+            chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
+            self.module = adapt(self.module, chosen, seed=found["seed"])
+        self.cut = certified(self.module)
+        self.spec = self._as_it_was(self.cut.spec())
+        states = {
+            name: (Codec(found["hessian_codec"]), 1.0) if name == HESSIAN else (Codec.FP32, 0.0)
+            for name in self.rule.states
+        }
+        codec = Codec(found["codec"])
+        spec, written_as = trainable_spec(self.spec, codec, {name: kept for name, (kept, _) in states.items()})
+        begin = {name: value for name, (_, value) in states.items()}
+        self.initial = Initial(spec, self.source, self.cut.take_parameters(), begin)
+        self.units = list(plan_units(self.initial, spec, written_as, group_size=32))
+        self.result = ""
+        """A checksum of the trainables after the last entry; there once :meth:`units_after` is through."""
+
+    def _as_it_was(self, spec: ModelSpec) -> ModelSpec:
+        """The model with the run's trainables, in the run's dtypes."""
+        trained = {name: (tuple(shape), dtype) for name, shape, dtype in self.header["parameters"]}
+        known = {p.name: p.shape for p in spec.params()}
+        if wrong := [name for name, (shape, _) in trained.items() if known.get(name) != shape]:
+            raise ValueError(f"{self.base} is not what this ledger builds on: it has no {wrong[0]} of that shape")
+
+        def as_trained(p: ParamSpec) -> ParamSpec:
+            if p.name not in trained:
+                return replace(p, trainable=False)
+            return replace(p, trainable=True, dtype=trained[p.name][1])
+
+        prologue, *blocks, epilogue = (replace(u, params=tuple(map(as_trained, u.params))) for u in spec.units)
+        return replace(spec, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
+
+    def units_after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+        """The trainables of each unit in turn, after the last entry; what was given before is no longer held."""
+        if self.rule.noise == "mezo":
+            yield from self._after_in_place()
+            return
+        scratch, after = LossScratch(), []
+        for number in range(len(self.units)):
+            bytes_P = self._fill(number)
+            cells = cells_of(self.units[number], bytes_P)
+            for name, of_parameter in cells.items():
+                apply_entries_(self.rule, self.entries, name, of_parameter, scratch)
+            after.append(crc32(bytes_P))
+            yield values_of(cells)
+        self._check(after)
+
+    def _after_in_place(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+        """The original's draws go through all parameters at once: the whole model is held."""
+        whole = [self._fill(number) for number in range(len(self.units))]
+        filled = [cells_of(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)]
+        tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
+        parameters = {name: tensors[name] for name in mezo_original.order_of(self.cut) if name in tensors}
+        for entry in self.entries:
+            mezo_original.replay_(parameters, entry, self.rule)
+        self._check([crc32(bytes_P) for bytes_P in whole])
+        yield from map(values_of, filled)
+
+    def _fill(self, number: int) -> torch.Tensor:
+        """A unit's bucket as the run began with it."""
+        bytes_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
+        self.units[number] = fill(self.units[number], self.initial, bytes_P)
+        return bytes_P
+
+    def _check(self, after: Sequence[int]) -> None:
+        """Compare the base with the run's, and what came out (each unit's CRC) with what an exported ledger says of it."""
+        if checksum(self.units) != self.header["base"]:
+            raise ValueError(
+                f"{self.base} is not what this ledger builds on: the weights differ from those that the run began with"
+            )
+        self.result = hashlib.blake2b(json.dumps(after).encode(), digest_size=16).hexdigest()
+        if self.header.get("result", self.result) != self.result:
+            raise ValueError(
+                f"the weights that came out are not those that the ledger was exported with ({self.result}, and not"
+                f" {self.header['result']}); optimizers other than sgd may differ between builds of torch"
+            )
+
+    def write(self, folder: Path, progress: Progress | None) -> None:
+        """Write the adapter, or the whole model."""
+        if self.header["lora"] is not None:
+            trained = [pair for unit in self.units_after() for pair in unit.items()]
+            save_adapter(
+                self.module, {name: value for name, value in trained if isinstance(value, torch.Tensor)}, folder
+            )
+            return
+        copy_model_files(self.base, folder)
+        entries = {p.name: safetensors.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}
+        buffers = self.source.weights(name for name in self.buffers if name in self.source.names())
+        entries |= {n: safetensors.Entry(tuple(b.shape), b.dtype) for n, b in buffers.items()}
+        files_of = dict(safetensors.shards(entries, SHARD_BYTES))
+        values = self._values(buffers, progress)
+        for name, part in files_of.items():
+            pieces = (piece for _ in part for piece in safetensors.pieces(next(values)))
+            safetensors.write(folder / name, part, pieces)
+        assert next(values, None) is None
+        if len(files_of) > 1:
+            atomic_files.write_json(folder / INDEX, safetensors.index(files_of))
+
+    def _dtype(self, param: ParamSpec) -> torch.dtype:
+        """What a parameter is written in: its master's dtype, or the model's where that is no plain one."""
+        codec = Codec(self.header["codec"])
+        name = codec.dtype_of(param.dtype) if param.trainable else None
+        return self.source.dtype(param.name) if name is None else dtype_of(name)
+
+    def _values(
+        self, buffers: Mapping[str, torch.Tensor | Weight], progress: Progress | None
+    ) -> Iterator[torch.Tensor | Weight]:
+        done, total = 0, sum(unit.nbytes for unit in self.units)
+        for number, (unit, trained) in enumerate(zip(self.spec.units, self.units_after(), strict=True)):
+            for p in unit.params:
+                yield trained[p.name] if p.trainable else self.source.weights([p.name])[p.name]
+            done += self.units[number].nbytes
+            if progress is not None:
+                progress(done, total)
+        yield from buffers.values()
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def values_of(cells: Cells) -> dict[str, torch.Tensor | Weight]:
+    """The parameters of a bucket as they lie there."""
+    return {name: states[""].value for name, states in cells.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's dtype by its name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

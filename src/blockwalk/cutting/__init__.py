@@ -1,0 +1,1 @@
+"""Cutting a transformers model into units without code for the model."""

@@ -1,0 +1,355 @@
+"""LoRA adapters and prefixes through PEFT, on models whose base weights are not there.
+
+Any ``LoraConfig`` that leaves the base weights alone; what would read or change them is refused, with the reason. A model
+that is given with a prefix (``PrefixTuningConfig``) keeps it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.skeleton import persistent_buffers
+from blockwalk.numerics.lazy_linear import lora_linear
+from blockwalk.numerics.lazy_parameter import LazyParameter
+from blockwalk.plan.parsing import did_you_mean
+
+if TYPE_CHECKING:
+    from blockwalk.plan.choices import LoraSettings
+
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+"""PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""
+
+# fmt: off
+_ACCEPTED = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+    "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern", "loftq_config", "runtime_config", "lora_bias", "target_parameters",
+}
+# fmt: on
+"""Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
+_WHY = {
+    "use_dora": "DoRA divides by the norm of W + B·A, so every step needs each base weight whole",
+    "modules_to_save": "it trains copies of base modules; use full fine-tuning for these",
+    "trainable_token_indices": "it trains rows of the base embedding; use full fine-tuning for these",
+    "layer_replication": "it changes the sequence of layers",
+}
+
+
+def _refuse(config: Any) -> None:
+    """Raise ValueError for a ``LoraConfig`` that does not leave the base weights alone."""
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes "
+            "them; set it to True (PEFT's default), 'gaussian' or False"
+        )
+    if config.bias != "none":
+        raise ValueError(f"bias = {config.bias!r} trains base parameters; set it to 'none'")
+    plain = type(config)()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _ACCEPTED and value != getattr(plain, field.name) and value:
+            why = _WHY.get(field.name, "Blockwalk trains plain LoRA")
+            raise ValueError(f"{field.name} = {value!r} is not supported: {why}")
+
+
+@contextmanager
+def _weightless(model: nn.Module) -> Iterator[None]:
+    """Let PEFT see float32 weights on the CPU where there are none, so that it makes real adapters in float32.
+
+    Each stand-in takes one element of memory. PEFT's decision what is trained is carried over to the placeholders.
+    """
+    stand_ins: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    twins: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                twin = twins.setdefault(id(param), nn.Parameter(torch.zeros(()).expand(param.shape)))
+                stand_ins.append((module, leaf, param, twin))
+                module._parameters[leaf] = twin
+    try:
+        with warnings.catch_warnings():  # PEFT asks transformers for it by this name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            yield
+    finally:
+        for module, leaf, param, twin in stand_ins:
+            param.requires_grad_(twin.requires_grad)
+            module._parameters[leaf] = param
+
+
+def lora_config(
+    rank: int = 8,
+    alpha: float = 16.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    **settings: Any,
+) -> Any:
+    """A PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
+    from peft import LoraConfig
+
+    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known)}")
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
+        target_modules=targets,
+        lora_dropout=dropout,
+        **settings,
+    )
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    alpha: float = 16.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    *,
+    seed: int = 0,
+    config: Any = None,
+) -> Any:
+    """Put a LoRA adapter on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
+
+    The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
+    ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
+    never calls. ``config``, a ``LoraConfig``, takes the
+    place of the four settings before. Raises ValueError for a configuration that does not leave the base weights alone.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config = config if config is not None else lora_config(rank, alpha, target_modules, dropout)
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"add_lora takes a peft.LoraConfig, not a {type(config).__name__}")
+    _refuse(config)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        config = _only_reached(config, model)
+    with torch.random.fork_rng(devices=[]), _weightless(model):
+        torch.default_generator.manual_seed(seed)
+        wrapped: Any = get_peft_model(model, config)
+    _fuse(wrapped)
+    for param in wrapped.parameters():
+        if param.requires_grad and param.dtype != torch.float32:
+            param.data = param.data.float()
+    return wrapped
+
+
+def _only_reached(config: Any, model: nn.Module) -> Any:
+    """The configuration without the modules that a pass over text never calls, such as a vision tower: their adapters would
+    not be trained."""
+    from blockwalk.cutting.ownership import find_parts
+    from blockwalk.cutting.verify import certified_anatomy
+
+    anatomy = certified_anatomy(model)
+    called = {*anatomy.prologue, *anatomy.epilogue}
+    idle = [part.name for part in find_parts(model, anatomy, str).pieces if part.name not in called]
+    if not any(isinstance(module, nn.Linear) for name in idle for module in model.get_submodule(name).modules()):
+        return config
+    given = config.exclude_modules or ()
+    own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(given)]
+    whole = [rf"{re.escape(name)}(\..*)?" for name in idle]
+    config = copy.copy(config)
+    config.exclude_modules = "|".join(f"({pattern})" for pattern in (*own, *whole))
+    return config
+
+
+def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
+    """What a caller gives as adapters, in one form: settings, a mapping of their fields or a ``peft.LoraConfig`` as settings; a
+    folder as it is; None for none.
+
+    Raises:
+        ValueError: something else, or a field that Blockwalk cannot honour.
+    """
+    from blockwalk.plan.choices import OF_PEFT, LoraSettings
+    from blockwalk.plan.parsing import lora_settings
+
+    if lora is None or isinstance(lora, LoraSettings | str | os.PathLike):
+        return lora
+    if isinstance(lora, Mapping):
+        return lora_settings(lora)
+    from peft import LoraConfig
+
+    if not isinstance(lora, LoraConfig):
+        raise ValueError(
+            f"lora is {lora!r}; it takes a blockwalk.LoraSettings, a mapping such as {{'rank': 8}}, a peft.LoraConfig, or the"
+            " folder of a saved adapter"
+        )
+    _refuse(lora)
+    if lora.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"the LoraConfig's task_type is {lora.task_type}; Blockwalk trains causal language models: CAUSAL_LM"
+        )
+    if lora.target_modules is None:
+        raise ValueError("the LoraConfig's target_modules is None; name the modules, or set it to 'all-linear'")
+    given = {f.name: getattr(lora, f.name) for f in dataclasses.fields(lora)}
+    given = {name: sorted(value) if isinstance(value, set) else value for name, value in given.items()}
+    own = {ours: given.pop(theirs) for theirs, ours in OF_PEFT.items()}
+    plain = lora_config()
+    options = {name: value for name, value in given.items() if value is not None and value != getattr(plain, name)}
+    return lora_settings({**own, "options": options})
+
+
+def adapt(model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed: int = 0) -> Any:
+    """Put adapters on a model: new ones from settings, or those of a folder."""
+    if isinstance(lora, str | os.PathLike):
+        return load_adapter(model, os.fspath(lora))
+    config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **lora.options)
+    return add_lora(model, config=config, seed=seed)
+
+
+def _fuse(wrapped: Any) -> None:
+    """Let plain LoRA layers answer by :func:`lora_linear` where their base weight is decoded when it is used."""
+    from peft.tuners.lora import Linear
+
+    for module in wrapped.modules():
+        if isinstance(module, Linear):
+            module.__dict__["forward"] = functools.partial(_fused_forward, module, module.forward)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Let LoRA layers answer by PEFT's own forward again: a compiler makes one graph of it for all layers, where a function
+    bound to each of them is another each."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("forward"), "func", None) is _fused_forward:
+            del module.__dict__["forward"]
+
+
+def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike."""
+    adapter = module.active_adapters[0]
+    base = module.base_layer
+    keeps_in_out = type(base).__name__ == "Conv1D"
+    linear = keeps_in_out or type(base).forward is nn.Linear.forward
+    lazy = linear and isinstance(base.weight, LazyParameter) and not args and not kwargs
+    plain = not (module.disable_adapters or module.merged or module.lora_variant) and adapter in module.lora_A
+    if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
+        return original(x, *args, **kwargs)
+    a_RD, b_NR = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    odd = module.lora_B[adapter].bias is not None or isinstance(a_RD, LazyParameter) or isinstance(b_NR, LazyParameter)
+    if odd or a_RD.dtype != x.dtype or (base.bias is not None and base.bias.requires_grad):
+        return original(x)
+    scaling = float(module.scaling[adapter])
+    return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=keeps_in_out)
+
+
+def base_tensors(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The plain model in a model in memory (itself, or the base of a ``PeftModel``), and the base's own parameters and
+    persistent buffers, by canonical name."""
+    adapters = tuple(getattr(model, "peft_config", ()))
+    base = model.get_base_model() if adapters else model
+    tensors = {**dict(base.named_parameters()), **{name: base.get_buffer(name) for name in persistent_buffers(base)}}
+    return base, {canonical_name(n, adapters, ""): t for n, t in tensors.items() if ".lora_" not in n}
+
+
+def adapt_alike(model: nn.Module, adapted: Any) -> Any:
+    """Put what a ``PeftModel`` carries, a LoRA adapter or a prefix, on another instance of its base (a skeleton, say)."""
+    from peft import LoraConfig, get_peft_model
+
+    (config,) = adapted.peft_config.values()
+    config = copy.deepcopy(config)
+    if isinstance(config, LoraConfig):
+        wrapped = add_lora(model, config=config)
+    else:
+        with torch.random.fork_rng(devices=[]), _weightless(model):
+            wrapped = get_peft_model(model, config)
+    carried = dict(adapted.named_parameters())
+    for name, param in wrapped.named_parameters():
+        if param.requires_grad:
+            param.data = carried[name].detach().to("cpu", torch.float32, copy=True)
+    return wrapped
+
+
+def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The adapter's own parameters of a ``PeftModel``, by canonical name."""
+    adapters = tuple(model.peft_config)
+    return {canonical_name(name, adapters): p for name, p in model.named_parameters() if ".lora_" in name}
+
+
+def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Write an adapter in PEFT's format (``adapter_model.safetensors``, ``adapter_config.json``).
+
+    ``state`` holds the adapter's parameters by canonical name; names of other parameters are ignored. Raises
+    ValueError where one of the adapter's parameters is missing.
+    """
+    from safetensors.torch import save_file
+
+    names = adapter_parameters(model)
+    if not names:
+        names = {n: p for n, p in _prompt_encoder(model).items() if p.requires_grad}
+    missing = sorted(names.keys() - state.keys())
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(names)} adapter parameters are missing, the first is {missing[0]}")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    if ".lora_" in next(iter(names)):
+        tensors = {f"base_model.model.{name}": state[name].detach().cpu().contiguous() for name in names}
+    else:
+        tensors = {"prompt_embeddings": _prompt(model, state)}
+    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    (config,) = model.peft_config.values()
+    was, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(target))
+    finally:
+        config.inference_mode = was
+
+
+def _prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters that a prefix is made of, by canonical name; none where the model has no prefix."""
+    adapters = tuple(model.peft_config)
+    encoder = getattr(model, "prompt_encoder", nn.ModuleDict())
+    return {canonical_name(f"prompt_encoder.{name}", adapters): p for name, p in encoder.named_parameters()}
+
+
+def _prompt(model: Any, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
+    (name,) = model.peft_config
+    encoder, config = model.prompt_encoder[name], model.peft_config[name]
+    values = {n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))] for n, _ in encoder.named_parameters()}
+    tokens = torch.arange(config.num_virtual_tokens).unsqueeze(0)
+    with torch.no_grad():
+        prompt: torch.Tensor = torch.func.functional_call(encoder, values, (tokens,))[0]
+    return prompt.cpu().contiguous()
+
+
+def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = True) -> Any:
+    """Put a saved LoRA adapter on a model: what :func:`add_lora` answers, with the saved values (in float32).
+
+    Raises ValueError where the folder's tensors are not those that its configuration asks for.
+    """
+    from peft import PeftConfig
+    from safetensors.torch import load_file
+
+    path = Path(folder) / WEIGHTS_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no PEFT adapter: there is no {WEIGHTS_FILE}")
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = not trainable
+    wrapped = add_lora(model, config=config)
+    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(path).items()}
+    params = adapter_parameters(wrapped)
+    if saved.keys() != params.keys():
+        odd = sorted(saved.keys() ^ params.keys())
+        raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")
+    for name, param in params.items():
+        if param.shape != saved[name].shape:
+            raise ValueError(f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this model")
+        param.data = saved[name].float()
+    return wrapped

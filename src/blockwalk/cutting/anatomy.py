@@ -1,0 +1,201 @@
+"""Where a model's prologue ends, which layers follow in which order, and what comes after them: read off one real run.
+
+The run is that of a small instance (:func:`blockwalk.cutting.shrink.shrink`); what it shows holds for every size of the same
+configuration and is a plain value that can be kept in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model, by canonical module names."""
+
+    layer_parents: tuple[str, ...]
+    """Containers whose children are the decoder layers."""
+    returns: Mapping[str, int]
+    """Layer class → length of the tuple that it returns, 0 where it returns the hidden state itself."""
+    prologue: tuple[str, ...]
+    """Modules outside the layers that are called before the first layer."""
+    epilogue: tuple[str, ...]
+    """Modules outside the layers that are called after the last layer only."""
+    head: str | None
+    """The output embedding, or None."""
+    head_custom: bool = True
+    """False where logits = cap·tanh(scale·(W·h + b)/cap) and the loss is the shifted cross-entropy of these."""
+    soft_cap: float | None = None
+    scale: float = 1.0
+    unread: tuple[str, ...] = ()
+    """Linear layers, by their paths inside a block, whose outputs no gradient reads (:mod:`blockwalk.cutting.verify`)."""
+    notes: Mapping[str, float] = field(default_factory=dict)
+    """Relative differences found when the walk was compared with the model's own run."""
+
+
+def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model.") -> str:
+    """A parameter's or module's name in the plain model: without what PEFT puts around and between.
+
+    ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An
+    adapter's own parameters keep ``base_layer``, which tells apart the adapters of several fused expert weights of one
+    module; so their names are those of PEFT's files.
+    """
+    parts = name.removeprefix(prefix).split(".")
+    dropped = set(adapters) if ".lora_" in name else {*adapters, "base_layer"}
+    return ".".join(part for part in parts if part not in dropped)
+
+
+def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Members of module lists whose class ``_no_split_modules`` names, outermost only, in the order of ``named_modules``.
+
+    Where it names none of them, the members of the outermost lists take their place.
+    """
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    members = {name: module for name, module in model.named_modules() if name.rpartition(".")[0] in lists}
+    chosen = {name: m for name, m in members.items() if type(m).__name__ in classes} or members
+    found: dict[str, nn.Module] = {}
+    for name, module in chosen.items():
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that neither hold a layer nor are one: embeddings, rotary tables, final norm, head."""
+    containers = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)} | {""}
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop(0)
+        for child_name, child in module.named_children():
+            name = f"{prefix}.{child_name}" if prefix else child_name
+            if name in layers:
+                continue
+            if name in containers or isinstance(child, nn.ModuleList | nn.ModuleDict):
+                waiting.append((name, child))
+            else:
+                yield name, child
+
+
+@dataclass
+class Trace:
+    """What hooks saw during one real run."""
+
+    calls: list[str] = field(default_factory=list)
+    """Layers, in the order of their calls."""
+    returns: dict[str, int] = field(default_factory=dict)
+    before: list[str] = field(default_factory=list)
+    """Pieces called before the first layer."""
+    after: list[str] = field(default_factory=list)
+
+
+def watch(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hook every layer and piece so that the next run fills ``trace``; the caller removes the handles."""
+    handles = []
+
+    def on_layer(name: str, module: nn.Module) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            trace.calls.append(name)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            trace.returns[type(module).__name__] = len(output) if isinstance(output, tuple | list) else 0
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_forward_hook(after))
+
+    def on_piece(name: str, module: nn.Module) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            seen = trace.after if trace.calls else trace.before
+            if name not in seen:
+                seen.append(name)
+
+        handles.append(module.register_forward_pre_hook(before))
+
+    for name, module in layers.items():
+        on_layer(name, module)
+    for name, module in pieces(model, layers):
+        on_piece(name, module)
+    return handles
+
+
+def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> Anatomy:
+    """The anatomy that a trace shows. Raises ValueError for a model that is no sequence of layers, with the reason."""
+    if not trace.calls:
+        raise ValueError("no layer of it is called: it has no list of decoder layers")
+    if len(set(trace.calls)) < len(trace.calls):
+        times = max(trace.calls.count(name) for name in trace.calls)
+        raise ValueError(
+            f"a layer is called {times} times in one forward pass: a looped model is no sequence of layers"
+        )
+    parents = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in trace.calls))
+    idle = [name for name in layers if name.rsplit(".", 1)[0] in parents and name not in trace.calls]
+    if idle:
+        raise ValueError(f"layers {idle} were not called in a forward pass")
+    whole: Any = model
+    head_module = whole.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    return Anatomy(
+        layer_parents=parents,
+        returns=trace.returns,
+        prologue=tuple(trace.before),
+        epilogue=tuple(name for name in trace.after if name not in trace.before),
+        head=names.get(head_module) if head_module is not None else None,
+    )
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """The output embedding: logits = soft_cap·tanh(scale·(W·h + b)/soft_cap), or without a cap scale·(W·h + b)."""
+
+    weight: str
+    """Canonical name of W [V, D]; the embedding's where the two are tied."""
+    bias: str | None
+    soft_cap: float | None
+    scale: float
+    tied: bool
+    custom: bool
+    """True where logits or loss are not of this form (verified with numbers): use ``own_loss`` and ``logits``."""
+    lora: tuple[str, str, float] | None = None
+    """Canonical names of A [R, D] and B [V, R] and the factor of B·A where the head carries a plain LoRA."""
+
+
+def head_spec(model: Any, base: Any, anatomy: Anatomy, names: Mapping[int, str], tied_names: set[str]) -> HeadSpec:
+    """Describe the head of ``base``, the plain model in ``model``.
+
+    ``names`` are the canonical names by the ``id`` of the parameters that stand in the modules, ``tied_names`` those of
+    parameters with two turns.
+    """
+    module = base.get_output_embeddings()
+    if module is None:
+        return HeadSpec("", None, None, 1.0, False, True)
+    custom, lora = anatomy.head_custom, None
+    if hasattr(module, "base_layer"):
+        lora = _plain_lora(module, next(iter(model.peft_config)), names)
+        custom = custom or lora is None
+        module = module.base_layer
+    for config in getattr(model, "peft_config", {}).values():
+        if config.is_prompt_learning and config.peft_type.value != "PREFIX_TUNING":
+            custom = True  # virtual tokens lengthen the sequence: only the wrapper knows how to pad the labels
+    here = {leaf: names[id(param)] for leaf, param in module._parameters.items() if param is not None}
+    weight = here.get("weight", "")
+    custom = custom or not weight
+    return HeadSpec(weight, here.get("bias"), anatomy.soft_cap, anatomy.scale, weight in tied_names, custom, lora)
+
+
+def _plain_lora(module: Any, adapter: str, names: Mapping[int, str]) -> tuple[str, str, float] | None:
+    """Names and factor of a plain LoRA on a linear head (no dropout, no bias, no variant), or None."""
+    plain = (
+        adapter in getattr(module, "lora_A", {})
+        and isinstance(module.lora_dropout[adapter], nn.Identity)
+        and not getattr(module, "lora_variant", {})
+        and module.lora_B[adapter].bias is None
+    )
+    if not plain:
+        return None
+    a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+    return names[id(a)], names[id(b)], float(module.scaling[adapter])

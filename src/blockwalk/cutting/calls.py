@@ -1,0 +1,152 @@
+"""A block's call and a batch's prologue, as values.
+
+B batch, S sequence, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """What one block is called with for one batch: an explicit value, to be run any number of times in any order."""
+
+    unit: int
+    module: nn.Module
+    hidden_at: int | str
+    """Position or keyword of the hidden state."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    differentiable: tuple[torch.Tensor, ...]
+    """Leaves among the arguments that receive a gradient; blocks that share an argument share its leaf."""
+    live_cache: bool = False
+    """Whether the block writes into the batch's own key-value cache (generation), not into a view of it."""
+
+    def view(self, hidden_BSD: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments for one run, in containers of their own."""
+        live = self.live_cache
+        args = [rebuild(value, _same, f"argument {i}", share_caches=live) for i, value in enumerate(self.args)]
+        kwargs = {name: rebuild(value, _same, name, share_caches=live) for name, value in self.kwargs.items()}
+        if isinstance(self.hidden_at, int):
+            args[self.hidden_at] = hidden_BSD
+        else:
+            kwargs[self.hidden_at] = hidden_BSD
+        return args, kwargs
+
+
+@dataclass(frozen=True, eq=False)
+class Prologue:
+    """The skeleton pass of one batch: the first block's hidden state, and every block's call."""
+
+    hidden_BSD: torch.Tensor
+    calls: tuple[BlockCall, ...]
+    sources: tuple[torch.Tensor, ...]
+    """Tensors of the prologue's graph that blocks take as arguments, beside the hidden state."""
+    leaves: tuple[torch.Tensor, ...]
+    """Their stand-ins in the calls, in the same order."""
+    stand_ins: Mapping[str, tuple[Any, ...]]
+    """What the prologue's modules answered, on the meta device: the epilogue's pass runs on zeros of these shapes."""
+
+    def backward(
+        self, grad_hidden_BSD: torch.Tensor | None, grad_leaves: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
+        """Backpropagate through the prologue's graph into ``.grad`` of its trainable parameters.
+
+        ``grad_leaves`` are the gradients of ``leaves`` summed over the blocks (None: taken from ``leaf.grad``).
+        """
+        given = [leaf.grad for leaf in self.leaves] if grad_leaves is None else grad_leaves
+        pairs = [
+            (source, grad)
+            for source, grad in zip((self.hidden_BSD, *self.sources), (grad_hidden_BSD, *given), strict=True)
+            if grad is not None and source.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([source for source, _ in pairs], [grad for _, grad in pairs])
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range)
+_TORCH_CONSTANTS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_OPAQUE = ("BlockMask",)
+"""Class names of immutable objects that attention implementations pass to layers."""
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a ``transformers`` key-value cache, or one layer of it."""
+    return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
+
+
+def rebuild(
+    value: Any, on_tensor: Callable[[torch.Tensor], torch.Tensor], where: str, *, share_caches: bool = False
+) -> Any:
+    """Copy ``value`` with each tensor replaced by ``on_tensor`` of it; containers and caches are built anew.
+
+    The copy shares no mutable container with the original, so whatever a call writes into it is thrown away with it
+    (a key-value cache stays the same object where ``share_caches``: generation writes into it on purpose).
+    ``where`` names the argument in the ValueError that refuses an object of an unknown class.
+    """
+    if isinstance(value, torch.Tensor):
+        return on_tensor(value)
+    if isinstance(value, _CONSTANTS + _TORCH_CONSTANTS) or type(value).__name__ in _OPAQUE:
+        return value
+    if isinstance(value, tuple):
+        items = [rebuild(item, on_tensor, where, share_caches=share_caches) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [rebuild(item, on_tensor, where, share_caches=share_caches) for item in value]
+    if isinstance(value, set | frozenset):
+        return type(value)(value)
+    if isinstance(value, Mapping):
+        twin = copy.copy(value)
+        for key, item in value.items():
+            twin[key] = rebuild(item, on_tensor, where, share_caches=share_caches)  # type: ignore[index]
+        return twin
+    if is_cache(value):
+        if share_caches:
+            return value
+        twin = copy.copy(value)
+        for key, item in vars(value).items():
+            # Lists of layers and dicts of states are rebuilt; streams, classes and the like are shared as they are.
+            if isinstance(item, torch.Tensor | list | dict | tuple) or is_cache(item):
+                setattr(twin, key, rebuild(item, on_tensor, where, share_caches=share_caches))
+        return twin
+    if isinstance(value, type) or callable(value):
+        return value
+    raise ValueError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could carry state from one block to "
+        "the next; Blockwalk trains models whose layers take tensors, numbers and containers of these"
+    )
+
+
+def tensors_of(value: Any, *, caches: bool = True) -> list[torch.Tensor]:
+    """All tensors in a value (those of key-value caches only where ``caches``), in a fixed order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    rebuild(value, note, "argument", share_caches=not caches)
+    return found
+
+
+def containers_of(value: Any) -> list[tuple[str, int]]:
+    """(path, length) of every dict and list that is not part of a cache: what a call must leave as it was."""
+    if isinstance(value, Mapping):
+        inner = [(f"[{key!r}]{path}", size) for key, item in value.items() for path, size in containers_of(item)]
+        return [("", len(value)), *inner]
+    if isinstance(value, list | tuple):
+        inner = [(f"[{i}]{path}", size) for i, item in enumerate(value) for path, size in containers_of(item)]
+        return [("", len(value)), *inner] if isinstance(value, list) else inner
+    return []

@@ -1,0 +1,441 @@
+"""Cut a model into prologue, blocks and epilogue, without code of any model's own.
+
+One skeleton pass suffices: every decoder layer's forward gives way to a stub that records its arguments, and the model's
+own forward runs. It yields what each layer would have been called with for this batch. The prologue is that pass up to the
+last layer's stub, the epilogue the same pass with the last stub answering the true hidden state.
+
+B batch, S sequence, D hidden, V vocabulary. Units: 0 the prologue, 1..L the blocks, L+1 the epilogue.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
+from blockwalk.cutting.calls import BlockCall, Prologue, containers_of, rebuild, tensors_of
+from blockwalk.cutting.ownership import find_parameters, find_parts
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.lazy_parameter import LazyParameter
+from blockwalk.plan.model_spec import ModelSpec
+
+Batch = Mapping[str, Any]
+
+
+class _Stop(Exception):
+    """Ends a skeleton pass where nothing after it is wanted."""
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether a training-mode forward may draw random numbers (dropout, router jitter, stochastic depth)."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return True
+    settings: dict[str, Any] = model.config.to_dict() if hasattr(model, "config") else {}  # type: ignore[operator, union-attr]
+    flat = [settings, *(value for value in settings.values() if isinstance(value, dict))]
+    return any(
+        isinstance(value, float) and value > 0 and any(word in key for word in ("drop", "jitter"))
+        for level in flat
+        for key, value in level.items()
+    )
+
+
+def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return module(*args, **kwargs)
+
+
+def refuse_settings(base: Any) -> None:
+    """Raise ValueError for a model whose settings no walk can honour: its steps would differ, or read every layer at once."""
+    config = base.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(base).__name__} is an encoder–decoder: Blockwalk walks decoders only")
+    for key in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
+        if getattr(config, key, 0.0):
+            raise ValueError(
+                f"{key} = {getattr(config, key)} skips layers at random, so steps differ in their walk; set it to 0"
+            )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits = True adds a loss that reads every layer's router; set it to False "
+            "(the auxiliary loss is then 0)"
+        )
+
+
+class CutModel:
+    """A ``transformers`` causal language model (or a ``PeftModel`` around one) as a sequence of units.
+
+    The modules stay, their parameters come and go: :meth:`bind` puts tensors or lazily decoded weights in their places,
+    :meth:`unbind` takes them out again. The ``anatomy`` says what is called in which order;
+    :func:`blockwalk.cutting.verify.certified` finds and checks it. Raises ValueError for a model whose settings no walk can
+    honour, with the reason."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        self.model = model
+        self.base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        self.adapters: tuple[str, ...] = tuple(getattr(model, "peft_config", ()))
+        if len(self.adapters) > 1:
+            raise ValueError(f"the model carries {len(self.adapters)} adapters {self.adapters}; Blockwalk trains one")
+        refuse_settings(self.base)
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.__dict__["gradient_checkpointing"] = False  # the walk recomputes blocks itself
+        self.anatomy = anatomy
+        self._call_block: Callable[..., Any] = _call
+        self.device = torch.device("cpu")
+        self.draws_random_numbers = _has_dropout(model)
+        """Whether a forward in training mode may draw random numbers."""
+        signature = inspect.signature(self.base.forward).parameters.values()
+        self._takes_use_cache = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature)
+        prefix = "".join(f"{name}." for name, module in model.named_modules() if name and module is self.base)
+
+        def canonical(name: str) -> str:
+            return canonical_name(name, self.adapters, prefix)
+
+        self._units = find_parts(model, anatomy, canonical)
+        self._spec = find_parameters(model, self.base, self._units, canonical)
+        self._prologue_pieces = [
+            (part.name, part.module)
+            for part in self._units.pieces
+            if part.unit == 0 and next(part.module.parameters(), None) is not None
+        ]
+        self._bound: set[int] = set()
+        names = {id(param): name for name, param in self._units.placeholders.items()}
+        self.head = head_spec(model, self.base, anatomy, names, {name for _, name in self._spec.tied})
+
+    # --- what the model is made of ------------------------------------------------------------------------------------
+
+    def spec(self) -> ModelSpec:
+        """Units in execution order with their parameters."""
+        return self._spec
+
+    @property
+    def epilogue_index(self) -> int:
+        """The epilogue's unit index, L + 1."""
+        return self._units.epilogue
+
+    def modules(self, unit: int) -> list[nn.Module]:
+        """The unit's outermost modules."""
+        return [part.module for part in (*self._units.layers, *self._units.pieces) if part.unit == unit]
+
+    def to(self, device: torch.device | str) -> CutModel:
+        """Move the buffers; parameters are wherever they are bound from."""
+        self.device = torch.device(device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device)
+        return self
+
+    def compile_blocks(self) -> None:
+        """Run blocks through ``torch.compile`` from now on. Parameters are inputs of the compiled graph, so that one graph
+        serves all blocks of a kind, whatever is bound; none of a block's parameters may then be lazily decoded."""
+        self._call_block = torch.compile(_call)
+
+    # --- parameters come and go ---------------------------------------------------------------------------------------
+
+    def take_parameters(self) -> dict[str, torch.Tensor]:
+        """Hand over the real parameters that the modules hold, by canonical name; placeholders take their places."""
+        assert not self._bound, f"units {self._bound} are bound"
+        held, taken = self._units.placeholders, {}
+        for name, param in held.items():
+            if not param.is_meta:
+                taken[name] = param.detach()
+                held[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        for unit in range(self.epilogue_index + 1):
+            self._put_back(unit, self._units.slots[unit])
+        return taken
+
+    def bind(self, unit: int, values: Mapping[str, torch.Tensor | Weight]) -> dict[str, torch.Tensor]:
+        """Put parameters in their places: tensors, or weights that are decoded when used (2-D; frozen, or without a graph).
+
+        Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'. A tensor that does not
+        require a gradient is given a leaf that does, over the same memory. The epilogue accepts a tied head's weight.
+        """
+        slots, trainable = self._units.slots[unit], self._units.trainable
+        leaves: dict[str, torch.Tensor] = {}
+        self._bound.add(unit)
+        for name, value in values.items():
+            placed: torch.Tensor
+            if not isinstance(value, torch.Tensor):
+                assert name not in trainable or not torch.is_grad_enabled(), f"{name} is trained: bind a tensor"
+                placed = LazyParameter(value, self.device)
+            elif name in trainable:
+                placed = leaves[name] = value if value.requires_grad else value.detach().requires_grad_(True)
+            else:
+                # A Parameter, as PEFT's parametrizations of expert weights ask for. They count as writes to it, which must not
+                # count for its neighbours in the file: .data has a version of its own.
+                placed = nn.Parameter(value.data, requires_grad=False)
+            for slot in slots[name]:
+                slot.module._parameters[slot.leaf] = placed  # type: ignore[assignment]
+        return leaves
+
+    def unbind(self, unit: int, names: Sequence[str] | None = None) -> None:
+        """Put placeholders back, so that nothing here refers to what was bound: of all parameters, or of those named."""
+        if unit not in self._bound:
+            return
+        if names is None:
+            self._bound.remove(unit)
+        self._put_back(unit, self._units.slots[unit] if names is None else names)
+
+    def _put_back(self, unit: int, names: Iterable[str]) -> None:
+        for name in names:
+            for slot in self._units.slots[unit][name]:
+                slot.module._parameters[slot.leaf] = self._units.placeholders[name]
+
+    def layer_name(self, unit: int) -> str:
+        """The canonical name of a block's module."""
+        return self._units.layers[unit - 1].canonical
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _seeded(self, seed: int | None) -> Iterator[None]:
+        """Draw from a generator seeded for this unit, and leave the global ones as they were."""
+        if seed is None or not self.draws_random_numbers or not self.model.training:
+            yield
+            return
+        cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if cuda else []):
+            self._seed(seed)
+            yield
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
+
+    @contextmanager
+    def _forwards(self, replaced: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+        """Let modules answer by other functions for the time of a pass."""
+        before = [(module, module.__dict__.get("forward")) for module, _ in replaced]
+        try:
+            for module, function in replaced:
+                module.__dict__["forward"] = function
+            yield
+        finally:
+            for module, forward in before:
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = forward
+
+    @contextmanager
+    def _zeros_in_prologue(self) -> Iterator[None]:
+        """Let prologue parameters that are not bound read as zeros (of one element of memory) for the time of a pass.
+
+        The epilogue's pass repeats what the model does before its layers, on stand-ins, and forgets the outcome.
+        """
+        empty = [
+            (slot, param)
+            for slots in self._units.slots[0].values()
+            for slot in slots
+            if (param := slot.module._parameters[slot.leaf]) is not None and param.is_meta
+        ]
+        try:
+            for slot, param in empty:
+                zeros = torch.zeros((), dtype=param.dtype, device=self.device).expand(param.shape)
+                slot.module._parameters[slot.leaf] = zeros  # type: ignore[assignment]
+            yield
+        finally:
+            for slot, param in empty:
+                slot.module._parameters[slot.leaf] = param
+
+    def _answer(self, module: nn.Module, hidden_BSD: torch.Tensor) -> Any:
+        length = self.anatomy.returns[type(module).__name__]
+        return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
+
+    def _inputs(self, batch: Batch, *, labels: bool) -> dict[str, Any]:
+        given = {name: value for name, value in batch.items() if labels or name != "labels"}
+        if self._takes_use_cache and "use_cache" not in given:
+            given["use_cache"] = False
+        return given
+
+    def prologue(self, batch: Batch, seed: int | None = None) -> Prologue:
+        """Run the model up to its first layer and record what every layer is called with.
+
+        ``batch`` holds the model's keyword arguments (``input_ids`` [B, S], ...; labels are ignored). In grad mode the
+        graph is kept, see :meth:`Prologue.backward`. For generation the batch carries ``past_key_values`` and
+        ``use_cache=True``; blocks then write into that cache. Raises ValueError where the layers are not called
+        once each, one after the other.
+        """
+        records: list[BlockCall] = []
+        leaf_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        first: list[torch.Tensor] = []
+        outputs: dict[str, list[Any]] = {}
+        live = bool(batch.get("use_cache"))
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            if id(tensor) not in leaf_of:
+                leaf_of[id(tensor)] = (tensor, tensor.detach().requires_grad_(True))
+            return leaf_of[id(tensor)][1]
+
+        def record(value: Any, where: str) -> Any:
+            return rebuild(value, leaf, where, share_caches=live)
+
+        def stub_of(index: int, name: str, module: nn.Module) -> Callable[..., Any]:
+            def stub(*args: Any, **kwargs: Any) -> Any:
+                if index != len(records):
+                    raise ValueError(
+                        f"layer {name} was called as number {len(records) + 1} where number {index + 1} was due: "
+                        "the model does not run its layers once each, in order"
+                    )
+                where = self._hidden_at(args, kwargs, first, name)
+                hidden = args[where] if isinstance(where, int) else kwargs[where]
+                if not first:
+                    first.append(hidden)
+                seen = [
+                    None if i == where else record(value, f"argument {i} of {name}") for i, value in enumerate(args)
+                ]
+                named = {
+                    key: None if key == where else record(value, f"{key} of {name}") for key, value in kwargs.items()
+                }
+                mine = {id(t): t for t in tensors_of([seen, named]) if t.requires_grad}
+                records.append(BlockCall(index + 1, module, where, tuple(seen), named, tuple(mine.values()), live))
+                if len(records) == len(self._units.layers):
+                    raise _Stop
+                return self._answer(module, hidden)
+
+            return stub
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                outputs.setdefault(name, []).append(rebuild(output, _shape_of, name))
+
+            return hook
+
+        layers = [(part.canonical, part.module) for part in self._units.layers]
+        stubs = [(module, stub_of(i, name, module)) for i, (name, module) in enumerate(layers)]
+        with ExitStack() as stack:
+            stack.enter_context(self._seeded(seed))
+            stack.enter_context(self._forwards(stubs))
+            for name, module in self._prologue_pieces:
+                stack.callback(module.register_forward_hook(note(name)).remove)
+            try:
+                self.model(**self._inputs(batch, labels=False))
+            except _Stop:
+                pass
+            else:
+                raise ValueError(f"{len(records)} of {len(layers)} layers were called in this pass")
+        return Prologue(
+            first[0],
+            tuple(records),
+            tuple(source for source, _ in leaf_of.values()),
+            tuple(stand for _, stand in leaf_of.values()),
+            {name: tuple(values) for name, values in outputs.items()},
+        )
+
+    @staticmethod
+    def _hidden_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], first: list[torch.Tensor], name: str) -> int | str:
+        """Where the hidden state goes; from the second layer on it must be the very tensor that the first was given."""
+        if first:
+            places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            for place, value in places:
+                if value is first[0]:
+                    return place
+            raise ValueError(f"the model works on the hidden state before {name}, outside its layers")
+        if args and isinstance(args[0], torch.Tensor):
+            return 0
+        if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+            return "hidden_states"
+        raise ValueError(f"{name} is called with no hidden state: arguments {len(args)}, keywords {sorted(kwargs)}")
+
+    def forward(self, call: BlockCall, hidden_BSD: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+        """Run one block in the current grad mode: its hidden state out, of the shape that went in.
+
+        Its parameters must be bound. With the same ``seed`` a block drops the same activations again. Raises ValueError
+        where the block writes into an argument that other blocks read.
+        """
+        args, kwargs = call.view(hidden_BSD)
+        watched = [t for t in tensors_of([args, kwargs], caches=False) if not t.is_inference()]
+        versions = [t._version for t in watched]
+        containers = containers_of([args, kwargs])
+        with self._seeded(seed):
+            out = self._call_block(call.module, args, kwargs)
+        if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
+            raise ValueError(
+                f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into one of its arguments "
+                f"{sorted(kwargs)}: it hands state to other layers"
+            )
+        hidden = out[0] if isinstance(out, tuple | list) else out
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+    def differentiable(self, calls: Sequence[BlockCall]) -> tuple[torch.Tensor, ...]:
+        """The leaves among the arguments of these calls that receive a gradient, each once."""
+        return tuple({id(leaf): leaf for call in calls for leaf in call.differentiable}.values())
+
+    def _epilogue_pass(
+        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None, *, head: bool
+    ) -> Any:
+        """The model's forward with its prologue's modules and layers stubbed: its output, or the head's input."""
+        queues = {name: list(values) for name, values in prologue.stand_ins.items()}
+        caught: list[torch.Tensor] = []
+        last = self._units.layers[-1].module
+
+        def layer_stub(module: nn.Module, at: int | str) -> Callable[..., Any]:
+            def stub(*args: Any, **kwargs: Any) -> Any:
+                if module is not last:
+                    return self._answer(module, args[at] if isinstance(at, int) else kwargs[at])
+                if seed is not None and self.draws_random_numbers and self.model.training:
+                    self._seed(seed)
+                return self._answer(module, hidden_BSD)
+
+            return stub
+
+        def zeros(shape: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(shape, device=self.device)
+
+        def piece_stub(name: str) -> Callable[..., Any]:
+            return lambda *_args, **_kwargs: rebuild(queues[name].pop(0), zeros, name)
+
+        def head_stub(hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            caught.append(hidden)
+            raise _Stop
+
+        replaced = [(call.module, layer_stub(call.module, call.hidden_at)) for call in prologue.calls]
+        replaced += [(module, piece_stub(name)) for name, module in self._prologue_pieces if name in queues]
+        if not head:
+            replaced.append((self.base.get_output_embeddings(), head_stub))
+        with self._seeded(seed), self._forwards(replaced), self._zeros_in_prologue():
+            try:
+                output = self.model(**self._inputs(batch, labels=head))
+            except _Stop:
+                return caught[0]
+        assert head, "the model's output embedding was not called"
+        return output
+
+    def head_input(
+        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
+    ) -> torch.Tensor:
+        """What the output embedding is given: the last block's hidden state [B, S, D] after the final norm.
+
+        The epilogue's own parameters must be bound; neither the embedding's nor the head's weight is needed.
+        """
+        normed: torch.Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=False)
+        return normed
+
+    def logits(
+        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
+    ) -> torch.Tensor:
+        """The model's own logits [B, S, V] from the last block's hidden state; the head must be bound."""
+        unlabelled = {name: value for name, value in batch.items() if name != "labels"}
+        logits: torch.Tensor = self._epilogue_pass(prologue, hidden_BSD, unlabelled, seed, head=True).logits
+        return logits
+
+    def own_loss(
+        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
+    ) -> torch.Tensor:
+        """The model's own loss (a scalar) of ``batch["labels"]`` from the last block's hidden state; the head must be bound."""
+        loss: torch.Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=True).loss
+        return loss

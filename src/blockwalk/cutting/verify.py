@@ -1,0 +1,392 @@
+"""The check that a configuration passes before its models are cut: loss and every gradient against the model's own.
+
+A small random instance of the same configuration runs twice in float32: by its own forward and autograd (the control), and
+block by block with nothing but the unit at work holding its parameters. The verdict is kept in memory and in
+``$XDG_CACHE_HOME/blockwalk`` (``~/.cache/blockwalk``), under a hash of the configuration, the versions and this code.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from blockwalk.cutting import anatomy as anatomy_room
+from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
+from blockwalk.cutting.anatomy import Anatomy, Trace, dissect, layer_candidates, watch
+from blockwalk.cutting.cut_model import CutModel, refuse_settings
+from blockwalk.system import atomic_files
+from blockwalk.system.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from blockwalk.cutting.calls import BlockCall
+
+
+TOLERANCE = 1e-4
+"""Largest relative difference (of norms) between the walk and the control, in float32."""
+SEED = 20_26
+_known: dict[str, Anatomy | str] = {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A loss, its logits [B, S, V] and the gradient of every parameter, by canonical name."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+
+def certified(model: nn.Module) -> CutModel:
+    """The cut of a model (or of a ``PeftModel`` around one) whose configuration was checked on a small instance.
+
+    Raises:
+        ValueError: the model cannot be walked block by block, with the reason.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    refuse_settings(base)
+    return CutModel(model, certified_anatomy(base))
+
+
+def certified_anatomy(model: Any, *, verify: bool = True) -> Anatomy:
+    """The anatomy of a (plain) model's configuration, checked on a small instance of it.
+
+    ``verify=False`` still reads the anatomy off a run of the small instance, without the comparison. Raises ValueError
+    where the walk would not be the model's own computation, with the figures.
+    """
+    key = _key(model, verify)
+    if key not in _known:
+        _known[key] = _read(key) or _study_and_keep(key, model, verify)
+    verdict = _known[key]
+    if isinstance(verdict, str):
+        raise ValueError(f"{type(model).__name__} cannot be walked block by block: {verdict}")
+    return verdict
+
+
+def _key(model: Any, verify: bool) -> str:
+    """Everything that the verdict depends on."""
+    import transformers
+
+    config = {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if key not in ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+    }
+    rooms = (anatomy_room, calls, cut_model, ownership, shrink, skeleton)
+    code = [Path(str(room.__file__)).read_bytes() for room in rooms] + [Path(__file__).read_bytes()]
+    with suppress(OSError, TypeError):  # a class that was typed in has no file
+        code.append(Path(inspect.getfile(type(model))).read_bytes())
+    facts = [
+        type(model).__name__,
+        model.config._attn_implementation,
+        verify,
+        transformers.__version__,
+        torch.__version__,
+    ]
+    text = json.dumps([facts, config], sort_keys=True, default=str).encode()
+    return hashlib.blake2s(text + b"".join(code), digest_size=16).hexdigest()
+
+
+def _file(key: str) -> Path:
+    return atomic_files.cache_folder() / f"anatomy-{key}.json"
+
+
+def _read(key: str) -> Anatomy | str | None:
+    try:
+        kept = json.loads(_file(key).read_text())
+    except (OSError, ValueError):
+        return None
+    if "refused" in kept:
+        return str(kept["refused"])
+    sequences = {name: tuple(kept[name]) for name in ("layer_parents", "prologue", "epilogue", "unread")}
+    return Anatomy(**{**kept, **sequences})
+
+
+def _study_and_keep(key: str, model: Any, verify: bool) -> Anatomy | str:
+    verdict: Anatomy | str
+    try:
+        verdict = study(type(model), model.config, verify=verify)
+    except Exception as error:  # whatever a model raises when it is run in pieces is the reason to refuse it
+        if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
+            raise  # of the machine as it is now, not of the model
+        verdict = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if "meta" in verdict:
+            verdict = f"a unit reads a parameter that another one owns ({verdict})"
+    kept = {"refused": verdict} if isinstance(verdict, str) else asdict(verdict)
+    try:
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_file(key).parent, delete=False) as file:
+            json.dump(kept, file)
+        os.replace(file.name, _file(key))
+    except OSError:
+        pass  # a read-only home directory costs a second at the next start, nothing else
+    return verdict
+
+
+def study(cls: Any, config: Any, *, verify: bool = True) -> Anatomy:
+    """Dissect a small instance of ``config``, find the form of its head, and compare the walk with the control.
+
+    Raises ValueError with the reason where the model is no sequence of layers or any figure exceeds ``TOLERANCE``.
+    """
+    small = shrink.shrink(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = cls._from_config(small, dtype=torch.float32)
+        _roughen(model)
+        batch = small_batch(model.config)
+        model.eval()
+        candidates = layer_candidates(model)
+        trace = Trace()
+        handles = watch(model, candidates, trace)
+        with torch.no_grad():
+            model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        anatomy = dissect(model, candidates, trace)
+        cut = CutModel(model, anatomy)
+        anatomy = replace(_find_head_form(cut, batch), unread=unread_outputs(cut, batch, SEED))
+        if not verify:
+            return anatomy
+        notes = {"eval": compare(model, anatomy, batch)}
+        if cut.draws_random_numbers:
+            model.train()
+            notes["train"] = compare(model, anatomy, batch)
+    return replace(anatomy, notes=notes)
+
+
+def _find_head_form(cut: CutModel, batch: Mapping[str, torch.Tensor]) -> Anatomy:
+    """Which soft cap and scale, out of the configuration's numbers, turn W·h + b into the model's own logits and loss.
+
+    The head's weight is enlarged for the time of the test: only large logits show a cap.
+    """
+    anatomy, head = cut.anatomy, cut.base.get_output_embeddings()
+    if anatomy.head is None or not isinstance(head, nn.Linear):
+        return anatomy
+    caps, scales = _head_numbers(cut.base.config)
+    with torch.no_grad():
+        prologue = cut.prologue(batch)
+        hidden = prologue.hidden_BSD
+        for call in prologue.calls:
+            hidden = cut.forward(call, hidden)
+        weight = head.weight.detach().clone()
+        head.weight.mul_(100.0)
+        own, own_loss = cut.logits(prologue, hidden, batch), cut.own_loss(prologue, hidden, batch)
+        raw = F.linear(cut.head_input(prologue, hidden, batch), head.weight, head.bias)
+        head.weight.copy_(weight)
+        for cap, scale in product(caps, scales):
+            logits = raw * scale
+            logits = torch.tanh(logits / cap) * cap if cap else logits
+            if logits.shape != own.shape or difference(logits, own) > TOLERANCE:
+                continue
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+            if difference(loss, own_loss) <= TOLERANCE:
+                return replace(anatomy, head_custom=False, soft_cap=cap, scale=scale)
+    return anatomy
+
+
+def _head_numbers(config: Any) -> tuple[list[float | None], list[float]]:
+    """Candidates for the soft cap and the scale (or its inverse): the configuration's numbers that are named like them."""
+    caps: list[float | None] = [None]
+    scales = [1.0]
+    for key, value in config.get_text_config().to_dict().items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value:
+            continue
+        if "softcap" in key or "soft_cap" in key:
+            caps.append(float(value))
+        elif ("logit" in key or "head" in key) and ("scal" in key or "multiplier" in key):
+            scales += [float(value), 1.0 / value]
+    return caps, scales
+
+
+def small_batch(config: Any) -> dict[str, torch.Tensor]:
+    """Two sequences of unequal length, right-padded, with labels: ``input_ids``, ``attention_mask``, ``labels`` [2, 11]."""
+    vocab = config.get_text_config().vocab_size
+    ids = torch.randint(3, vocab, (2, 11), generator=torch.Generator().manual_seed(SEED))
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _roughen(model: nn.Module) -> None:
+    """Spread every parameter, so that no gradient and no difference hides behind a zero or a one."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim >= 2:
+                noise = torch.randn(param.shape, generator=generator)
+                param.copy_(noise * 0.6 / param.shape[-1] ** 0.5)
+            else:
+                param.add_(torch.randn(param.shape, generator=generator), alpha=0.1)
+
+
+def control_run(model: Any, cut: CutModel, batch: Mapping[str, torch.Tensor]) -> Run:
+    """The model's own forward and autograd; each unit seeds the random numbers as the walk does."""
+    handles = []
+    if model.training:
+        for unit in range(1, cut.epilogue_index):
+            module = cut.modules(unit)[0]
+            handles.append(
+                module.register_forward_pre_hook(lambda *_, unit=unit: torch.manual_seed(SEED + unit) and None)
+            )
+        handles.append(module.register_forward_hook(lambda *_: torch.manual_seed(SEED + cut.epilogue_index) and None))
+    torch.manual_seed(SEED)
+    names, params = zip(*model.named_parameters(), strict=True)
+    try:
+        out = model(**batch, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    wanted = [p for p in params if p.requires_grad]
+    grads = torch.autograd.grad(out.loss, wanted, allow_unused=True)
+    named = dict(zip([n for n, p in zip(names, params, strict=True) if p.requires_grad], grads, strict=True))
+    return Run(
+        out.loss.detach(),
+        out.logits.detach(),
+        {anatomy_room.canonical_name(n, cut.adapters): g for n, g in named.items() if g is not None},
+    )
+
+
+def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Run:
+    """The same, block by block: forward without a graph, then every block recomputed with one, last to first.
+
+    ``params`` are the parameters by canonical name, out of the modules; each unit holds its own only while at work.
+    """
+    last = cut.epilogue_index
+    gradients: dict[str, torch.Tensor] = {}
+    owned = [[spec.name for spec in unit.params] for unit in cut.spec().units]
+    owned[last] += [cut.head.weight] if cut.head.tied else []
+
+    def bind(unit: int) -> dict[str, torch.Tensor]:
+        return cut.bind(unit, {name: params[name] for name in owned[unit]})
+
+    def collect(leaves: Mapping[str, torch.Tensor]) -> None:
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
+
+    first_leaves = bind(0)
+    prologue = cut.prologue(batch, SEED)
+    cut.unbind(0)
+    inputs = [prologue.hidden_BSD.detach()]
+    with torch.no_grad():
+        for call in prologue.calls:
+            bind(call.unit)
+            inputs.append(cut.forward(call, inputs[-1], SEED + call.unit))
+            cut.unbind(call.unit)
+    hidden = inputs.pop().requires_grad_(True)
+    leaves = bind(last)
+    logits = cut.logits(prologue, hidden.detach(), batch, SEED + last).detach()
+    loss = cut.own_loss(prologue, hidden, batch, SEED + last)
+    torch.autograd.backward(loss)
+    cut.unbind(last)
+    collect(leaves)
+    grad = hidden.grad
+    for call in reversed(prologue.calls):
+        leaves = bind(call.unit)
+        hidden = inputs.pop().requires_grad_(True)
+        torch.autograd.backward(cut.forward(call, hidden, SEED + call.unit), grad)
+        cut.unbind(call.unit)
+        collect(leaves)
+        grad = hidden.grad
+    prologue.backward(grad)
+    collect(first_leaves)
+    return Run(loss.detach(), logits, gradients)
+
+
+def difference(walked: torch.Tensor, control: torch.Tensor) -> float:
+    """‖walked − control‖ / ‖control‖ in float64 (absolute where the control is zero)."""
+    norm = float(control.double().norm())
+    return float((walked.double() - control.double()).norm()) / (norm or 1.0)
+
+
+def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, torch.Tensor]) -> float:
+    """Largest relative difference of loss, logits and gradients. Raises ValueError above ``TOLERANCE``, with the figures."""
+    cut = CutModel(copy.deepcopy(model), anatomy)
+    control = control_run(model, CutModel(model, anatomy), batch)
+    walked = walk_run(cut, cut.take_parameters(), batch)
+    figures = {"loss": difference(walked.loss, control.loss), "logits": difference(walked.logits, control.logits)}
+    largest = max((float(g.norm()) for g in control.gradients.values()), default=0.0)
+    for name in control.gradients.keys() | walked.gradients.keys():
+        ours, theirs = walked.gradients.get(name), control.gradients.get(name)
+        if ours is None or theirs is None:
+            only = float((ours if theirs is None else theirs).norm())  # type: ignore[union-attr]
+            figures[name] = only / (largest or 1.0)
+        else:
+            # Rounding noise in a gradient that is zero in exact arithmetic (a key's bias) is no difference.
+            floor = 1e-4 * largest
+            figures[name] = float((ours.double() - theirs.double()).norm()) / max(float(theirs.norm()), floor)
+    wrong = {name: round(value, 6) for name, value in figures.items() if not value <= TOLERANCE}
+    if wrong:
+        worst = dict(sorted(wrong.items(), key=lambda item: -item[1])[:3])
+        raise ValueError(
+            f"on a small instance, {'training' if model.training else 'evaluation'} mode, {len(wrong)} of {len(figures)} "
+            f"figures differ from the model's own, relatively by {worst} (at most {TOLERANCE} is allowed)"
+        )
+    return max(figures.values())
+
+
+def unread_outputs(cut: CutModel, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[str, ...]:
+    """Paths of linear layers inside a block (``mlp.down_proj``) whose output no gradient of any block reads.
+
+    Args:
+        cut: a small instance with its parameters in place.
+        batch: what it is run on, in evaluation and, where it draws random numbers, in training mode.
+        seed: of the gradients that are handed to the blocks.
+    """
+    was_training = cut.model.training
+    read: set[str] = set()
+    unread: set[str] = set()
+    for training in (False, True) if cut.draws_random_numbers else (False,):
+        cut.model.train(training)
+        prologue = cut.prologue(batch, seed)
+        hidden_BSD = prologue.hidden_BSD.detach()
+        for call in prologue.calls:
+            expected = _gradients(cut, call, hidden_BSD, seed)
+            for path, module in call.module.named_modules():
+                if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and path not in read:
+                    handle = module.register_forward_hook(lambda _module, _inputs, output: output + torch.nan)
+                    try:
+                        same = _same(_gradients(cut, call, hidden_BSD, seed), expected)
+                    except (
+                        RuntimeError,
+                        ValueError,
+                        TypeError,
+                    ):  # looked at on the way, or no tensor (a router's tuple)
+                        same = False
+                    finally:
+                        handle.remove()
+                    (unread if same else read).add(path)
+            with torch.no_grad():
+                hidden_BSD = cut.forward(call, hidden_BSD, seed)
+    cut.model.train(was_training)
+    return tuple(sorted(unread - read))
+
+
+def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
+    """Of a block's input, parameters and differentiable arguments."""
+    leaf_BSD = hidden_BSD.clone().requires_grad_()
+    inputs = [leaf_BSD, *(p for p in call.module.parameters() if p.requires_grad), *call.differentiable]
+    output_BSD = cut.forward(call, leaf_BSD, seed)
+    generator = torch.Generator().manual_seed(seed)
+    grad_BSD = torch.randn(output_BSD.shape, generator=generator, dtype=output_BSD.dtype)
+    return list(torch.autograd.grad(output_BSD, inputs, grad_BSD, allow_unused=True))
+
+
+def _same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> bool:
+    return all(
+        a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-6, atol=1e-9)
+        for a, b in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Measuring a machine: rates, links and walks, for forecasts."""

@@ -1,0 +1,391 @@
+"""Measure this machine: the figures of a :class:`~blockwalk.simulate.hardware.Hardware`, in well under a minute.
+
+Every figure is the best of several short runs: what the machine can do when nothing else is in its way. Under torchrun
+the links between ranks are measured as well, by gathers of a small and a large size: α from the one, β from the other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockwalk.doctor import rates as probe_rates
+from blockwalk.doctor import walks as probe_walk
+from blockwalk.simulate.hardware import Hardware, Link
+from blockwalk.system.process_memory import COUNTED, host_memory
+
+BLOCK_OPS = 60
+"""PyTorch operations that a block's forward starts, about: what an op's launches cost is so many of one."""
+
+_MATRIX = {"cpu": 768, "cuda": 8192}
+_COPY = {"cpu": 128 << 20, "cuda": 1 << 30}
+_FILE = 192 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was measured, and what will hurt."""
+
+    hardware: Hardware
+    warnings: tuple[str, ...]
+    cached_read: float = 0.0
+    """Bytes/s at which the page cache serves a file."""
+    pageable: float = 0.0
+    """Bytes/s of a copy to the device from memory that is not pinned; 0 on a CPU."""
+    collectives: tuple[tuple[str, str, int, float], ...] = ()
+    """Where, which, bytes that a rank hands in, seconds."""
+    seconds: float = field(default=0.0, compare=False)
+    """That measuring took."""
+
+    def lines(self) -> Iterator[str]:
+        """The findings as a table."""
+        hw = self.hardware
+        yield f"{hw.name}: {hw.device}, measured in {self.seconds:.0f} s"
+        yield f"  memory            {_size(hw.device_bytes)} device, {_size(hw.host_bytes)} host, {_size(hw.disk_bytes)} disk"
+        yield "  products          " + ", ".join(
+            f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in hw.flops.items()
+        )
+        yield f"  memory bandwidth  {hw.memory_bandwidth / 1e9:.1f} GB/s"
+        if hw.device == "cpu":
+            yield f"  a lane's copies   {hw.host_to_device.bandwidth / 1e9:.1f} GB/s"
+        for dtype, curve in hw.products.items():
+            rates = ", ".join(f"{size / 1e6:.0f}: {size / seconds / 1e9:.0f}" for size, seconds in curve.points)
+            yield f"  {dtype:<17} GFLOP/s of one product by its MFLOPs: {rates}"
+        for dtype, curve in hw.passes.items():
+            rates = ", ".join(f"{size / 1e3:.0f}: {size / seconds / 1e9:.1f}" for size, seconds in curve.points)
+            yield f"  {dtype:<17} GB/s of one pass by its kB: {rates}"
+        if hw.fresh_bandwidth:
+            yield f"  fresh memory      is first touched at {hw.fresh_bandwidth / 1e9:.1f} GB/s"
+        if hw.start_seconds:
+            starts = ", ".join(f"{1e6 * seconds:.1f} ({kind})" for kind, seconds in hw.start_seconds.items())
+            yield f"  an operation      takes so many µs to start: {starts}"
+        if hw.process_bytes:
+            yield f"  a process         holds so much {COUNTED};"
+            yield "                    measured without tokenizer and data, at one length: a run's own first lines have these"
+        for kind, nbytes in hw.process_bytes.items():
+            free = f"{hw.slack[kind]:.2f} bytes of free heap for each that comes and goes"
+            yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {free}"
+        yield f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f} million elements/s"
+        if hw.device == "cuda":
+            up, down = hw.host_to_device.bandwidth / 1e9, hw.device_to_host.bandwidth / 1e9
+            yield f"  host to device    {up:.1f} GB/s pinned, {self.pageable / 1e9:.1f} pageable; back {down:.1f}"
+        read, write = hw.disk_read.bandwidth / 1e9, hw.disk_write.bandwidth / 1e9
+        yield f"  disk              reads {read:.2f} GB/s, writes {write:.2f}; from the page cache {self.cached_read / 1e9:.1f}"
+        if hw.world > 1:
+            for name, link in (("inside a node", hw.intra), ("between nodes", hw.inter)):
+                yield f"  {name:<17} {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency:.0f} µs"
+        for where, which in dict.fromkeys(each[:2] for each in self.collectives):
+            found = [each[2:] for each in self.collectives if each[:2] == (where, which)]
+            times = ", ".join(f"{size / 1e3:.0f}: {1e3 * seconds:.2f}" for size, seconds in found)
+            yield f"  {which:<17} ms {where}, by the kB that a rank hands in: {times}"
+        yield from (f"  warning: {warning}" for warning in self.warnings)
+
+
+def measure(folder: str | os.PathLike[str] = ".", name: str = "here", *, walk: bool = True) -> Findings:
+    """Measure this machine.
+
+    Args:
+        folder: on the disk that is to be measured; 192 MB are written there and removed.
+        name: of the description.
+        walk: on a CPU, run small walks as well: what a process holds beside its tensors.
+    """
+    began = time.perf_counter()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    host, limited = host_memory()
+    on_device = torch.cuda.mem_get_info()[1] if kind == "cuda" else host
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    rates: dict[str, Callable[[], Any]] = {
+        "memory_bandwidth": lambda: _bandwidth(device),
+        "host_to_device": lambda: _copy_rate(),
+        "noise_rate": lambda: _noise(device),
+        "decode_rate": lambda: _decoding(device),
+    }
+    found = probe_rates.measure(rates) if kind == "cpu" else {name: rate() for name, rate in rates.items()}
+    bandwidth, copied = found["memory_bandwidth"], Link(found.pop("host_to_device"))
+    up, down, pageable = _links(device) if kind == "cuda" else (copied, copied, 0.0)
+    read, write, cached = _disk(Path(folder))
+    collectives, intra, inter, per_node, nodes = _collectives(device)
+    if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
+        walks = probe_walk.measure()
+        found |= {
+            "start_seconds": {kind: each.start_seconds for kind, each in walks.items()},
+            "process_bytes": probe_walk.process_bytes(walks),
+            "slack": probe_walk.slack(walks),
+        }
+    hardware = Hardware(
+        name=name,
+        device=kind,
+        device_bytes=on_device,
+        host_bytes=host,
+        disk_bytes=_free_bytes(Path(folder)),
+        op_seconds=_launch(device) if kind == "cuda" else 0.0,
+        host_to_device=up,
+        device_to_host=down,
+        disk_read=read,
+        disk_write=write,
+        intra=intra or Link(bandwidth),
+        inter=inter or intra or Link(bandwidth),
+        devices_per_node=per_node,
+        nodes=nodes,
+        source="measured by blockwalk doctor",
+        flops={probe_rates.name_of(dtype): _flops(device, dtype) for dtype in dtypes},
+        **found,
+    )
+    warnings, seconds = tuple(_warnings(hardware, limited, pageable)), time.perf_counter() - began
+    return Findings(hardware, warnings, cached, pageable, collectives, seconds)
+
+
+def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1, least: int = 3) -> float:
+    """Seconds of the fastest of several runs."""
+    best, began, runs = float("inf"), time.perf_counter(), 0
+    while runs < least or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best, runs = min(best, time.perf_counter() - start), runs + 1
+    return best
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    n = _MATRIX[device.type]
+    a, b = torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / _best(lambda: a @ b.t(), device)
+
+
+def _bandwidth(device: torch.device) -> float:
+    source = torch.ones(_COPY[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _best(lambda: target.copy_(source), device)
+
+
+def _copy_rate() -> float:
+    """Bytes/s of copies by one thread, as a lane of a processor makes them."""
+    source = torch.ones(_COPY["cpu"], dtype=torch.uint8)
+    target, threads = torch.empty_like(source), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return source.numel() / _best(lambda: target.copy_(source), source.device)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _launch(device: torch.device) -> float:
+    x = torch.ones(16, device=device)
+
+    def start() -> None:
+        for _ in range(BLOCK_OPS):
+            x.add(1.0)
+
+    return _best(start, device, seconds=0.1)
+
+
+def _noise(device: torch.device) -> float:
+    """Elements/s of perturbing float32 weights a chunk at a time, from memory, as a forward does."""
+    from blockwalk.numerics.noise.key import NoiseKey
+    from blockwalk.numerics.noise.noise import perturbed
+
+    chunk = 1 << (20 if device.type == "cpu" else 25)
+    xs = torch.zeros(16 if device.type == "cpu" else 1, chunk, dtype=torch.float32, device=device)
+    out = torch.empty_like(xs[0])
+    key = NoiseKey(0, 1, 0, "doctor")
+    return xs.numel() / _best(lambda: [perturbed(x, out, key, 0, 1e-3) for x in xs], device)
+
+
+def _decoding(device: torch.device) -> float:
+    """Elements/s of decoding 4-bit weights a chunk at a time, from memory."""
+    from blockwalk.numerics.codecs.codecs import decode_rows, encode
+    from blockwalk.numerics.codecs.layout import Layout
+    from blockwalk.plan.placement import Codec
+
+    shape = (16384, 1024) if device.type == "cpu" else (8192, 8192)
+    rows = 1024 if device.type == "cpu" else 8192
+    layout = Layout(shape, Codec.INT4)
+    buffer = encode(torch.ones(shape), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)).to(device)
+    out = torch.empty((rows, shape[1]), dtype=torch.bfloat16, device=device)
+    firsts = range(0, shape[0], rows)
+    return (
+        shape[0] * shape[1] / _best(lambda: [decode_rows(buffer, layout, at, at + rows, out) for at in firsts], device)
+    )
+
+
+def _links(device: torch.device) -> tuple[Link, Link, float]:
+    """Host to device and back from pinned memory, and to the device from pageable memory (bytes/s)."""
+    size = 256 << 20
+    pinned, plain = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.ones(size, dtype=torch.uint8)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    small = 4096
+    latency = _best(lambda: there[:small].copy_(pinned[:small], non_blocking=True), device, seconds=0.05)
+    up = size / _best(lambda: there.copy_(pinned, non_blocking=True), device)
+    down = size / _best(lambda: pinned.copy_(there, non_blocking=True), device)
+    return Link(up, latency), Link(down, latency), size / _best(lambda: there.copy_(plain), device)
+
+
+def _disk(folder: Path) -> tuple[Link, Link, float]:
+    """Reads and writes past the page cache where the file system allows it, and reads from the cache (bytes/s)."""
+    chunk = 8 << 20
+    buffer = mmap.mmap(-1, chunk)
+    buffer.write(os.urandom(1 << 16) * (chunk >> 16))
+    handle, path = tempfile.mkstemp(prefix=".blockwalk-doctor-", dir=folder)
+    os.close(handle)
+    try:
+        writing = _timed(path, os.O_WRONLY, lambda file: os.write(file, buffer), chunk, sync=True)
+        reading = _timed(path, os.O_RDONLY, lambda file: os.readv(file, [buffer]), chunk)
+        with open(path, "rb", buffering=0) as file:  # once to fill the cache, once from it
+            into = memoryview(bytearray(chunk))
+            while file.readinto(into):
+                pass
+            file.seek(0)
+            began = time.perf_counter()
+            while file.readinto(into):
+                pass
+            cached = _FILE / (time.perf_counter() - began)
+    finally:
+        os.unlink(path)
+        buffer.close()
+    return Link(reading, 1e-4), Link(writing, 1e-4), cached
+
+
+def _timed(path: str, flags: int, move: Callable[[int], int], chunk: int, *, sync: bool = False) -> float:
+    """Bytes/s of moving a whole file a chunk at a time."""
+    try:
+        file = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system without direct input and output
+        file = os.open(path, flags)
+    try:
+        began, moved = time.perf_counter(), 0
+        while moved < _FILE and (count := move(file)):
+            moved += count
+        if sync:
+            os.fsync(file)
+        return moved / (time.perf_counter() - began)
+    finally:
+        os.close(file)
+
+
+def _free_bytes(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+_Timed = tuple[tuple[str, str, int, float], ...]
+
+GATHERED, SIZES = "all-gather", (4096, 1 << 20, 16 << 20)
+"""What a link's figures are read off, and bytes that a rank hands in."""
+
+
+def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None, int, int]:
+    """Collectives by where, which and size; links inside a node and between nodes, ranks of a node, nodes; None where there is
+    one rank."""
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if world == 1:
+        return (), None, None, 1, 1
+    import torch.distributed as dist
+
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    rank, nodes = dist.get_rank(), world // local
+    groups = [dist.new_group(list(range(n * local, (n + 1) * local))) for n in range(nodes)]
+    inside = _timings("inside a node", groups[rank // local], local, device) if local > 1 else ()
+    columns = [dist.new_group(list(range(i, world, local))) for i in range(local)]
+    # every column gathers at once, so that the node's link is shared as in a step; it is described for the whole node
+    across = _timings("between nodes", columns[rank % local], nodes, device) if nodes > 1 else ()
+    dist.barrier()
+    if started:
+        dist.destroy_process_group()
+    between = _link(across, nodes)
+    if between is not None:
+        between = Link(between.bandwidth * local, between.latency)
+    return inside + across, _link(inside, local), between, local, nodes
+
+
+def _link(timed: _Timed, ranks: int) -> Link | None:
+    """What one rank can send in a gather."""
+    seconds = {size: taken for _, which, size, taken in timed if which == GATHERED}
+    if not seconds:
+        return None
+    small, large = min(seconds), max(seconds)
+    return Link((ranks - 1) * large / max(seconds[large] - seconds[small], 1e-9), seconds[small])
+
+
+def _timings(where: str, group: Any, ranks: int, device: torch.device) -> _Timed:
+    """Seconds of each collective that our programs use, the best of five, over one group."""
+    import torch.distributed as dist
+
+    def timed(collective: Callable[[], object]) -> float:
+        runs = []
+        for _ in range(5):
+            dist.barrier(group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            collective()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            runs.append(time.perf_counter() - began)
+        return min(runs)
+
+    found = []
+    for size in SIZES:
+        mine = torch.zeros(size, dtype=torch.uint8, device=device)
+        parts, pieces = (
+            [torch.empty_like(mine) for _ in range(ranks)],
+            [mine[: size // ranks].clone() for _ in range(ranks)],
+        )
+        arriving, summed = [torch.empty_like(piece) for piece in pieces], mine.view(torch.float32).clone()
+        kinds: dict[str, Callable[[], object]] = {
+            GATHERED: partial(dist.all_gather, parts, mine, group=group),
+            "all-to-all": partial(dist.all_to_all, arriving, pieces, group=group),
+            "all-reduce": partial(dist.all_reduce, summed, group=group),
+        }
+        found += [(where, which, size, timed(collective)) for which, collective in kinds.items()]
+    return tuple(found)
+
+
+def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[str]:
+    """What will hurt on this machine."""
+    import psutil
+
+    if limited:
+        yield f"a cgroup limits this process to {_size(hardware.host_bytes)}: pages of mapped files count against it as well"
+    if psutil.swap_memory().used > 64 << 20:
+        yield f"{_size(psutil.swap_memory().used)} of swap are in use: what is swapped out comes back at the disk's speed"
+    if hardware.device == "cpu":
+        try:
+            flags = set(
+                Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split()
+            )
+        except OSError:
+            flags = set()
+        if flags and "avx512f" not in flags:
+            yield "no AVX-512: products take about twice as long as they might"
+        if flags and not {"avx512_bf16", "amx_bf16"} & flags:
+            yield "no bfloat16 instructions: compute_dtype float32 may be faster than bfloat16"
+        if torch.get_num_threads() < (os.cpu_count() or 1):
+            yield f"PyTorch uses {torch.get_num_threads()} of {os.cpu_count()} cores (OMP_NUM_THREADS)"
+    elif hardware.host_to_device.bandwidth < 10e9:
+        yield f"{hardware.host_to_device.bandwidth / 1e9:.1f} GB/s to the device: the link runs at half width or less"
+    if pageable and pageable < hardware.host_to_device.bandwidth / 3:
+        yield f"memory that is not pinned is copied at {pageable / 1e9:.1f} GB/s, a third or less of pinned memory"
+    numa = (
+        list(Path("/sys/devices/system/node").glob("node[0-9]*")) if Path("/sys/devices/system/node").is_dir() else []
+    )
+    if len(numa) > 1 and len(os.sched_getaffinity(0)) == os.cpu_count():
+        yield f"{len(numa)} NUMA nodes and no affinity: bind each rank to the node of its device (numactl)"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

@@ -1,0 +1,187 @@
+"""Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is touched first.
+
+What :mod:`blockwalk.doctor.machine` asks of a machine for its :class:`~blockwalk.simulate.hardware.Curve`s. Every figure is the
+mean of several short runs, and the middle one of several rounds: a shared machine has seconds at half its speed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.simulate.hardware import Curve
+
+TOKENS = 512
+"""Rows of the products that are measured."""
+
+WIDTHS = (64, 128, 256, 512, 1024, 2048)
+THIN_WIDTHS, RANK = (256, 1024, 4096), 8
+PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
+UPDATED = 1 << 24
+POOL_BYTES, PASSED_BYTES = 40 << 20, 96 << 20
+"""Of matrices, and of tensors that are passed over, that are gone through in turn, so that no nearer cache holds them."""
+ROUNDS = 3
+DTYPES = (torch.float32, torch.bfloat16)
+RULES = ("adamw", "momentum", "sgd", "sign")
+
+
+def typical(work: Callable[[], object], *, seconds: float = 0.02, least: int = 2) -> float:
+    """Seconds of a run on a processor, the mean of several."""
+    work()
+    began, runs = time.perf_counter(), 0
+    while runs < least or time.perf_counter() - began < seconds:
+        work()
+        runs += 1
+    return (time.perf_counter() - began) / runs
+
+
+def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
+    """Every rate of this module, and ``more``, by its field in :class:`~blockwalk.simulate.hardware.Hardware`: the middle one
+    of so many rounds."""
+    rates: dict[str, Callable[[], Any]] = {
+        "products": products, "thin": thin, "passes": passes, "attention": attention, "update_rate": updates,
+        "fresh_bandwidth": fresh_bandwidth, **more,
+    }  # fmt: skip
+    found = [{name: rate() for name, rate in rates.items()} for _ in range(rounds)]
+    return {name: _middle([each[name] for each in found]) for name in rates}
+
+
+def _middle(found: Sequence[Any]) -> Any:
+    """The median of numbers, point by point of curves, name by name of mappings."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: _middle([each[name] for each in found]) for name in first}
+    if isinstance(first, Curve):
+        seconds = zip(*([seconds for _, seconds in each.points] for each in found), strict=True)
+        return Curve(tuple((size, median(each)) for (size, _), each in zip(first.points, seconds, strict=True)))
+    return median(found)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cold(work: Callable[[int], object], tensors: int) -> float:
+    """Seconds of one of so many runs, each on tensors of its own: what a step reads comes from memory, not from cache."""
+    return typical(lambda: [work(at) for at in range(tensors)]) / tensors
+
+
+def _pool(nbytes: int, most: int) -> int:
+    return max(2, min(16, most // nbytes))
+
+
+def products() -> dict[str, Curve]:
+    """Seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
+    curves = {}
+    for dtype in DTYPES:
+        points = []
+        for width in WIDTHS:
+            count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
+            xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
+            ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
+            taken = _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i].t()), count)  # type: ignore[misc]
+            taken += _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i]), count)  # type: ignore[misc]
+            taken += _cold(lambda i, xs=xs: torch.mm(xs[i].t(), xs[i - 1]), count)  # type: ignore[misc]
+            points.append((2.0 * TOKENS * width * width, taken / 3))
+        curves[name_of(dtype)] = Curve(tuple(points))
+    return curves
+
+
+def thin() -> dict[str, Curve]:
+    """Seconds of an adapter's products x·Aᵀ, t·Bᵀ and tᵀ·y, their mean, by FLOPs of one."""
+    curves = {}
+    for dtype in DTYPES:
+        points = []
+        for width in THIN_WIDTHS:
+            x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
+            a = torch.ones(RANK, width, dtype=dtype)
+            pairs = ((x, a.t()), (t, a), (t.t(), x))
+            taken = sum(typical(partial(torch.mm, *pair)) for pair in pairs)
+            points.append((2.0 * TOKENS * width * RANK, taken / 3))
+        curves[name_of(dtype)] = Curve(tuple(points))
+    return curves
+
+
+def passes() -> dict[str, Curve]:
+    """Seconds of element-wise operations with an output of their own, by bytes read and written: two products for each of the
+    dearer kind (an activation)."""
+    torch.ones(31 << 18)  # once freed, the allocator keeps blocks of that size, as it does in a run
+    curves = {}
+    for dtype in DTYPES:
+        points = []
+        for nbytes in PASS_BYTES:
+            count = _pool(nbytes, PASSED_BYTES)
+            xs = [torch.ones(nbytes // dtype.itemsize, dtype=dtype) for _ in range(count)]
+            cheap = _cold(lambda i, xs=xs: torch.mul(xs[i], xs[i - 1]), count) / 3  # type: ignore[misc]
+            dear = _cold(lambda i, xs=xs: torch.nn.functional.silu(xs[i]), count) / 2  # type: ignore[misc]
+            points.append((float(nbytes), (2 * cheap + dear) / 3))
+        curves[name_of(dtype)] = Curve(tuple(points))
+    curves["in place"] = Curve(tuple((float(nbytes), _in_place(nbytes)) for nbytes in PASS_BYTES))
+    return curves
+
+
+def _in_place(nbytes: int) -> float:
+    """Seconds of an operation that reads and writes so many bytes of a float32 tensor where they are: the mean of a difference
+    by rows and an exponential, as in a softmax."""
+    rows = torch.zeros(max(nbytes // (1 << 16), 1), min(nbytes, 1 << 16) // 8)
+    most = torch.ones(len(rows), 1)  # of exp(x − 1) the values stay what they are: between 0 and 1
+    return typical(lambda: rows.sub_(most).exp_()) / 2
+
+
+def attention() -> dict[str, float]:
+    """FLOP/s of fused attention, forward and backward together."""
+    rates = {}
+    for dtype in DTYPES:
+        q = torch.ones(2, 8, 256, 64, dtype=dtype).requires_grad_()
+
+        def run(q: torch.Tensor = q) -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            torch.autograd.grad(out, q, torch.ones_like(out))
+
+        rates[name_of(dtype)] = 3.5 * 4 * 2 * 8 * 256 * 256 * 64 / typical(run, seconds=0.1)
+    return rates
+
+
+def updates() -> dict[str, float]:
+    """Elements a second of each update rule and of the gradients' norm; of a 16-bit parameter's float32 pieces, made and
+    written back rounded to nearest ("lift") or stochastically ("round")."""
+    from blockwalk.numerics.noise.key import NoiseKey
+    from blockwalk.numerics.noise.noise import stochastic_round
+    from blockwalk.numerics.updates import UPDATE_CHUNK, global_norm, make_rule
+    from blockwalk.plan.sizes import UPDATE_ELEMENTS
+
+    param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
+    rates = {"norm": UPDATED / typical(lambda: global_norm([grad]))}
+    for name in RULES:
+        rule = make_rule(OptimizerSettings(name=name))
+        state = {key: torch.zeros(UPDATED) for key in rule.states}
+        taken = typical(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
+        rates[name] = UPDATED / taken
+    master = param.to(torch.bfloat16)
+    key = NoiseKey(0, 1, 0, "doctor", "rounding")
+
+    def through(size: int, write: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+        pieces = master.view(-1, size)
+        return UPDATED / typical(lambda: [write(param[:size].copy_(piece), piece) for piece in pieces])
+
+    rates["lift"] = through(UPDATE_CHUNK, lambda exact, piece: piece.copy_(exact))
+    rates["round"] = through(UPDATE_ELEMENTS["cpu"], lambda exact, piece: stochastic_round(exact, piece, key))
+    return rates
+
+
+def fresh_bandwidth() -> float:
+    """Bytes/s at which memory just given by the system is first written."""
+    size = 32 << 20
+
+    def touch() -> None:
+        with mmap.mmap(-1, size) as fresh:
+            torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
+
+    return size / typical(touch, seconds=0.2)

@@ -1,0 +1,1 @@
+"""The state that a walk works on, bound to its tiers."""

@@ -1,0 +1,347 @@
+"""The trainables of a zeroth-order run: each unit's bucket, resident on the device or on a tier that it is fetched from.
+
+Every bucket knows the step that it is up to date with. What brings it further is the estimator's; this moves bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockwalk.engine.cells import STATE, Cell, Cells, Initial, cells_of, fill, trainable_spec
+from blockwalk.engine.sections import Cut, Lent, Sections, Together
+from blockwalk.engine.slots import Slots
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.placement import Codec, Tier
+from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
+from blockwalk.tiers.block_store.writable import WritableStore
+from blockwalk.tiers.block_store.writer import plan_units
+from blockwalk.tiers.host import HostTier, Staged
+from blockwalk.tiers.protocols import SliceGroup, UnitTier
+
+PREFIX = "bucket\0"
+"""Before a unit's name in a state dict."""
+
+
+class Buckets:
+    """Where trainables and the states beside them live, and how they come to the device.
+
+    Args:
+        model: the model; its trainables are what is kept here.
+        codec: of the quantizable trainables (a plain dtype: of all).
+        states: the codec of each state kept beside a trainable, and the value that it begins with.
+        initial: (source, parameters in memory): where trainables come from at the start.
+        tier: where the streamed units are between their turns.
+        streamed: the units that visit slots; the others stay on the device.
+        slots: device buffers for streamed units.
+        device: where blocks compute.
+        path: the writable store of the disk tier. One that is there already is taken up where it stands.
+        group: the ranks that hold the streamed buckets together, each a section; None: this process holds all of them.
+        keep: leave that store on the disk when this is closed; only then can a state be saved without it.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        *,
+        codec: Codec,
+        states: Mapping[str, tuple[Codec, float]],
+        initial: tuple[Any, Mapping[str, torch.Tensor]],
+        tier: Tier,
+        streamed: frozenset[int],
+        slots: int,
+        device: torch.device,
+        path: Path,
+        keep: bool,
+        group: SliceGroup | None = None,
+    ) -> None:
+        self._group = group = group if group is not None and group.slices > 1 else None
+        self._keep = keep
+        spec, written_as = trainable_spec(model, codec, {name: codec for name, (codec, _) in states.items()})
+        source = Initial(spec, *initial, {name: begin for name, (_, begin) in states.items()})
+        self.streamed, self.device = streamed, device
+        self.units = plan_units(source, spec, written_as, group_size=32)
+        """As one process would hold them."""
+        self._sections = {n: Sections(self.units[n], group.slices) for n in streamed} if group is not None else {}
+        self.home: dict[str, int] = {
+            param.name: number for number, unit in enumerate(model.units) for param in unit.params if param.trainable
+        }
+        """The unit of each trainable."""
+        self.tier: UnitTier | None = None
+        self._durable: WritableStore | None = None
+        self._resident: dict[int, torch.Tensor] = {}
+        self._steps = [0] * len(self.units)
+        self._slot_of: dict[int, int] = {}
+        largest = max(map(self._room, streamed), default=0)
+        if tier is Tier.DISK:
+            self._open_disk(path, source, spec, written_as, largest)
+        else:
+            self._fill(source)
+        self.slots = Slots(slots if largest else 0, largest, device)
+        self._cells = {unit: cells_of(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
+
+    @property
+    def _place(self) -> int:
+        return 0 if self._group is None else self._group.place
+
+    def _room(self, unit: int) -> int:
+        """Bytes of a slot that a unit takes."""
+        return self._sections[unit].room if self.sliced(unit) else self.units[unit].nbytes
+
+    def _fill(self, source: Initial) -> None:
+        sizes = [(s.nbytes if (s := self._sections.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
+        host = HostTier([size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device)
+        cut = Cut(source, self.units, self._sections, self._place)
+        for number, unit in enumerate(self.units):
+            if self.sliced(number):
+                host.bucket(number).copy_(cut.section(number))
+                continue
+            into_P = host.bucket(number) if number in self.streamed else torch.zeros(unit.nbytes, dtype=torch.uint8)
+            cut.units[number] = fill(unit, source, into_P)
+            if number not in self.streamed:
+                self._resident[number] = into_P.to(self.device)
+        self.units, self.tier = tuple(cut.units), host
+
+    def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
+        if self._group is None:
+            store = WritableStore(path) if path.exists() else WritableStore.create(path, source, spec, codec)
+            self.units = store.units[: len(self.units)]
+        else:
+            path = path.with_name(f"{path.name}-{self._place}-of-{self._group.slices}")
+            cut, found = Cut(source, self.units, self._sections, self._place), path.exists()
+            store = WritableStore(path) if found else WritableStore.create(path, cut, cut.spec(spec), codec)
+            for number in range(len(self.units)):
+                if self.sliced(number) and found:
+                    cut.section(number)  # for its checksums
+                elif not self.sliced(number):
+                    cut.units[number] = store.units[number]
+            self.units = tuple(cut.units)
+        self._durable, self.tier = store, store
+        if self.device.type == "cuda":
+            self.tier = Staged(store, largest, self.device)
+        for number, unit in enumerate(self.units):
+            if number not in self.streamed:
+                bytes_P = torch.empty(unit.nbytes, dtype=torch.uint8)
+                self._steps[number] = store.read_unit(number, bytes_P)
+                self._resident[number] = bytes_P.to(self.device)
+
+    @property
+    def checksum(self) -> str:
+        """Of the trainables as they began."""
+        return checksum(self.units)
+
+    # ---- moving -----------------------------------------------------------------------------------------------------
+
+    def fetch(self, unit: int, slot: int) -> None:
+        """Bring a streamed unit, or this process's section of it, into a slot."""
+        assert self.tier is not None
+        self.slots.await_vacant(slot)
+        self._slot_of[unit] = slot
+        self._steps[unit] = self.tier.read_unit(unit, self._section(unit))
+
+    def store(self, unit: int) -> None:
+        """Write a streamed unit, or this process's section of it, back from its slot."""
+        assert self.tier is not None
+        self.tier.write_unit(unit, self._section(unit), self._steps[unit])
+
+    def gather(self, unit: int) -> None:
+        """Complete a unit of which every rank's section is in its slot."""
+        assert self._group is not None
+        sections, slot_P = self._sections[unit], self._in_slot(unit)
+        self._group.gather_(sections.lend(slot_P, self._place))
+        sections.assemble(slot_P)
+
+    def _in_slot(self, unit: int) -> torch.Tensor:
+        return self.slots.view(self._slot_of[unit], self._room(unit))
+
+    def _section(self, unit: int) -> torch.Tensor:
+        """What this process fetches and stores of a unit, in its slot."""
+        slot_P = self._in_slot(unit)
+        return self._sections[unit].section(slot_P, self._place) if self.sliced(unit) else slot_P
+
+    def vacate(self, slot: int) -> None:
+        """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
+        if self.slots.count:
+            self.slots.vacate(slot)
+
+    def settle(self) -> None:
+        """Write the resident units to the disk tier, where that is the run's."""
+        if self._durable is None:
+            return
+        for unit, bytes_P in self._resident.items():
+            if bytes_P.numel() and self._durable.step(unit) < self._steps[unit]:
+                self._durable.write_unit(unit, bytes_P.cpu(), self._steps[unit])
+
+    # ---- what is there ----------------------------------------------------------------------------------------------
+
+    def cells(self, unit: int) -> Cells:
+        """A unit's trainables where they lie on the device: resident, or in the slot that it was fetched into."""
+        if unit in self._cells:
+            return self._cells[unit]
+        return cells_of(self._sections[unit].bucket if self.sliced(unit) else self.units[unit], self._in_slot(unit))
+
+    def sliced(self, unit: int) -> bool:
+        """Whether this process holds a section of the unit's bucket alone."""
+        return unit in self._sections
+
+    def pieces(self, unit: int, largest: int) -> Iterator[tuple[str, dict[str, Cell]]]:
+        """This process's section of a unit in its slot: pieces of its parameters and their states, of at most ``largest``
+        elements."""
+        return self._sections[unit].updates(self._section(unit), self._place, largest)
+
+    def step(self, unit: int) -> int:
+        """The step that the copy on the device is up to date with."""
+        return self._steps[unit]
+
+    def stored_step(self, unit: int) -> int:
+        """The step that a unit is up to date with where it stays between its turns."""
+        if unit not in self.streamed:
+            return self._steps[unit]
+        assert self.tier is not None
+        return self.tier.step(unit)
+
+    def advance(self, unit: int, step: int) -> None:
+        """Say that the copy on the device was brought up to date with ``step``."""
+        self._steps[unit] = step
+
+    # ---- what outlives a run ----------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor | Weight]:
+        """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. What
+        ranks hold together comes when its rows are read: the others then :meth:`lend`, or read the same."""
+        out: dict[str, torch.Tensor | Weight] = {}
+        together = Together(self._whole)
+        for number, unit in enumerate(self.units):
+            names = [param.name for param in unit.params if STATE not in param.name]
+            if self.sliced(number):
+                out |= {p.name: self._lent(together, number, p) for p in unit.params if STATE not in p.name}
+            elif self._durable is not None and number in self.streamed:
+                stored = BlockStore(self._durable.path)
+                out |= stored.weights(names)
+                stored.close()  # its maps live as long as what was taken from them
+            else:
+                bytes_P = self._resident[number] if number in self._resident else self._held()[number]
+                out |= {name: states[""].value for name, states in cells_of(unit, bytes_P).items()}
+        return out
+
+    def _lent(self, together: Together, number: int, param: StoredParam) -> Any:
+        def value(whole_P: torch.Tensor) -> torch.Tensor | Weight:
+            return cells_of(self.units[number], whole_P)[param.name][""].value
+
+        return Lent(together, number, param.shape, param.decoded_dtype(), value)
+
+    def lend(self) -> None:
+        """Bring this process's sections to a rank that reads :meth:`weights` or :meth:`state_dict`, in its order."""
+        for number in sorted(self._sections):
+            self._whole(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. What ranks hold together
+        comes as in :meth:`weights`.
+
+        Raises:
+            ValueError: the weights are in a store on the disk that goes when the run ends.
+        """
+        if self._durable is not None and not self._keep:
+            raise ValueError("weights on the disk tier are saved by the run's ledger: give the walker one (ledger=...)")
+        out: dict[str, Any] = {}
+        together = Together(self._whole)
+        for number, bytes_P in sorted(self._held().items()):
+            name, nbytes = PREFIX + self.units[number].name, self.units[number].nbytes
+            whole = Lent(together, number, (nbytes,), torch.uint8, lambda whole_P: whole_P)
+            out[name] = whole if self.sliced(number) else bytes_P
+        out["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
+        return out
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave. Raises ValueError where it does not fit."""
+        held = {PREFIX + self.units[number].name: (number, bytes_P) for number, bytes_P in self._held().items()}
+        found = {name for name in state if name.startswith(PREFIX)}
+        if different := sorted(held.keys() ^ found):
+            raise ValueError(f"the saved state does not fit this model and plan; it differs in {different[:5]}")
+        for name, (number, bytes_P) in held.items():
+            unit, saved_P = self.units[number], state[name]
+            if saved_P.shape != (unit.nbytes,):
+                raise ValueError(
+                    f"{unit.name} has {saved_P.numel()} bytes in the saved state and {unit.nbytes} here: model, codec or rule"
+                    " differ"
+                )
+            bytes_P.copy_(self._sections[number].cut(saved_P, self._place) if self.sliced(number) else saved_P)
+            step = int(state["bucket_steps"][number])
+            if number in self.streamed:
+                assert isinstance(self.tier, HostTier)
+                self.tier.set_step(number, step)
+            else:
+                self._steps[number] = step
+
+    def _held(self) -> dict[int, torch.Tensor]:
+        held = {} if self._durable is not None else dict(self._resident)
+        if isinstance(self.tier, HostTier):
+            held |= {unit: self.tier.bucket(unit) for unit in self.streamed}
+        return {number: bytes_P for number, bytes_P in held.items() if bytes_P.numel()}
+
+    def _whole(self, unit: int) -> torch.Tensor:
+        """A unit of sections as one process would hold it: a copy, brought by all ranks together."""
+        assert self._group is not None
+        sections = self._sections[unit]
+        side_by_side_P = torch.empty(sections.count * sections.nbytes, dtype=torch.uint8, device=self.device)
+        side_by_side_P.chunk(sections.count)[self._place].copy_(self._between_turns(unit))
+        self._group.gather_(side_by_side_P)
+        return sections.join(side_by_side_P.cpu())
+
+    def _between_turns(self, unit: int) -> torch.Tensor:
+        """What this process holds of a unit where it stays between its turns: itself, or read from the disk."""
+        if unit in self._resident:
+            return self._resident[unit]
+        if isinstance(self.tier, HostTier):
+            return self.tier.bucket(unit)
+        assert self._durable is not None
+        bytes_P = torch.empty(self._durable.units[unit].nbytes, dtype=torch.uint8)
+        self._durable.read_unit(unit, bytes_P)
+        return bytes_P
+
+    def sums(self) -> tuple[dict[str, int], dict[str, int]]:
+        """A checksum of each unit where it stays between its turns: of those held whole, and of the slices of the others.
+        Nothing may be in flight."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        whole: dict[str, int] = {}
+        slices: dict[str, int] = {}
+        for number, unit in enumerate(self.units):
+            if not unit.nbytes:
+                continue
+            (slices if self.sliced(number) else whole)[unit.name] = word_sum(self._between_turns(number))
+        return whole, slices
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+        if self._durable is not None and not self._keep:
+            shutil.rmtree(self._durable.path)
+
+
+def word_sum(bytes_P: torch.Tensor) -> int:
+    """A checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always shows."""
+    words_N, total, some = bytes_P.view(torch.int64), 0, 1 << 20
+    for first in range(0, len(words_N), some):
+        part_N = words_N[first : first + some]
+        odd_N = torch.arange(2 * first + 1, 2 * (first + len(part_N)) + 1, 2, device=bytes_P.device)
+        total += int((part_N * odd_N).sum())
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def checksum(units: Sequence[StoredUnit]) -> str:
+    """Of trainables as they were encoded: what a ledger's entries build on."""
+    facts = [
+        (param.name, str(param.codec), list(param.shape), param.dtype, param.crc32)
+        for unit in units
+        for param in unit.params
+    ]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

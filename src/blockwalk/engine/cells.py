@@ -1,0 +1,217 @@
+"""Encoded tensors where they lie in a bucket, with the states beside them, and how they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.placement import Codec
+
+if TYPE_CHECKING:
+    from blockwalk.numerics.codecs.weights import Weight
+    from blockwalk.numerics.noise.key import NoiseKey
+    from blockwalk.numerics.scratch import LossScratch
+    from blockwalk.tiers.block_store.store import StoredUnit
+    from blockwalk.tiers.protocols import WeightSource
+
+
+FILL_ELEMENTS = 1 << 20
+"""Elements of a parameter that are encoded at a time."""
+
+STATE = "\0"
+"""Between a parameter's name and that of a state kept beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One encoded tensor where it lies now: ``bytes_P`` is a view of its bytes in a bucket, on any device."""
+
+    layout: Layout
+    bytes_P: torch.Tensor
+    origin: int = 0
+    """Of its first element in the parameter that it is a piece of."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements are numbers as they stand, without scales."""
+        return not self.layout.groups
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements themselves, in the parameter's shape: dense codecs only. Writing to it writes the parameter."""
+        assert self.dense
+        return self.layout.codes(self.bytes_P).view(self.layout.shape)
+
+    @property
+    def value(self) -> torch.Tensor | Weight:
+        """The elements as they lie there: a tensor in the parameter's shape, or a matrix that is decoded when read; what
+        has another number of dimensions (a layer's experts) is decoded afresh."""
+        if self.dense:
+            return self.tensor
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        if len(self.layout.shape) == 2:
+            return EncodedWeight(self.bytes_P, self.layout, dtype)
+        out = torch.empty(self.layout.shape, dtype=dtype, device=self.bytes_P.device)
+        codecs.decode_rows(
+            self.bytes_P, self.layout, 0, self.layout.rows, out.view(self.layout.rows, self.layout.columns)
+        )
+        return out
+
+    def load(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
+        """Rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
+        if self.dense and self.layout.code_dtype == torch.float32:
+            return self.layout.codes(self.bytes_P)[first:last]
+        out = scratch.take(name, last - first, self.layout.columns, like=self.bytes_P, dtype=torch.float32)
+        return codecs.decode_rows(self.bytes_P, self.layout, first, last, out)
+
+    def save(self, first: int, rows_RD: torch.Tensor, rounding: NoiseKey | None) -> None:
+        """Encode what :meth:`load` gave; nothing to do where those were the elements themselves."""
+        if self.dense and self.layout.code_dtype == torch.float32:
+            return
+        codecs.encode_rows(
+            rows_RD, self.bytes_P, self.layout, first, rounding=rounding, origin=self.origin, check=False
+        )
+
+    def rows(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
+        """Rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
+        if self.dense:
+            return self.layout.codes(self.bytes_P)[first:last]
+        out = scratch.take(name, last - first, self.layout.columns, like=self.bytes_P, dtype=torch.float32)
+        return codecs.decode_rows(self.bytes_P, self.layout, first, last, out)
+
+    def columns(self, first: int, last: int, scratch: LossScratch, name: str) -> torch.Tensor:
+        """Columns ``first:last`` to be read, like :meth:`rows`."""
+        if self.dense:
+            return self.layout.codes(self.bytes_P)[:, first:last]
+        out = scratch.take(name, self.layout.rows, last - first, like=self.bytes_P, dtype=torch.float32)
+        return codecs.decode_rows(self.bytes_P, self.layout, 0, self.layout.rows, out, columns=(first, last))
+
+    def gather(self, index_n: torch.Tensor) -> torch.Tensor:
+        """The rows named, freshly allocated, in the elements' own dtype or decoded to float32."""
+        if self.dense:
+            return self.layout.codes(self.bytes_P)[index_n]
+        shape = (len(index_n), self.layout.columns)
+        out = torch.empty(shape, dtype=torch.float32, device=self.bytes_P.device)
+        return codecs.gather_rows(self.bytes_P, self.layout, index_n, out)
+
+
+Cells = dict[str, dict[str, Cell]]
+"""By canonical parameter name, then by state; the parameter itself is the state ``""``."""
+
+
+def cells_of(unit: StoredUnit, bytes_P: torch.Tensor, group_size: int = 32) -> Cells:
+    """What a bucket holds: views of its bytes (uint8 [nbytes] or longer)."""
+    cells: Cells = {}
+    for param in unit.params:
+        name, _, state = param.name.partition(STATE)
+        part_P = bytes_P[param.offset : param.offset + param.nbytes]
+        cells.setdefault(name, {})[state] = Cell(param.layout(group_size), part_P)
+    return cells
+
+
+def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) -> tuple[ModelSpec, Codec]:
+    """The trainables alone, states beside them, as a model of its own; and the codec that its quantizable ones take.
+
+    A plain codec is written into each parameter's dtype, so that the states keep theirs.
+    """
+    plain = codec.facts.dtype
+
+    def expand(unit: UnitSpec) -> UnitSpec:
+        params: list[ParamSpec] = []
+        for p in unit.params:
+            if p.trainable:
+                params.append(replace(p, dtype=plain or p.dtype))
+                params += [
+                    ParamSpec(f"{p.name}{STATE}{state}", p.shape, written_as.dtype_of("float32"))
+                    for state, written_as in states.items()
+                ]
+        return replace(unit, params=tuple(params))
+
+    prologue, *blocks, epilogue = (expand(unit) for unit in model.units)
+    spec = replace(model, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue, tied=())
+    return spec, Codec.RAW if plain else codec
+
+
+class Initial:
+    """Where buckets come from at the start: the model's weights, and for states what they begin as (a WeightSource)."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: WeightSource | None,
+        held: Mapping[str, torch.Tensor],
+        begin: Mapping[str, float],
+    ) -> None:
+        """``held`` are parameters that are in memory already; ``begin`` is the value that each state is filled with."""
+        self._specs = {param.name: param for param in spec.params()}
+        self._source, self._held, self._begin = source, held, begin
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._specs)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._specs[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._specs[name].dtype)
+        return dtype
+
+    def stored_nbytes(self, name: str) -> int:
+        return self._specs[name].nbytes
+
+    def in_place(self, name: str) -> bool:
+        return False
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        out: dict[str, torch.Tensor | Weight] = {}
+        for name in names:
+            _, _, state = name.partition(STATE)
+            if state:
+                out[name] = torch.tensor(self._begin[state]).expand(self.shape(name))
+            elif name in self._held:
+                out[name] = self._held[name].detach()
+            else:
+                assert self._source is not None, f"{name} has no source"
+                out |= self._source.weights([name])
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        weight = self.weights([name])[name]
+        out.copy_(weight if isinstance(weight, torch.Tensor) else weight.rows(0, weight.shape[0]))
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        return 0
+
+    def release(self, names: Iterable[str]) -> None:
+        mapped = [name for name in names if STATE not in name and name not in self._held]
+        if self._source is not None and mapped:
+            self._source.release(mapped)
+
+    def close(self) -> None:
+        """The source is its owner's to close."""
+
+
+def fill(unit: StoredUnit, source: WeightSource, out_P: torch.Tensor, group_size: int = 32) -> StoredUnit:
+    """Encode a unit's parameters from ``source`` into ``out_P`` (CPU uint8); returns the unit with their checksums."""
+    from blockwalk.tiers.block_store.store import crc32
+
+    filled = []
+    for param in unit.params:
+        part_P = out_P[param.offset : param.offset + param.nbytes]
+        layout, weight = param.layout(group_size), source.weights([param.name])[param.name]
+        some = max(1, FILL_ELEMENTS // max(1, layout.columns))
+        rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, torch.Tensor) else weight
+        for first in range(0, layout.rows, some):
+            last = min(first + some, layout.rows)
+            some_RD = rows_RD[first:last] if isinstance(rows_RD, torch.Tensor) else rows_RD.rows(first, last)
+            codecs.encode_rows(some_RD, part_P, layout, first, name=param.name)
+        source.release([param.name])
+        filled.append(replace(param, crc32=crc32(part_P)))
+    return replace(unit, params=tuple(filled))

@@ -1,0 +1,220 @@
+"""From what a user names as the model to modules and a source of their weights: a block store or a checkpoint folder as it
+is, one that is packed first, or a model in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from blockwalk.cutting.skeleton import stays_float32
+from blockwalk.plan.choices import Estimator
+from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.program.residency import computes_in
+from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from blockwalk.tiers.model_folder.identity import weights_digest
+
+if TYPE_CHECKING:
+    from blockwalk.cutting.skeleton import Skeleton
+    from blockwalk.tiers.protocols import WeightSource
+
+
+log = logging.getLogger(__name__)
+
+
+def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSource:
+    """The weights of the model at ``path`` in the codec that a plan asks for.
+
+    A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for int4, int8 and
+    fp8 it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. What is
+    packed there of a model of the same name goes when its weights are other ones. ``model`` is the skeleton.
+
+    Raises:
+        ValueError: the folder holds no weights that fit, or a store in another codec.
+    """
+    if is_store(path):
+        store = BlockStore(path)
+        if codec not in (Codec.RAW, store.index.codec):
+            raise ValueError(
+                f"{path} is packed in {store.index.codec}, and the plan asks for {codec}; set frozen to"
+                f" 'disk × {store.index.codec}', or pack the original checkpoint again with --codec {codec}"
+            )
+        return store
+    if not codec.encoded:
+        return CheckpointFolder(path, model)
+    return BlockStore(packed(path, codec, model, workdir))
+
+
+def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: Any) -> None:
+    """Raise ValueError where all parameters are trained, for want of adapters, and would start from rounded values."""
+    where, codec = f"frozen: {plan.frozen}", plan.frozen.codec
+    if isinstance(model, nn.Module):
+        codec = Codec.RAW if plan.frozen.tier is Tier.DEVICE else codec  # they stay as they are in memory
+    elif is_store(model):
+        where, codec = os.fspath(model), read_index(model).codec
+    if lora is None and not hasattr(model, "peft_config") and codec.encoded:
+        raise ValueError(
+            f"{where} keeps weights in {codec}, and without adapters every weight is trained: it would start from rounded"
+            " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
+        )
+
+
+def require_weights(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError where a folder's weights do not fit its configuration's model: by names, shapes and dtypes alone."""
+    from blockwalk.cutting.skeleton import build_skeleton
+
+    source = BlockStore(path) if is_store(path) else CheckpointFolder(path, build_skeleton(path).model)
+    source.close()
+
+
+def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
+    """The block store of a checkpoint folder in one of ``workdirs``, made in the last where none has it.
+
+    Raises:
+        ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too full.
+    """
+    source = CheckpointFolder(path, model)
+    name = f"{path.resolve().name}-{codec}"
+    stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
+    try:
+        with _alone(workdirs[-1]):
+            if (there := next(filter(_is_undamaged, stores), None)) is not None:
+                return there
+            log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
+            from blockwalk.cutting.verify import certified
+            from blockwalk.tiers.block_store.writer import write_store
+
+            for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
+                shutil.rmtree(other)
+            write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
+            return stores[-1]
+    finally:
+        source.close()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The time in which no other process packs into a folder. The first of the ranks that share it packs, and the others wait
+    for as long as that one lives; where it dies, the kernel lets the next one go on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".packing").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            log.info("another process packs into %s: waiting for it", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_undamaged(packed: Path) -> bool:
+    """Whether a store is there with the bytes that were packed, all of which are read."""
+    if not is_store(packed):
+        return False
+    try:
+        store = BlockStore(packed)
+        try:
+            store.verify()
+        finally:
+            store.close()
+    except ValueError as error:
+        log.warning("%s", error)
+        return False
+    return True
+
+
+def open_model(
+    model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path, packs: Path
+) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
+    """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype.
+
+    Raises:
+        ValueError: the folder holds no weights that fit the plan.
+    """
+    from blockwalk.cutting.adapters import adapt_alike, base_tensors
+    from blockwalk.cutting.skeleton import build_skeleton, load_config
+
+    path, cls = Path(workdir / "in-memory" if isinstance(model, nn.Module) else model), None
+    tensors: dict[str, torch.Tensor] = {}
+    if isinstance(model, nn.Module):
+        dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
+        if plan.frozen.tier is Tier.DEVICE:
+            # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
+            if plan.estimator is Estimator.BACKPROP and not plan.sharded:
+                base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+                for name, param in model.named_parameters():  # not the buffers: rotary frequencies stay in float32
+                    if param.is_floating_point():
+                        exact = "lora_" not in name and stays_float32(base, dtype, name)
+                        param.data = param.data.to(torch.float32 if exact else dtype)
+            return model, None, dtype
+        from blockwalk.tiers.model_folder.safetensors import save_model
+
+        base, tensors = base_tensors(model)
+        config, cls = base.config, type(base)
+        shutil.rmtree(path, ignore_errors=True)  # another model's: whoever has its files mapped keeps them
+        save_model(path, base, tensors)  # transformers' own writes on rank 0 alone
+    else:
+        config = load_config(path)
+        stored = config.dtype or torch.float32
+        dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
+    skeleton = build_skeleton(config, dtype, cls)
+    source = open_source(path, plan.frozen.codec, skeleton.model, packs)
+    _fill_buffers(skeleton, source)
+    trained = {name: tensor.requires_grad for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if lost := sorted(trained.keys() - source.names()):
+        raise ValueError(
+            f"{type(skeleton.model).__name__} makes no {lost[0]} from its configuration, which the model in memory has; set"
+            " frozen: device, which walks the model itself"
+        )
+    for name, requires_grad in trained.items():
+        skeleton.model.get_parameter(name).requires_grad_(requires_grad)
+    if not hasattr(model, "peft_config"):
+        return skeleton.model, source, dtype
+    return adapt_alike(skeleton.model, model), source, dtype
+
+
+def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
+    """Give a skeleton's persistent buffers the values of ``source``, in the dtype that ``from_pretrained`` loads each in.
+
+    Raises:
+        ValueError: the source lacks a buffer, or has it in another shape. One that transformers lets a checkpoint leave out
+            keeps the value that the constructor gave it.
+    """
+    from blockwalk.tiers.model_folder.conversion import optional
+
+    model: Any = skeleton.model
+    known, done = set(source.names()), set()
+    for name in skeleton.persistent_buffers:
+        buffer = model.get_buffer(name)
+        if id(buffer) in done or (name not in known and optional(model, name)):
+            continue
+        found = source.shape(name) if name in known else "absent"
+        if found != tuple(buffer.shape):
+            raise ValueError(
+                f"the buffer {name} is {tuple(buffer.shape)} in {type(model).__name__} and {found} in its files"
+            )
+        done.add(id(buffer))  # two modules may share one
+        dtype = torch.float32 if stays_float32(model, model.dtype, name) else buffer.dtype
+        value = source.weights([name])[name]
+        assert isinstance(value, torch.Tensor), f"{name} is encoded"
+        buffer.data = value.to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+
+
+def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, computes_in(plan, str(stored).removeprefix("torch.")))
+    if dtype != stored and plan.compute_dtype == "auto":
+        log.warning(
+            "the model is stored in float16, where gradients vanish, and computes in bfloat16 (compute_dtype: float32 is"
+            " exact, and takes twice the memory)"
+        )
+    return dtype

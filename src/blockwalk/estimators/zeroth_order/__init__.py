@@ -1,0 +1,1 @@
+"""Zeroth order: directions from forward passes alone."""

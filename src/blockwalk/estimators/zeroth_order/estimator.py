@@ -1,0 +1,402 @@
+"""Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE, UPDATE and PERTURB of a program.
+
+While a unit is on the device, all forwards of the step run through it: two for each query of two-point SPSA (MeZO), one and
+the unperturbed one for FZOO, two and the unperturbed one for HiZOO. Weights are perturbed as they are read
+(:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`), never the master. EXCHANGE makes the step's
+:class:`~blockwalk.checkpoints.ledger.Entry` from the losses; UPDATE applies the entries that a unit has not seen, whenever
+the program says so.
+
+    spsa    gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε                    Malladi et al. (NeurIPS 2023), algorithms 1 and 2
+    fzoo    gᵢ = (L(θ + ε·uᵢ) − L(θ)) / σ, σ their standard deviation  Dang et al. (2025), as in their code
+    hizoo   gᵢ as spsa along zᵢ/√H, and hᵢ = |l₊ + l₋ − 2l₀| / 2ε²     Zhao et al. (ICLR 2025), algorithm 1
+
+Losses and what is made of them are float64 (with ``noise: mezo`` the losses' own dtype, as the original has it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from blockwalk.checkpoints.ledger import Entry
+from blockwalk.data.batching import LabelWordBatch, row_losses
+from blockwalk.engine.cells import STATE
+from blockwalk.engine.engine import Engine
+from blockwalk.estimators.head import Matrix, Vector, factors, next_logits
+from blockwalk.estimators.zeroth_order import mezo_original
+from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
+from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
+from blockwalk.estimators.zeroth_order.step import AT_REST, IGNORE, Batch, Step, passes_of, scalars_of
+from blockwalk.estimators.zeroth_order.updates import HESSIAN, ZerothOrderRule, apply_entries_, reserve
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.scratch import LossScratch
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.placement import Tier
+from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.program.program import Op, OpKind
+from blockwalk.ranks.shared_forwards import Ranks
+
+
+class ZerothOrder:
+    """Answers the compute ops of a zeroth-order program.
+
+    Args:
+        engine: the cut model and its buckets.
+        objective: a function of logits and batch that is minimised instead of the loss.
+        ranks: those that share a step's forwards and its batch; this process alone unless given.
+    """
+
+    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
+        self.engine, self.function = engine, objective
+        self.ranks = ranks or Ranks(MeshSettings())
+        self.plan = engine.plan
+        self.rule = ZerothOrderRule.of(self.plan)
+        self.entries: list[Entry] = []
+        """Steps done, oldest first: what pending updates are read from."""
+        self.entries_after = 0
+        """The step that the first of them follows."""
+        self.record: Callable[[Entry], None] = self.entries.append
+        """Called with each step's entry before any weight changes; the step counts when it returns."""
+        self.scratch = LossScratch()
+        self.slice_scratch = LossScratch()
+        """Of updates to slices, which run beside the forwards."""
+        self.loss_scratch = LossScratch()
+        self.state: Step | None = None
+        self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
+        self._in_place = self._resident_parameters() if self.plan.zo.noise == "mezo" else {}
+        if not self._in_place:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Make what updates work in now: the first one comes with the second step, where nothing is to be allocated."""
+        buckets = self.engine.buckets
+        for number, unit in enumerate(buckets.units):
+            scratch = self.slice_scratch if buckets.sliced(number) else self.scratch
+            for param in unit.params:
+                reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
+
+    def _resident_parameters(self) -> dict[str, torch.Tensor]:
+        """All trainables in the order of ``named_parameters()``, for the original's draws; bound for good."""
+        buckets = self.engine.buckets
+        return {n: buckets.cells(buckets.home[n])[n][""].tensor for n in mezo_original.order_of(self.engine.cut)}
+
+    def seed_of(self, given: int | None) -> int:
+        """A step's seed: the one given (0 counts), else the plan's; the original draws one from numpy for each step. Of
+        several ranks, rank 0's."""
+        if given is None and not self._in_place:
+            return self.plan.seed
+        return self.ranks.first_seed(int(np.random.randint(1000000000)) if given is None else given)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        batches: Sequence[Batch],
+        *,
+        step: int,
+        learning_rate: float,
+        training: bool,
+        by_row: bool = False,
+        next_token: bool = False,
+        seed: int | None = None,
+        words: LabelWordBatch | None = None,
+    ) -> None:
+        """Start a step, or an evaluation, on its micro-batches.
+
+        Args:
+            batches: the parts of the global batch, on the device; of several ranks each computes on its own parts.
+            step: its number, from 1.
+            learning_rate: the step's.
+            training: perturb, and make an entry of the losses.
+            by_row: evaluation of one micro-batch: the loss of each sequence, where it would be the model's own of all.
+            next_token: likewise, the logits after the last position instead of a loss.
+            seed: of the noise; the plan's unless given.
+            words: the examples that the batches' rows are, where the objective ranks label words.
+
+        Raises:
+            ValueError: no label of the step counts towards the loss.
+        """
+        labels = [batch["labels"].to("cpu") for batch in batches]
+        counted = tuple(int((each[:, 1:] != IGNORE).sum()) for each in labels)
+        if training and not sum(counted):
+            raise ValueError(
+                "every label of this step is ignored (-100); check the data's completion or template settings"
+            )
+        ranks = training and self.plan.zo.objective != "loss" and self.function is None
+        if ranks and words is None:
+            raise ValueError(
+                f"zo.objective: {self.plan.zo.objective} ranks label words: a step needs a LabelWordBatch (data with"
+                " data.template and data.label_words), or set zo.objective: loss"
+            )
+        self.state = Step(
+            batches,
+            labels,
+            counted,
+            step,
+            seed=self.plan.seed if seed is None else seed,
+            learning_rate=learning_rate,
+            passes=passes_of(self.plan) if training else (AT_REST,),
+            training=training,
+            by_row=by_row or ranks or (self.chunked and not training),
+            next_token=next_token,
+            words=words,
+        )
+
+    def prepare(self, op: Op) -> Callable[[], None]:
+        """The work of one op."""
+        if op.kind is OpKind.UPDATE:
+            return lambda: self._update(op)
+        assert self.state is not None
+        state = self.state
+        if op.kind in (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS) and state.training:
+            passes = self.ranks.passes_of(self.ranks.rank, len(state.passes))
+            cuts = self.ranks.cuts_of(self.ranks.rank, len(state.batches))
+            if op.forward_pass >= len(passes):
+                return lambda: None  # a rank with one forward less than others
+            op = replace(op, micro_batch=cuts[op.micro_batch], forward_pass=passes[op.forward_pass])
+        work = {
+            OpKind.PROLOGUE: self._prologue,
+            OpKind.FORWARD: self._forward,
+            OpKind.LOSS: self._loss,
+            OpKind.PERTURB: self._perturb,
+            OpKind.EXCHANGE: self._exchange,
+        }[op.kind]
+        return lambda: work(op, state)
+
+    @torch.no_grad()
+    def _prologue(self, op: Op, state: Step) -> None:
+        self._bind(0, self._perturbation(op, state))
+        key = (op.micro_batch, op.forward_pass)
+        prologue = self.engine.cut.prologue(state.batches[op.micro_batch])
+        state.prologues[key], state.hidden[key] = prologue, prologue.hidden_BSD
+        self._unbind(0)
+
+    @torch.no_grad()
+    def _forward(self, op: Op, state: Step) -> None:
+        self._bind(op.unit, self._perturbation(op, state))
+        key = (op.micro_batch, op.forward_pass)
+        call = state.prologues[key].calls[op.unit - 1]
+        state.hidden[key] = self.engine.cut.forward(call, state.hidden[key])
+        self._unbind(op.unit)
+
+    @torch.no_grad()
+    def _loss(self, op: Op, state: Step) -> None:
+        m, cut = op.micro_batch, self.engine.cut
+        key, batch = (m, op.forward_pass), state.batches[m]
+        perturbation = self._perturbation(op, state)
+        self._bind(op.unit, perturbation)
+        prologue, hidden_BSD = state.prologues.pop(key), state.hidden.pop(key)
+        if state.next_token:
+            parts = (prologue, hidden_BSD, batch, *self._readers(perturbation))
+            state.logits_BV = next_logits(cut, *parts, chunked=self.chunked)
+            self._unbind(op.unit)
+            return
+        if state.training and self.function is not None:
+            value = self.function(cut.logits(prologue, hidden_BSD, batch), batch)
+        elif self.chunked:
+            normed_BSD = cut.head_input(prologue, hidden_BSD, batch)
+            value = self._chunked_loss(normed_BSD, state.labels[m], perturbation, by_row=state.by_row)
+        elif state.by_row:
+            value = row_losses(cut.logits(prologue, hidden_BSD, batch), batch["labels"])
+        else:
+            value = cut.own_loss(prologue, hidden_BSD, batch)
+        self._unbind(op.unit)
+        if state.training:
+            state.losses[key] = value
+        elif state.by_row:
+            state.row_losses_B = value.double()
+        else:  # a mean over tokens, where there are any
+            state.row_losses_B = (
+                (value * state.counted[m] if state.counted[m] else value.new_zeros(())).double().view(1)
+            )
+
+    def _chunked_loss(
+        self, normed_BSD: torch.Tensor, labels_BS: torch.Tensor, perturbation: Perturbation, *, by_row: bool
+    ) -> torch.Tensor:
+        """The summed loss, float64, of the whole micro-batch or of each sequence."""
+        head = self.engine.cut.head
+        normed_BSD, weight, bias = factors(head, normed_BSD, *self._readers(perturbation))
+        hidden_ND = normed_BSD[:, :-1].reshape(-1, normed_BSD.shape[-1])
+        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
+        result = chunked_cross_entropy(
+            hidden_ND,
+            labels_BS[:, 1:].reshape(-1),
+            weight,
+            grad_scale=None,
+            bias=bias,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            losses_N=losses_N,
+            scratch=self.loss_scratch,
+        )
+        return result.loss_sum if losses_N is None else losses_N.view(len(normed_BSD), -1).sum(1)
+
+    # ---- weights as a forward sees them -----------------------------------------------------------------------------
+
+    def _perturbation(self, op: Op, state: Step) -> Perturbation:
+        query, sign = state.passes[op.forward_pass]
+        if self._in_place:
+            sign = 0.0  # they were perturbed where they lie
+        kind = "gaussian" if self._in_place else self.rule.kind_of_noise
+        return Perturbation(state.seed, state.step, query, sign * self.plan.zo.epsilon, kind)
+
+    def _bind(self, unit: int, perturbation: Perturbation) -> None:
+        """Put a unit's trainables in their places, perturbed: matrices as they are read, the rest as copies; those of a
+        compiled block all whole, in buffers that blocks share."""
+        trainables = self.engine.trainables(unit)
+        whole = self.plan.compile and 0 < unit < self.engine.cut.epilogue_index
+        values = {
+            p.name: self._whole(i, p, perturbation) if whole else self._value(p, perturbation)
+            for i, p in enumerate(trainables)
+        }
+        self.engine.cut.bind(unit, values)
+
+    def _whole(self, place: int, param: ParamSpec, perturbation: Perturbation) -> torch.Tensor:
+        """The trainable at one place of a block, under a perturbation, in the compute dtype."""
+        weight = self._perturbed(param.name, perturbation)
+        cell, dtype = weight.cell, self.engine.used_as(param.name)
+        if not perturbation.scale and cell.dense and cell.tensor.dtype == dtype:
+            return cell.tensor
+        out = self.scratch.take(f"whole {place}", *param.shape, like=cell.bytes_P, dtype=dtype)
+        weight.into(out.view(weight.shape))
+        return out
+
+    def _unbind(self, unit: int) -> None:
+        """Let go of copies and of the slot."""
+        self.engine.release(unit)
+
+    def _value(self, param: ParamSpec, perturbation: Perturbation) -> torch.Tensor | Weight:
+        """A trainable under a perturbation, in the compute dtype: a matrix as a range at a time, the rest as a copy."""
+        weight = self._perturbed(param.name, perturbation)
+        cell = weight.cell
+        if not perturbation.scale and cell.dense and cell.tensor.dtype == self.engine.used_as(param.name):
+            return cell.tensor
+        return weight if param.quantizable and len(param.shape) == 2 else weight.whole()
+
+    def _readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
+        """How the head's parameters are read."""
+        return partial(self._matrix, perturbation=perturbation), partial(self._vector, perturbation=perturbation)
+
+    def _vector(self, name: str | None, perturbation: Perturbation) -> torch.Tensor | None:
+        """A small parameter, whether it is trained or not."""
+        if name is None or name not in self.engine.buckets.home:
+            return self.engine.vector(name)
+        return self._perturbed(name, perturbation).whole()
+
+    def _matrix(self, name: str, perturbation: Perturbation) -> Weight:
+        """A 2-D parameter to be read a range at a time, whether it is trained or not."""
+        if name not in self.engine.buckets.home:
+            return self.engine.weight(name)
+        return self._perturbed(name, perturbation)
+
+    def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
+        cells = self.engine.buckets.cells(self.engine.buckets.home[name])[name]
+        return PerturbedWeight(
+            name, cells[""], perturbation, self.engine.used_as(name), self.scratch, cells.get(HESSIAN)
+        )
+
+    # ---- from losses to weights -------------------------------------------------------------------------------------
+
+    def _perturb(self, op: Op, state: Step) -> None:
+        mezo_original.perturb_(self._in_place, state.seed, mezo_original.SIGNS[op.forward_pass], self.plan.zo.epsilon)
+
+    def _exchange(self, op: Op, state: Step) -> None:
+        """Turn the losses into the step's entry.
+
+        Raises:
+            FloatingPointError: a loss is not finite; neither weights nor ledger have changed.
+        """
+        losses = self._losses(state)
+        if not all(map(math.isfinite, losses)):
+            raise FloatingPointError(
+                f"step {state.step} has a loss that is not finite: losses {losses}, seed {state.seed}, learning rate"
+                f" {state.learning_rate}, epsilon {self.plan.zo.epsilon}. Nothing was updated; lower the learning rate"
+                " or zo.epsilon, or look at this step's data"
+            )
+        grads, curvatures = self._scalars(losses, state)
+        state.entry = Entry(
+            step=state.step,
+            seed=state.seed,
+            learning_rate=state.learning_rate,
+            epsilon=self.plan.zo.epsilon,
+            losses=losses,
+            projected_grads=grads,
+            curvatures=curvatures,
+        )
+        self.record(state.entry)
+        self.ranks.confirm(state.step, state.entry, wait=self.plan.trainable.tier is Tier.DISK)
+
+    def _losses(self, state: Step) -> tuple[float, ...]:
+        """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
+        cuts = range(len(state.batches))
+        own = [state.losses[m, p].double().reshape(-1) for m, p in sorted(state.losses, key=lambda key: key[::-1])]
+        rows = len(state.labels[0]) if state.by_row else 1
+        values = self.ranks.losses(state.step, torch.cat(own).tolist(), state.counted, len(state.passes), rows)
+        if state.by_row:
+            assert state.words is not None
+            return tuple(
+                ranked(self.plan.zo.objective, state.words, torch.tensor(r, dtype=torch.float64)) for r in values
+            )
+        if self.function is not None:
+            shares: Sequence[int] = [len(labels) for labels in state.labels]
+        else:
+            shares = [1] * len(cuts) if self.chunked else state.counted
+        divisor = sum(shares) if self.function is not None else state.tokens
+        return tuple(
+            math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / divisor
+            for of_pass in values
+        )
+
+    def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Projected gradients and curvatures of each query."""
+        if self._in_place and len(state.batches) == 1 and not (self.chunked or state.by_row):
+            return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),), ()
+        return scalars_of(self.plan.zo, losses)
+
+    @property
+    def steps(self) -> int:
+        """Steps that count as done."""
+        return self.entries_after + len(self.entries)
+
+    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
+        """Take up a run where its ledger stands: ``entries`` follow step ``after``."""
+        self.entries[:], self.entries_after = entries, after
+
+    def waiting(self) -> int:
+        """The most entries that any unit has not seen where it stays between its turns."""
+        buckets = self.engine.buckets
+        return max((self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())), default=0)
+
+    @torch.no_grad()
+    def _update(self, op: Op) -> None:
+        """Apply what a unit has not seen to its copy on the device."""
+        buckets = self.engine.buckets
+        entries = self.entries[buckets.step(op.unit) - self.entries_after :]
+        if self._in_place:
+            self._update_in_place(entries)
+            return
+        if buckets.sliced(op.unit):
+            for name, cells in buckets.pieces(op.unit, UPDATE_ELEMENTS[self.engine.device.type]):
+                apply_entries_(self.rule, entries, name, cells, self.slice_scratch)
+            buckets.advance(op.unit, self.steps)
+            return
+        for name, cells in buckets.cells(op.unit).items():
+            apply_entries_(self.rule, entries, name, cells, self.scratch)
+        buckets.advance(op.unit, self.steps)
+
+    def _update_in_place(self, entries: Sequence[Entry]) -> None:
+        """The original's update draws for all parameters in one pass: the first unit's turn does it for all. Steps of an
+        earlier process are done again with the drift of their perturbations."""
+        buckets = self.engine.buckets
+        for entry in entries:
+            perturbed_now = self.state is not None and self.state.entry is entry
+            (mezo_original.update_ if perturbed_now else mezo_original.replay_)(self._in_place, entry, self.rule)
+        for unit in set(buckets.home.values()):
+            buckets.advance(unit, self.steps)

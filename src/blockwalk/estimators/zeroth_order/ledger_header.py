@@ -1,0 +1,46 @@
+"""The header of a ledger: what a zeroth-order run depends on beside its entries."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockwalk.checkpoints.ledger import read_ledger
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, settings_of
+from blockwalk.numerics.noise.key import GENERATOR_VERSION
+
+if TYPE_CHECKING:
+    from blockwalk.engine.engine import Engine
+
+
+def run_of(ledger: str | os.PathLike[str] | None) -> str:
+    """The name of the run that a ledger belongs to: its own, or a new one; none without a ledger."""
+    if ledger is None:
+        return ""
+    if Path(ledger).exists():
+        return str(read_ledger(ledger)[0]["run"])
+    return uuid.uuid4().hex[:12]
+
+
+def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
+    """What a ledger says of its run: all that a replay needs beside the entries and the base."""
+    plan = engine.plan
+    settings: Any = None
+    if isinstance(lora, str | os.PathLike):
+        settings = os.path.abspath(lora)
+    elif is_dataclass(lora) and not isinstance(lora, type):
+        settings = asdict(lora)
+    return {
+        "run": run,
+        "base": engine.buckets.checksum,
+        "rule": settings_of(ZerothOrderRule.of(plan)),
+        "noise_version": GENERATOR_VERSION,
+        "codec": str(plan.trainable.codec),
+        "hessian_codec": str(plan.zo.hessian_codec) if plan.zo.kind == "hizoo" else None,
+        "lora": settings,
+        "seed": plan.seed,
+        "parameters": [(p.name, p.shape, p.dtype) for p in engine.spec.params() if p.trainable],
+    }

@@ -1,0 +1,76 @@
+"""The original MeZO's arithmetic: all weights perturbed and updated in place, one generator over all parameters.
+
+For comparison with the original only: in 16 bits, adding and taking away ε·z moves the weights more than the updates do.
+The oracle is :mod:`blockwalk.reference.mezo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from blockwalk.checkpoints.ledger import Entry
+from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule
+
+SIGNS = (1, -2, 1)
+"""The three passes of perturbation: to θ + ε·z, to θ − ε·z, and back."""
+
+
+class MezoNoise:
+    """The original MeZO's perturbations: one pass of torch's generator over the trainable parameters.
+
+    Each iteration over this object is one pass: a generator seeded with ``seed``, then one ``torch.normal(0, 1, size)``
+    in each parameter's own dtype and on its device, in the order given, which must be that of the deduplicated
+    ``named_parameters()`` for the original's draws. They are those that follow ``torch.manual_seed(seed)``, but the
+    process's own generators stay as they are. A draw depends on those before it: nothing here can be had alone.
+    """
+
+    def __init__(self, seed: int, parameters: Iterable[torch.Tensor]) -> None:
+        self.seed = seed
+        self._parameters = tuple(parameters)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generators: dict[torch.device, torch.Generator] = {}
+        for parameter in self._parameters:
+            device = parameter.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(self.seed)
+            yield torch.normal(
+                mean=0.0,
+                std=1.0,
+                size=tuple(parameter.shape),
+                generator=generators[device],
+                device=device,
+                dtype=parameter.dtype,
+            )
+
+
+def order_of(cut: CutModel) -> list[str]:
+    """Canonical names of the trainables in the order of the deduplicated ``named_parameters()``: that of the draws."""
+    return [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
+
+
+def perturb_(parameters: Mapping[str, torch.Tensor], seed: int, sign: int, epsilon: float) -> None:
+    """p ← p + (sign·z)·ε, in the order given: that of the deduplicated ``named_parameters()``."""
+    for p, z in zip(parameters.values(), MezoNoise(seed, parameters.values()), strict=True):
+        p.add_(z.mul_(sign).mul_(epsilon))
+
+
+def update_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+    """p ← p − η·(g·z + λ·p), without the decay term where the name is spared."""
+    (projected_grad,) = entry.projected_grads
+    for (name, p), z in zip(parameters.items(), MezoNoise(entry.seed, parameters.values()), strict=True):
+        direction = z.mul_(projected_grad)
+        if rule.decays(name):
+            direction.add_(p * rule.weight_decay)
+        p.sub_(direction.mul_(entry.learning_rate))
+
+
+def replay_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+    """One whole step again, with the drift that its perturbations leave."""
+    for sign in SIGNS:
+        perturb_(parameters, entry.seed, sign, entry.epsilon)
+    update_(parameters, entry, rule)

@@ -1,0 +1,1 @@
+"""Arithmetic on tensors: noise, codecs, losses, updates, and the native kernels."""

@@ -1,0 +1,284 @@
+"""Codecs: a parameter as bytes on a tier, and back, any range of rows at a time.
+
+The bytes are described in :mod:`blockwalk.numerics.codecs.layout`.
+
+Values are float32 products rounded to nearest even in the output's dtype: the C kernel, torch on the CPU and torch on
+CUDA give the same bits.
+
+**Rounding** to codes is to nearest even or, where a ``rounding`` key is given, stochastic: the magnitude rounds up where
+its remainder, in 2^-16 of the code's step, plus the element's 16-bit draw reaches 2^16. The draw
+is a function of the key and of the element's index in the parameter, so that any slice rounds alone as it does within
+the whole. The expected value is the value to within 2^-16 of a step, exactly so for bf16 and for float16's normal
+numbers. At a learning rate of 1e-7 an update is far below a step: rounded to nearest it would always be lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+
+from blockwalk.numerics import native as native_code
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.matrix_codec import Rounding, matrix_codec
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import random_uint16, stochastic_round
+from blockwalk.plan.placement import Codec
+
+_NATIVE_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_CPU_PIECE = 1 << 18
+_CUDA_PIECE = 1 << 26
+_THREAD_ELEMENTS = 1 << 15
+"""Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
+
+
+def encode(
+    tensor: torch.Tensor,
+    codec: Codec,
+    out: torch.Tensor,
+    *,
+    group_size: int = 32,
+    rounding: NoiseKey | None = None,
+    name: str = "the parameter",
+    check: bool = True,
+) -> torch.Tensor:
+    """The whole of ``tensor`` into ``out`` (uint8, 1-D, of the encoded size); the raw codec keeps its dtype. See
+    :func:`encode_rows`.
+    """
+    layout = Layout(tuple(tensor.shape), codec, str(tensor.dtype).removeprefix("torch."), group_size)
+    rows = tensor.reshape(layout.rows, layout.columns)
+    return encode_rows(rows, out, layout, 0, rounding=rounding, name=name, check=check)
+
+
+def decode(
+    buffer: torch.Tensor,
+    shape: tuple[int, ...],
+    codec: Codec,
+    out: torch.Tensor,
+    *,
+    group_size: int = 32,
+    dtype: str = "float32",
+) -> torch.Tensor:
+    """The whole parameter into ``out`` (contiguous, of its shape; any float dtype). ``dtype``: what raw holds."""
+    layout = Layout(shape, codec, dtype, group_size)
+    decode_rows(buffer, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
+    return out
+
+
+def encode_rows(
+    rows_RD: torch.Tensor,
+    buffer: torch.Tensor,
+    layout: Layout,
+    start: int,
+    *,
+    rounding: NoiseKey | None = None,
+    origin: int = 0,
+    name: str = "the parameter",
+    check: bool = True,
+    native: bool = True,
+) -> torch.Tensor:
+    """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
+
+    ``origin`` is the place in the parameter of the layout's first element, where the layout is a piece of one.
+    Scales are computed anew from the values. Memory beyond the arguments is a few MB, however many rows there are.
+
+    Raises:
+        ValueError: a value that the codec cannot hold: not finite, or beyond float16 for fp16 and for int4's scales.
+            ``raw``, ``fp32`` and a source in the codec's own dtype are copied as they are. ``check=False`` leaves the
+            look at the values out, which on CUDA is a synchronisation; ``native=False`` takes torch's path throughout.
+    """
+    if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
+        raise ValueError(
+            f"{name} {layout.shape} in {layout.codec} takes {layout.nbytes} bytes (uint8), "
+            f"not {tuple(buffer.shape)} of {buffer.dtype}"
+        )
+    stop = start + rows_RD.shape[0]
+    if rows_RD.dim() != 2 or rows_RD.shape[1] != layout.columns or not 0 <= start <= stop <= layout.rows:
+        raise ValueError(
+            f"{name} is {layout.rows} rows of {layout.columns}: rows {start}:{stop} of shape {tuple(rows_RD.shape)} "
+            "do not fit"
+        )
+    if rounding is not None and layout.groups and not layout.codec.facts.trainable:
+        raise ValueError(
+            f"{layout.codec} is for frozen parameters: it has no stochastic rounding; choose int8, fp8, fp16 or bf16"
+        )
+    if not rows_RD.numel():
+        return buffer
+    codes, scales = layout.codes(buffer), layout.scales(buffer)
+    if rows_RD.dtype == layout.code_dtype and not layout.groups:
+        codes[start:stop].copy_(rows_RD)
+        return buffer
+    piece = max((_CUDA_PIECE if rows_RD.is_cuda else _CPU_PIECE) // max(layout.columns, 1), 1)
+    for a in range(start, stop, piece):
+        b = min(a + piece, stop)
+        x_RD = rows_RD[a - start : b - start].contiguous()
+        if check and layout.code_dtype != torch.float32:
+            _check_values(x_RD, layout, a, name)
+        if layout.groups:
+            draws = None if rounding is None else Rounding(rounding, origin + a * layout.columns)
+            encoded = native and _encode_native(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
+            if not encoded:
+                matrix_codec(layout.codec).encode(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
+        elif rounding is not None and layout.code_dtype in (torch.bfloat16, torch.float16):
+            stochastic_round(x_RD.float(), codes[a:b], rounding, origin + a * layout.columns)
+        else:
+            codes[a:b].copy_(x_RD)
+    return buffer
+
+
+def decode_rows(
+    buffer: torch.Tensor,
+    layout: Layout,
+    start: int,
+    stop: int,
+    out: torch.Tensor,
+    *,
+    columns: tuple[int, int] | None = None,
+    native: bool = True,
+) -> torch.Tensor:
+    """Rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
+
+    ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first]. Nothing is allocated
+    where the C kernel serves. ``native=False`` takes torch's path, as a machine without compiler does.
+    """
+    first, last = columns or (0, layout.columns)
+    assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
+    assert 0 <= first <= last <= layout.columns, (columns, layout)
+    assert out.shape == (stop - start, last - first), (out.shape, start, stop, first, last)
+    if native and _decode_native(buffer, layout, None, start, first, last, out):
+        return out
+    codes, scales = layout.codes(buffer), layout.scales(buffer)
+    if not layout.groups:
+        return out.copy_(codes[start:stop, first:last])
+    piece = max((_CUDA_PIECE if out.is_cuda else _CPU_PIECE) // max(last - first, 1), 1)
+    for a in range(start, stop, piece):
+        b = min(a + piece, stop)
+        values = matrix_codec(layout.codec).decode(scales[a:b], codes[a:b], layout, first, last)
+        out[a - start : b - start].copy_(values)
+    return out
+
+
+def gather_rows(
+    buffer: torch.Tensor, layout: Layout, index: torch.Tensor, out: torch.Tensor, *, native: bool = True
+) -> torch.Tensor:
+    """The rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
+
+    Raises:
+        IndexError: on a CPU, an index outside 0 … R − 1 (torch's own kernels check on CUDA).
+    """
+    if index.numel() and not index.is_cuda:
+        low, high = (int(value) for value in torch.aminmax(index))
+        if low < 0 or high >= layout.rows:
+            raise IndexError(f"rows {low} to {high} are asked of a parameter of {layout.rows} rows")
+    if native and _decode_native(buffer, layout, index, 0, 0, layout.columns, out):
+        return out
+    codes = layout.codes(buffer)
+    if not layout.groups:
+        return out.copy_(codes[index])
+    # index_select does not know float8: its rows are taken as bytes.
+    chosen = codes.view(torch.uint8)[index].view(layout.code_dtype)
+    return out.copy_(matrix_codec(layout.codec).decode(layout.scales(buffer)[index], chosen, layout, 0, layout.columns))
+
+
+def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> None:
+    """Refuse what the codec cannot hold; ``start`` is the number of the first row."""
+    if not x_RD.dtype.is_floating_point:
+        return
+    limit = matrix_codec(layout.codec).limit if layout.groups else torch.finfo(layout.code_dtype).max
+    low, high = (value.item() for value in torch.aminmax(x_RD))
+    if -limit <= low and high <= limit:
+        return
+    magnitude_R = x_RD.abs().amax(dim=1)
+    row = int((~(magnitude_R <= limit)).nonzero()[0])
+    value = magnitude_R[row].item()
+    where = f"{name}, row {start + row}"
+    if not math.isfinite(value):
+        raise ValueError(f"{where} holds a value that is not finite: only raw and fp32 can store it")
+    raise ValueError(f"{where} holds {value:.6g}; {layout.codec} goes to {limit:.6g}: choose codec bf16 or fp32 for it")
+
+
+def _encode_native(
+    x_RD: torch.Tensor, scales_R1: torch.Tensor, codes_RD: torch.Tensor, layout: Layout, rounding: Rounding | None
+) -> bool:
+    """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch must."""
+    library = _library()
+    if library is None or x_RD.device.type != "cpu" or layout.codec.facts.group_sizes:
+        return False
+    draws = None
+    if rounding is not None:
+        draws = torch.empty(x_RD.numel(), dtype=torch.uint16)
+        random_uint16(rounding.key, rounding.first_element, x_RD.numel(), draws)
+    library.blockwalk_encode(
+        matrix_codec(layout.codec).native,
+        x_RD.data_ptr(),
+        None if draws is None else draws.data_ptr(),
+        scales_R1.data_ptr(),
+        codes_RD.data_ptr(),
+        *x_RD.shape,
+        native_code.team(),
+        min(torch.get_num_threads(), x_RD.numel() // _THREAD_ELEMENTS),
+    )
+    return True
+
+
+def _decode_native(
+    buffer: torch.Tensor,
+    layout: Layout,
+    index: torch.Tensor | None,
+    start: int,
+    first: int,
+    last: int,
+    out: torch.Tensor,
+) -> bool:
+    """Decode with the C kernel where it can: False, and nothing written, where torch must."""
+    codec = matrix_codec(layout.codec).native if layout.groups else None
+    dtype = _NATIVE_DTYPE.get(out.dtype)
+    if codec is None or dtype is None or buffer.device.type != "cpu" or not out.is_contiguous():
+        return False
+    library = _library()
+    if library is None:
+        return False
+    assert buffer.is_contiguous(), buffer.stride()
+    assert buffer.numel() == layout.nbytes, (buffer.shape, layout)
+    address = buffer.data_ptr()
+    threads = min(torch.get_num_threads(), out.numel() // _THREAD_ELEMENTS)
+    library.blockwalk_decode(
+        codec,
+        layout.group_size // 2 if layout.codec.facts.group_sizes else 0,
+        dtype,
+        address,
+        address + layout.scale_bytes,
+        layout.code_columns,
+        layout.groups,
+        None if index is None else index.data_ptr(),
+        start,
+        out.shape[0],
+        first,
+        last,
+        out.data_ptr(),
+        native_code.team(),
+        threads,
+    )
+    return True
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = native_code.load("codecs")
+    if library is not None:
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.blockwalk_decode.restype = None
+        library.blockwalk_decode.argtypes = [
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
+            *(pointer, pointer, number, number),
+            *(pointer, number, number, number, number),
+            *(pointer, pointer, ctypes.c_int),
+        ]
+        library.blockwalk_encode.restype = None
+        library.blockwalk_encode.argtypes = [
+            *(ctypes.c_int, pointer, pointer, pointer, pointer),
+            *(number, number, pointer, ctypes.c_int),
+        ]
+    return library

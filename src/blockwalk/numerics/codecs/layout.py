@@ -1,0 +1,117 @@
+"""How an encoded parameter lies in its bytes.
+
+**Layout** (format version 1). A parameter of shape [..., D] is R rows of D elements (R = product of the leading
+dimensions; a 1-D parameter is one row). Its bytes are the scales of all rows, then the codes of all rows, with no padding
+between: exactly :func:`blockwalk.plan.model_spec.encoded_nbytes`. All numbers are little-endian.
+
+    codec             scales                    codes                        value
+    raw               –                         R × D, the model's dtype     itself
+    fp32, bf16, fp16  –                         R × D                        itself
+    fp8, int8         float32 [R]               [R, D]                       scale · code
+    int4, nf4         [R, G]                    uint8 [R, G, group/2]        see :mod:`blockwalk.numerics.codecs.int4`, ``nf4``
+    int4a             float16 [R, G, 2]         uint8 [R, G, 16]             see :mod:`blockwalk.numerics.codecs.int4a`
+
+Codecs with groups have G = ⌈D / group⌉ groups of consecutive elements in a row, the last one padded with zeros. An interleaved
+codec (int4a) puts each group's scales directly before its codes instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from blockwalk.plan.model_spec import ParamSpec, encoded_nbytes
+from blockwalk.plan.placement import Codec
+
+FORMAT_VERSION = 1
+"""Of the layout above: stands in every file that holds encoded parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one parameter lies in its bytes.
+
+    ``dtype`` (torch's name without ``torch.``) is that of the raw codec; ``group_size`` is that of codecs with groups.
+    """
+
+    shape: tuple[int, ...]
+    codec: Codec
+    dtype: str = "float32"
+    group_size: int = 32
+
+    def __post_init__(self) -> None:
+        sizes = self.codec.facts.group_sizes
+        if sizes and self.group_size not in sizes:
+            known = " or ".join(map(str, sizes))
+            raise ValueError(f"group_size is {self.group_size}; {self.codec} has groups of {known}")
+
+    @classmethod
+    def of(cls, spec: ParamSpec, codec: Codec, group_size: int = 32) -> Layout:
+        return cls(spec.shape, codec, spec.dtype, group_size)
+
+    @property
+    def columns(self) -> int:
+        """D: elements in a row."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def rows(self) -> int:
+        """R: all dimensions but the last."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def groups(self) -> int:
+        """Groups in a row that have scales of their own; 0 where elements are plain numbers."""
+        if not self.codec.encoded:
+            return 0
+        return -(-self.columns // self.group_size) if self.codec.facts.group_sizes else 1
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return _dtype(self.codec.facts.scales[0]) if self.codec.encoded else torch.float32
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return _dtype(self.codec.facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype))
+
+    @property
+    def code_columns(self) -> int:
+        """Elements of ``code_dtype`` in a row."""
+        facts = self.codec.facts
+        return self.groups * self.group_size * facts.bits // 8 if facts.group_sizes else self.columns
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of all scales: where the codes begin, unless they are interleaved."""
+        return self.rows * self.groups * len(self.codec.facts.scales) * self.scale_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return encoded_nbytes(self.shape, self.dtype, self.codec, self.group_size)
+
+    def scales(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The scales in an encoded parameter's bytes as a view: [R, groups], or [R, groups, 2] of a codec with two."""
+        scales = len(self.codec.facts.scales)
+        if self.codec.facts.interleaved:
+            return self._blocks(buffer)[..., : scales * self.scale_dtype.itemsize].view(self.scale_dtype)
+        flat = buffer[: self.scale_bytes].view(self.scale_dtype)
+        return flat.view(self.rows, self.groups) if scales < 2 else flat.view(self.rows, self.groups, scales)
+
+    def codes(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
+        if self.codec.facts.interleaved:
+            return self._blocks(buffer)[..., len(self.codec.facts.scales) * self.scale_dtype.itemsize :]
+        return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
+
+    def _blocks(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The bytes of an interleaved parameter by group, [R, groups, bytes of one]."""
+        facts = self.codec.facts
+        size = self.group_size * facts.bits // 8 + len(facts.scales) * self.scale_dtype.itemsize
+        return buffer.view(self.rows, self.groups, size)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

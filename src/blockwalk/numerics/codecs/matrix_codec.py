@@ -1,0 +1,71 @@
+"""What a codec's own file says: how rows become scales and codes, and back.
+
+A file ``<codec>.py`` beside this one exports ``CODEC``, a :class:`MatrixCodec`; :func:`matrix_codec` finds it by the
+codec's name. Pieces, checks and the C kernels' calls are :mod:`blockwalk.numerics.codecs.codecs`'; conformance is a test
+class to inherit."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.plan.placement import Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The draws of stochastic rounding: their key, and the first element's place in the parameter."""
+
+    key: NoiseKey
+    first_element: int
+
+
+Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, Rounding | None], None]
+"""(values float32 [R, D], scales, codes, layout, rounding): writes scales and codes, views of the rows' bytes."""
+
+Decode = Callable[[torch.Tensor, torch.Tensor, Layout, int, int], torch.Tensor]
+"""(scales, codes, layout, first column, last column): the values of those columns, float32 [R, last − first]."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCodec:
+    """One codec whose elements are codes."""
+
+    encode: Encode
+    decode: Decode
+    limit: float
+    """The largest magnitude that can be encoded."""
+    native: int | None = None
+    """The codec's number in ``codecs.c``, where that decodes it."""
+
+
+@functools.cache
+def matrix_codec(codec: Codec) -> MatrixCodec:
+    """The codec of this name, out of the file of this name."""
+    found = importlib.import_module(f"{__package__}.{codec}").CODEC
+    assert isinstance(found, MatrixCodec)
+    return found
+
+
+def grouped(x_RD: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Rows cut into the layout's groups, [R, G, group], the last one padded with zeros."""
+    padding = layout.groups * layout.group_size - layout.columns
+    padded = torch.nn.functional.pad(x_RD, (0, padding)) if padding else x_RD
+    return padded.view(x_RD.shape[0], layout.groups, layout.group_size)
+
+
+def columns_of(values_RGK: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
+    """Columns ``first:last`` of groups that begin with the one that holds ``first``, [R, last − first]."""
+    start = first // layout.group_size * layout.group_size
+    return values_RGK.flatten(1)[:, first - start : last - start]
+
+
+def groups_of(layout: Layout, first: int, last: int) -> slice:
+    """The groups of a row that columns ``first:last`` touch."""
+    return slice(first // layout.group_size, -(-last // layout.group_size))

@@ -1,0 +1,147 @@
+"""Weights that are used without ever being whole: ranges of encoded or dense bytes, decoded or converted into scratch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from blockwalk.numerics.codecs.codecs import decode_rows, gather_rows
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.scratch import Scratch, shared_scratch
+
+
+class Weight(Protocol):
+    """One 2-D parameter that is materialised a range at a time, in ``dtype``: the weight provider of the design.
+
+    What :meth:`rows` and :meth:`columns` return is scratch: it holds until the next call.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop``, shape [stop − start, D]."""
+        ...
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        """Columns ``start:stop``, shape [N, stop − start]."""
+        ...
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly allocated."""
+        ...
+
+
+class EncodedWeight:
+    """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms.
+
+    ``buffer`` (uint8, 1-D, of the encoded size; a view of a file map will do) stays where it is. :meth:`rows` and
+    :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype = torch.bfloat16,
+        scratch: Scratch | None = None,
+    ) -> None:
+        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
+            raise ValueError(
+                f"a parameter {layout.shape} in {layout.codec} has {layout.nbytes} bytes (uint8), "
+                f"not {tuple(buffer.shape)} of {buffer.dtype}"
+            )
+        self.buffer, self.layout, self.dtype = buffer, layout, dtype
+        self._scratch = scratch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.layout.rows, self.layout.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    def to(self, dtype: torch.dtype, scratch: Scratch | None = None) -> EncodedWeight:
+        """The same bytes, decoded to another dtype."""
+        return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        out = self._take(stop - start, self.layout.columns)
+        return decode_rows(self.buffer, self.layout, start, stop, out)
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        out = self._take(self.layout.rows, stop - start)
+        return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out, columns=(start, stop))
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(index.numel(), self.layout.columns, dtype=self.dtype, device=self.device)
+        gather_rows(self.buffer, self.layout, index.reshape(-1).to(torch.int64).contiguous(), out)
+        return out.view(*index.shape, self.layout.columns)
+
+    def _take(self, rows: int, columns: int) -> torch.Tensor:
+        return (self._scratch or shared_scratch(self.device)).take(rows, columns, self.dtype)
+
+
+class JoinedWeight:
+    """Two weights of N rows side by side, [N, D + R], in the first one's dtype. Ranges are freshly allocated: both weights may
+    be made in the same scratch."""
+
+    def __init__(self, left: Weight, right: Weight) -> None:
+        self.left, self.right, self.dtype = left, right, left.dtype
+        self.shape = (left.shape[0], left.shape[1] + right.shape[1])
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        left = self.left.rows(start, stop)
+        out = left.new_empty(stop - start, self.shape[1])
+        out[:, : left.shape[1]] = left
+        out[:, left.shape[1] :] = self.right.rows(start, stop)
+        return out
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self.rows(0, self.shape[0])[:, start:stop]
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.left.gather(index), self.right.gather(index)], -1)
+
+
+class DenseWeight:
+    """A :class:`~blockwalk.numerics.codecs.weights.Weight` over a dense tensor [N, D].
+
+    Where ``dtype`` is the tensor's own, ranges are views of the tensor itself, not to be written; otherwise they are
+    converted into ``scratch``.
+    """
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, scratch: Scratch | None = None) -> None:
+        if tensor.dim() != 2:
+            raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
+        self.tensor, self.dtype = tensor, dtype or tensor.dtype
+        self._scratch = scratch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.tensor.shape
+        return rows, columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._as_used(self.tensor[start:stop])
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self._as_used(self.tensor[:, start:stop])
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return self.tensor[index].to(self.dtype)
+
+    def _as_used(self, part: torch.Tensor) -> torch.Tensor:
+        if part.dtype == self.dtype:
+            return part
+        scratch = self._scratch or shared_scratch(part.device)
+        return scratch.take(part.shape[0], part.shape[1], self.dtype).copy_(part)

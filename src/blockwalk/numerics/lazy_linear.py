@@ -1,0 +1,202 @@
+"""Linear layers whose frozen weight is never whole: it is decoded a chunk at a time, forward and backward.
+
+Each chunk is a range of *output* features of the product at hand, so that a slice of the result is complete in one
+matrix product: sums are never split over chunks. Forward, y = x·Wᵀ walks the rows of W [N, D]; backward, dX = dY·W walks
+its columns. Nothing is saved for backward but the provider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.plan.sizes import DECODE_BYTES
+
+_ALIGN = 64
+"""Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
+
+
+_unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
+"""Weights whose products' values nobody reads for now; by identity. Of the thread that recomputes, and of no other."""
+
+
+@contextmanager
+def unread(weights: Iterable[Weight]) -> Iterator[None]:
+    """Inside, zeros stand for the products with these weights (:mod:`blockwalk.cutting.verify` tells which they may be); their
+    gradients are those of the products."""
+    token = _unread.set(tuple(weights))
+    try:
+        yield
+    finally:
+        _unread.reset(token)
+
+
+def lazy_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+    chunk_bytes: int | None = None,
+) -> torch.Tensor:
+    """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
+
+    Args:
+        x: [..., D] in the weight's dtype.
+        weight: the provider of W.
+        bias: [N], may be trained.
+        transposed: y = x·W instead of x·Wᵀ, for layers that keep W as [in, out] (D and N change places).
+        chunk_bytes: decoded bytes at a time, instead of the measured choice for the device.
+
+    Returns:
+        [..., N]: ``F.linear`` on the decoded weight, and in backward its gradients with respect to ``x`` and ``bias``.
+        Each sum is one product's, as in the undivided layer; its bits are the same wherever the processor's library adds
+        up a product in the same order for every number of outputs. AVX512 with oneDNN does for all but one to three
+        rows of ``x``; AMX does not.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    n_in, n_out = weight.shape if transposed else weight.shape[::-1]
+    if x.shape[-1:] != (n_in,):
+        raise ValueError(f"the weight takes {n_in} input features, the input is {tuple(x.shape)}")
+    if x.dtype != weight.dtype:
+        raise ValueError(f"the input is {x.dtype}, the weight {weight.dtype}: one compute dtype for both")
+    if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
+        raise ValueError(f"the bias is {tuple(bias.shape)} of {bias.dtype}, the output [..., {n_out}] of {x.dtype}")
+    y: torch.Tensor = _LazyLinear.apply(x, bias, weight, transposed, chunk_bytes)  # type: ignore[no-untyped-call]
+    return y
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    a_RD: torch.Tensor,
+    b_NR: torch.Tensor,
+    scaling: float,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
+
+    PEFT's own forward makes three more tensors of the output's size for it, and keeps one for backward; here the largest
+    tensors beside the output are [P, R]. Differs from it by the rounding of those intermediates.
+
+    Args:
+        x: [..., D] in the weight's dtype; ``a_RD`` and ``b_NR`` in the same dtype.
+        weight, bias, transposed: as in :func:`lazy_linear`; the bias is frozen here.
+        scaling: PEFT's, α / R (or α / √R).
+    """
+    y: torch.Tensor = _LoraLinear.apply(x, a_RD, b_NR, weight, bias, scaling, transposed)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: the library keeps a program of half a megabyte
+    for each shape and layout of a product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        a_RD: torch.Tensor,
+        b_NR: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        scaling: float,
+        transposed: bool,
+    ) -> torch.Tensor:
+        x_PD = x.reshape(-1, x.shape[-1])
+        t_PR = x_PD @ a_RD.t().contiguous()
+        if any(weight is each for each in _unread.get()):
+            y = x.new_zeros(*x.shape[:-1], b_NR.shape[0])
+        else:
+            y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
+            y.view(-1, y.shape[-1]).addmm_(t_PR, b_NR.t().contiguous(), alpha=scaling)
+        ctx.save_for_backward(x, a_RD, b_NR, t_PR)
+        ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, a_RD, b_NR, t_PR = ctx.saved_tensors
+        grad_PN = grad_y.reshape(-1, grad_y.shape[-1])
+        grad_t_PR = (grad_PN @ b_NR).mul_(ctx.scaling)
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=None)
+            grad_x.view(-1, grad_x.shape[-1]).addmm_(grad_t_PR, a_RD)
+        if ctx.needs_input_grad[1]:
+            grad_a = grad_t_PR.t() @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[2]:
+            grad_b = (t_PR.t() @ grad_PN).mul_(ctx.scaling).t().contiguous()
+        return grad_x, grad_a, grad_b, None, None, None, None
+
+
+class _LazyLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: Weight,
+        transposed: bool,
+        chunk_bytes: int | None,
+    ) -> torch.Tensor:
+        ctx.weight, ctx.transposed, ctx.chunk_bytes = weight, transposed, chunk_bytes
+        if any(weight is each for each in _unread.get()):
+            return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
+        return _product(x, weight, bias, by_rows=not transposed, chunk_bytes=chunk_bytes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=ctx.chunk_bytes)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+        return grad_x, grad_bias, None, None, None
+
+
+def _product(
+    a: torch.Tensor, weight: Weight, bias: torch.Tensor | None, *, by_rows: bool, chunk_bytes: int | None
+) -> torch.Tensor:
+    """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one new tensor."""
+    n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
+    # An expanded gradient (that of a sum) would be copied again by each product.
+    a_PI = a.reshape(-1, n_in).contiguous()
+    # Not a view of it is what a layer gets: some (falcon) add to their products in place.
+    out = torch.empty(*a.shape[:-1], n_out, dtype=a.dtype, device=a.device)
+    out_PO = out.view(a_PI.shape[0], n_out)
+    for start, stop in pairwise(_borders(n_in, n_out, a_PI, chunk_bytes)):
+        part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
+        out_Po = out_PO[:, start:stop]
+        if bias is None:
+            torch.mm(a_PI, part_IO, out=out_Po)
+        else:
+            torch.addmm(bias[start:stop], a_PI, part_IO, out=out_Po)
+    return out
+
+
+def _borders(n_in: int, n_out: int, a_PI: torch.Tensor, chunk_bytes: int | None) -> list[int]:
+    """Where the chunks of output features begin and end.
+
+    They are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so
+    narrow that another kernel, with another order of additions, would take it.
+    """
+    if chunk_bytes is None:
+        chunk_bytes = DECODE_BYTES[a_PI.device.type]
+    align = _ALIGN if a_PI.is_cuda else min(_ALIGN * torch.get_num_threads(), 1024)
+    chunks = -(-n_out * n_in * a_PI.element_size() // chunk_bytes)
+    chunks = max(min(chunks, n_out // align), 1)
+    return [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]

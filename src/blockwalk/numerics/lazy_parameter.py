@@ -1,0 +1,111 @@
+"""A parameter that is not there: it stands in a module's place and is decoded a range at a time when it is used.
+
+A tensor subclass rather than another ``forward`` per class of module, so that every module keeps its own code:
+scaled embeddings, routers that call ``F.linear`` themselves, ``x @ weight.T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.lazy_linear import lazy_linear
+
+_TURNED = (torch.Tensor.t, torch.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+_SWAPPED = (torch.Tensor.transpose, torch.transpose, torch.Tensor.swapaxes, torch.swapaxes)
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+_METADATA = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.is_floating_point,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "layout")
+    ),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
+}
+
+
+class LazyParameter(torch.Tensor):
+    """Stands for a frozen 2-D weight [N, D] (or its transpose, ``turned``) that a :class:`Weight` materialises.
+
+    ``F.linear``, ``F.embedding``, ``addmm`` and ``x @ weight`` never hold it whole; any other operation decodes it whole
+    for that operation.
+    """
+
+    weight: Weight
+    turned: bool
+
+    @staticmethod
+    def __new__(cls, weight: Weight, device: torch.device, turned: bool = False) -> LazyParameter:
+        shape = tuple(reversed(weight.shape)) if turned else weight.shape
+        made: LazyParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)
+        made.weight, made.turned = weight, turned
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyParameter({tuple(self.shape)}, {self.dtype})"
+
+    def decoded(self) -> torch.Tensor:
+        """The whole weight, freshly allocated (what a provider answers is scratch)."""
+        whole_ND = self.weight.rows(0, self.weight.shape[0]).clone()
+        return whole_ND.t() if self.turned else whole_ND
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Beneath the torch functions there is no data to work on."""
+        raise AssertionError(f"{func} reached a lazily decoded weight")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        match func:
+            case F.linear:
+                return _linear(*args, **kwargs)
+            case F.embedding:
+                return _embedding(*args, **kwargs)
+            case torch.addmm if not kwargs and args[0].ndim == 1 and _only(args[2], args[1]):
+                return lazy_linear(args[1], args[2].weight, args[0], transposed=not args[2].turned)
+        if func in _MATMULS and _only(args[1], args[0]):
+            return lazy_linear(args[0], args[1].weight, None, transposed=not args[1].turned)
+        if func in _TURNED or (func in _SWAPPED and not kwargs):
+            lazy = args[0]
+            return cls(lazy.weight, lazy.device, not lazy.turned)
+        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(cls, cls.decoded, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+
+def _only(weight: Any, other: Any) -> bool:
+    return isinstance(weight, LazyParameter) and not isinstance(other, LazyParameter)
+
+
+def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, LazyParameter):
+        return F.linear(input.decoded() if isinstance(input, LazyParameter) else input, weight, bias)
+    return lazy_linear(input, weight.weight, bias, transposed=weight.turned)
+
+
+def _embedding(
+    input: torch.Tensor,
+    weight: LazyParameter,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """The remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight has not."""
+    if max_norm is not None or weight.turned:
+        return F.embedding(input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return weight.weight.gather(input)

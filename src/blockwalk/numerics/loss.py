@@ -1,0 +1,396 @@
+"""Cross-entropy over vocabulary chunks: the loss and its gradients without the logits ever being whole in memory.
+
+Shapes: N tokens, D hidden, V vocabulary, n and v the tokens and vocabulary rows of one chunk, R trained columns of the
+head.
+
+For one token with hidden state h and label y the logits are those of the models themselves (gemma2, cohere, granite,
+muse): l_j = c·tanh(s·(h·W_j + b_j)/c), without the tanh where there is no soft cap c. The label's column is kept
+out of every sum over the vocabulary, and the loss is written over the *rest*, Z = log Σ_{j≠y} exp l_j:
+
+    loss    = log(1 + exp(Z − l_y))
+    q       = 1 − p_y = 1 / (1 + exp(l_y − Z))
+    dl/dh   = s·q·( Σ_{j≠y} exp(l_j − Z)·d_j·W_j  −  d_y·W_y ),    d_j = 1 − (l_j/c)², or 1
+
+which is the textbook p − y without its cancellation: the gradient of a token that the model already predicts keeps
+all its digits although p·W is accumulated in 16-bit products.
+
+With a frozen head, loss and dl/dh come out of *one* pass over the vocabulary, as in flash attention with K = V = W
+(Dao et al. 2022, algorithm 1): a running maximum m, the sum of exp(l − m) and the accumulated exp(l − m)·W, rescaled
+when m grows. A head or a bias that is trained takes two passes, since its gradient needs every token's Z first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.scratch import LossScratch
+from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes
+
+CHUNK = 8192
+"""Vocabulary rows of one range."""
+
+
+@torch.no_grad()
+def head_logits(
+    hidden_ND: torch.Tensor,
+    head: Weight,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap), float32 [N, V]; without a cap scale·(hidden·headᵀ + bias).
+
+    Args:
+        hidden_ND: hidden states after the final norm, in the head's dtype.
+        head: the output matrix [V, D].
+    """
+    vocab_size = head.shape[0]
+    logits_NV = torch.empty(len(hidden_ND), vocab_size, dtype=torch.float32, device=hidden_ND.device)
+    for start in range(0, vocab_size, CHUNK):
+        stop = min(start + CHUNK, vocab_size)
+        logits_NV[:, start:stop] = hidden_ND @ head.rows(start, stop).T
+    if bias is not None:
+        logits_NV += bias
+    if scale != 1.0:
+        logits_NV *= scale
+    return logits_NV if soft_cap is None else (logits_NV / soft_cap).tanh_().mul_(soft_cap)
+
+
+_LOWEST = -1e30
+"""Where running maxima start: finite, so that m − m is 0 for a token that has seen nothing but −∞."""
+
+_NEGLIGIBLE = -80.0
+"""Logits this far below the maximum are taken as this far (1.8e-35 of its share): an exp whose result is subnormal takes 10
+to 30 times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """The loss summed over tokens that count (0-d float64, on the hidden state's device), how many those are, and
+    ``grad_scale``·d(loss_sum)/d(hidden) in the hidden state's dtype [N, D] (None where no gradient was asked for)."""
+
+    loss_sum: Tensor
+    tokens: int
+    grad_hidden_ND: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The output layer, its logit transform, and the scratch in which its logits are computed."""
+
+    weight: Weight
+    bias: Tensor | None
+    scale: float
+    soft_cap: float | None
+    wide: torch.dtype
+    scratch: LossScratch
+
+    def logits(self, h_nD: Tensor, weight_vD: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, v] of the rows from ``start``, and their slope d where there is a soft cap: wide, scratch."""
+        shape, narrow = (len(h_nD), len(weight_vD)), h_nD.dtype
+        l_nv = self.scratch.take("logits", *shape, like=h_nD, dtype=self.wide)
+        if narrow == self.wide:
+            torch.mm(h_nD, weight_vD.t(), out=l_nv)
+        else:  # the products in the compute dtype, everything after them in float32: as the models' own losses have it
+            l_nv.copy_(torch.mm(h_nD, weight_vD.t(), out=self.scratch.take("narrow", *shape, like=h_nD, dtype=narrow)))
+        if self.bias is not None:
+            l_nv.add_(self.bias[start : start + shape[1]])
+        if self.soft_cap is None:
+            return (l_nv if self.scale == 1.0 else l_nv.mul_(self.scale)), None
+        l_nv.mul_(self.scale / self.soft_cap).tanh_()
+        slope_nv = self.scratch.take("slope", *shape, like=h_nD, dtype=self.wide)
+        torch.mul(l_nv, l_nv, out=slope_nv).neg_().add_(1.0)
+        return l_nv.mul_(self.soft_cap), slope_nv
+
+    @staticmethod
+    def exp_below(l_nv: Tensor, maximum_n: Tensor) -> Tensor:
+        """exp(l − maximum), in place."""
+        return l_nv.sub_(maximum_n.unsqueeze(1)).clamp_(min=_NEGLIGIBLE).exp_()
+
+    def add_product(self, into: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
+        """into += alpha·left·right, a product in the compute dtype added up in the wide one, without a temporary."""
+        if left.dtype == self.wide:
+            into.addmm_(left, right, alpha=alpha)
+            return
+        product = self.scratch.take("product", *into.shape, like=into, dtype=left.dtype)
+        torch.mm(left, right, out=product)
+        # an add_ of mixed dtypes would allocate a float32 copy of the whole product
+        rows = max(1, LIFT // into.shape[1])
+        for at in range(0, len(into), rows):
+            part, onto = product[at : at + rows], into[at : at + rows]
+            onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
+
+    def narrowed(self, l_nv: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same matrix in the compute dtype, in the buffer that the logits' product no longer needs."""
+        if dtype == self.wide:
+            return l_nv
+        return self.scratch.take("narrow", *l_nv.shape, like=l_nv, dtype=dtype).copy_(l_nv)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What a pass over the vocabulary has gathered on n tokens."""
+
+    maximum_n: Tensor
+    rest_n: Tensor
+    """Σ_{j≠y} exp(l_j − maximum), float64."""
+    label_logit_n: Tensor
+
+    @classmethod
+    def of(cls, like: Tensor, tokens: int, wide: torch.dtype) -> _Rows:
+        """Of tokens that have seen nothing yet, on ``like``'s device."""
+        maximum_n = torch.full((tokens,), _LOWEST, dtype=wide, device=like.device)
+        return cls(maximum_n, torch.zeros_like(maximum_n, dtype=torch.float64), torch.empty_like(maximum_n))
+
+    @property
+    def excess_n(self) -> Tensor:
+        """Z − l_y, float64."""
+        return self.rest_n.log() + self.maximum_n - self.label_logit_n
+
+    @property
+    def loss_n(self) -> Tensor:
+        """log(1 + exp(Z − l_y)), float64: all digits of a small loss, where Z − l_y alone would leave its rounding."""
+        return torch.logaddexp(self.excess_n, torch.zeros_like(self.rest_n))
+
+    @property
+    def miss_n(self) -> Tensor:
+        """q = 1 − p_y, float64."""
+        return self.excess_n.sigmoid()
+
+    @property
+    def weight_n(self) -> Tensor:
+        """What turns exp(l_j − maximum) into p_j: q/rest, float64."""
+        return self.miss_n / self.rest_n
+
+
+@torch.no_grad()
+def chunked_cross_entropy(
+    hidden_ND: Tensor,
+    labels_N: Tensor,
+    head: Weight,
+    *,
+    grad_scale: float | None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    ignore_index: int = -100,
+    head_grad: Tensor | None = None,
+    bias_grad: Tensor | None = None,
+    losses_N: Tensor | None = None,
+    vocab_chunk: int | None = None,
+    scratch: LossScratch | None = None,
+) -> LossResult:
+    """The summed cross-entropy of ``labels_N`` under soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap).
+
+    Args:
+        hidden_ND: hidden states after the final norm, in the head's dtype (the compute dtype).
+        labels_N: integers, already shifted: row i of the hidden states predicts label i. Best on the CPU, where they
+            are sorted: labels on an accelerator cost a synchronisation.
+        head: the output matrix [V, D].
+        grad_scale: multiplies every gradient, 1/(tokens of the whole accumulated batch) for a mean loss; None computes
+            the loss alone.
+        bias: [V], any floating dtype, added in float32.
+        scale: factor on the logits (cohere's ``logit_scale``, 1/granite's ``logits_scaling``).
+        soft_cap: gemma2's ``final_logit_softcapping``; it applies after ``scale``.
+        head_grad: float32 [V, R] (float64 for a float64 model), to which ``grad_scale``·d(loss_sum)/d(last R columns of
+            the head) is added. R = D is the whole head, tied or not; a head with LoRA is [W, B] on [h, s·h·Aᵀ], where R
+            is the rank.
+        bias_grad: float32 [V], likewise for the bias.
+        losses_N: float64 [N] on the hidden state's device, into which each counted token's own loss is written.
+        vocab_chunk: vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says.
+        scratch: buffers to keep for the next call.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a label outside the vocabulary.
+    """
+    kept_n, labels_n = _kept(hidden_ND, labels_N, head, ignore_index, soft_cap)
+    if grad_scale is None and (head_grad is not None or bias_grad is not None):
+        raise ValueError("head_grad and bias_grad need a grad_scale: without one only the loss is computed")
+    device, dtype, tokens = hidden_ND.device, hidden_ND.dtype, len(labels_n)
+    grad_ND = None if grad_scale is None else torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    if tokens == 0:
+        return LossResult(loss_sum, 0, grad_ND)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for name, grad in (("head_grad", head_grad), ("bias_grad", bias_grad)):
+        if grad is not None and grad.dtype != wide:
+            raise ValueError(f"{name} is {grad.dtype}: gradients of a {dtype} model are accumulated in {wide}")
+    scratch = scratch or LossScratch()
+    layer = _Head(head, bias, scale, soft_cap, wide, scratch)
+    vocab_size, hidden_size = head.shape
+    budget = LOSS_BUDGET[device.type]
+    capped = soft_cap is not None
+    token_chunk, chunk = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=capped, budget=budget)
+    edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
+    two_passes = head_grad is not None or bias_grad is not None
+
+    if grad_scale is None:
+        for first, loss_n in _losses(layer, hidden_ND, kept_n, labels_n, edges, token_chunk):
+            loss_sum += loss_n.sum()
+            if losses_N is not None:
+                losses_N.index_copy_(0, kept_n[first : first + token_chunk].to(device), loss_n)
+        return LossResult(loss_sum, tokens, None)
+
+    for first in range(0, tokens, token_chunk):
+        part_n = labels_n[first : first + token_chunk]
+        # tokens are in the order of their labels: those whose label lies in a vocabulary chunk are one slice of rows
+        bounds = torch.searchsorted(part_n, torch.tensor(edges)).tolist()
+        part_n, index_n = part_n.to(device), kept_n[first : first + token_chunk].to(device)
+        h_nD = scratch.take("hidden", len(part_n), hidden_size, like=hidden_ND, dtype=dtype)
+        torch.index_select(hidden_ND, 0, index_n, out=h_nD)
+        sum_nD = scratch.take("sum", *h_nD.shape, like=h_nD, dtype=wide).zero_()
+        rows = _forward(layer, h_nD, part_n, edges, bounds, None if two_passes else sum_nD)
+        loss_n = rows.loss_n
+        loss_sum += loss_n.sum()
+        if losses_N is not None:
+            losses_N.index_copy_(0, index_n, loss_n)
+        assert grad_ND is not None
+        if two_passes:
+            _backward(layer, h_nD, part_n, edges, bounds, rows, sum_nD, head_grad, bias_grad, grad_scale)
+            sum_nD.mul_(grad_scale)
+        else:
+            _finish(layer, part_n, rows, sum_nD, grad_scale)
+        grad_ND.index_copy_(0, index_n, sum_nD if dtype == wide else h_nD.copy_(sum_nD))
+    return LossResult(loss_sum, tokens, grad_ND)
+
+
+def _kept(
+    hidden_ND: Tensor, labels_N: Tensor, head: Weight, ignore_index: int, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The tokens that count, by label: their indices and labels, both on the CPU."""
+    vocab_size, hidden_size = head.shape
+    if labels_N.ndim != 1 or hidden_ND.shape != (len(labels_N), hidden_size):
+        raise ValueError(
+            f"hidden states {tuple(hidden_ND.shape)} and labels {tuple(labels_N.shape)} do not fit a head "
+            f"{tuple(head.shape)}: they are [tokens, hidden] and [tokens]"
+        )
+    if hidden_ND.dtype != head.dtype:
+        raise ValueError(f"hidden states are {hidden_ND.dtype}, the head {head.dtype}: give both in the compute dtype")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}: a soft cap is positive; None switches it off")
+    labels_N = labels_N.to("cpu", torch.int64)
+    kept_n = (labels_N != ignore_index).nonzero().squeeze(1)
+    labels_n, order_n = labels_N[kept_n].sort(stable=True)
+    if len(labels_n) and (labels_n[0] < 0 or labels_n[-1] >= vocab_size):
+        wrong = int(labels_n[0] if labels_n[0] < 0 else labels_n[-1])
+        raise ValueError(
+            f"label {wrong} is outside the vocabulary of {vocab_size} tokens; "
+            f"positions without a loss are marked with ignore_index = {ignore_index}"
+        )
+    return kept_n[order_n], labels_n
+
+
+def _losses(
+    layer: _Head, hidden_ND: Tensor, kept_n: Tensor, labels_n: Tensor, edges: list[int], token_chunk: int
+) -> Iterator[tuple[int, Tensor]]:
+    """The first token of each chunk of tokens, and their losses. The vocabulary is the outer loop: without the sums of a
+    gradient a token takes three numbers along, and each chunk of the head is decoded (or perturbed) once for all."""
+    firsts = range(0, len(labels_n), token_chunk)
+    parts = [labels_n[first : first + token_chunk] for first in firsts]
+    bounds = [torch.searchsorted(part_n, torch.tensor(edges)).tolist() for part_n in parts]
+    labels = [part_n.to(hidden_ND.device) for part_n in parts]
+    index = [kept_n[first : first + token_chunk].to(hidden_ND.device) for first in firsts]
+    rows = [_Rows.of(hidden_ND, len(part_n), layer.wide) for part_n in parts]
+    for place, (start, stop) in enumerate(pairwise(edges)):
+        weight_vD = layer.weight.rows(start, stop)
+        for part, index_n in enumerate(index):
+            h_nD = layer.scratch.take("hidden", len(index_n), hidden_ND.shape[1], like=hidden_ND, dtype=hidden_ND.dtype)
+            torch.index_select(hidden_ND, 0, index_n, out=h_nD)
+            low, high = bounds[part][place], bounds[part][place + 1]
+            _gather(layer, h_nD, weight_vD, start, labels[part], low, high, rows[part], None)
+    for first, each in zip(firsts, rows, strict=True):
+        yield first, each.loss_n
+
+
+def _forward(
+    layer: _Head, h_nD: Tensor, labels_n: Tensor, edges: list[int], bounds: list[int], sum_nD: Tensor | None
+) -> _Rows:
+    """One pass over the vocabulary; with ``sum_nD``, Σ_{j≠y} exp(l_j − maximum)·d_j·W_j is accumulated there."""
+    rows = _Rows.of(h_nD, len(h_nD), layer.wide)
+    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
+        _gather(layer, h_nD, layer.weight.rows(start, stop), start, labels_n, low, high, rows, sum_nD)
+    return rows
+
+
+def _gather(
+    layer: _Head,
+    h_nD: Tensor,
+    weight_vD: Tensor,
+    start: int,
+    labels_n: Tensor,
+    low: int,
+    high: int,
+    rows: _Rows,
+    sum_nD: Tensor | None,
+) -> None:
+    """Take one chunk of the vocabulary into ``rows``: the labels of tokens ``low:high`` lie in it."""
+    l_nv, slope_nv = layer.logits(h_nD, weight_vD, start)
+    if low < high:
+        column = (labels_n[low:high] - start).unsqueeze(1)
+        rows.label_logit_n[low:high] = l_nv[low:high].gather(1, column).squeeze(1)
+        l_nv[low:high].scatter_(1, column, -math.inf)
+    higher_n = torch.maximum(rows.maximum_n, l_nv.amax(1))
+    shrink_n = rows.maximum_n.sub_(higher_n).exp_()
+    rows.rest_n.mul_(shrink_n).add_(layer.exp_below(l_nv, higher_n).sum(1))
+    if sum_nD is not None:
+        if slope_nv is not None:
+            l_nv.mul_(slope_nv)
+        sum_nD.mul_(shrink_n.unsqueeze(1))
+        layer.add_product(sum_nD, layer.narrowed(l_nv, h_nD.dtype), weight_vD)
+    rows.maximum_n = higher_n
+
+
+def _finish(layer: _Head, labels_n: Tensor, rows: _Rows, sum_nD: Tensor, grad_scale: float) -> None:
+    """Turn one pass's sums into ``grad_scale``·dl/dh, in place."""
+    factor = layer.scale * grad_scale
+    sum_nD.mul_((rows.weight_n * factor).to(layer.wide).unsqueeze(1))
+    label_n = -factor * rows.miss_n
+    if layer.soft_cap is not None:
+        label_n = label_n * (1.0 - (rows.label_logit_n.double() / layer.soft_cap) ** 2)
+    label_n = label_n.to(layer.wide)
+    step = max(1, LIFT // sum_nD.shape[1])
+    for at in range(0, len(labels_n), step):
+        weight_nD = layer.weight.gather(labels_n[at : at + step]).to(layer.wide)
+        sum_nD[at : at + step].addcmul_(weight_nD, label_n[at : at + step].unsqueeze(1))
+
+
+def _backward(
+    layer: _Head,
+    h_nD: Tensor,
+    labels_n: Tensor,
+    edges: list[int],
+    bounds: list[int],
+    rows: _Rows,
+    sum_nD: Tensor,
+    head_grad: Tensor | None,
+    bias_grad: Tensor | None,
+    grad_scale: float,
+) -> None:
+    """The second pass: dl/d(h·Wᵀ + b) chunk by chunk, added to dl/dh and to the gradients of head and bias."""
+    # the factor 1/tokens is applied when adding up in float32: in float16 the probabilities would underflow with it
+    weight_n1 = (rows.weight_n * layer.scale).to(layer.wide).unsqueeze(1)
+    label_n1 = (rows.miss_n * -layer.scale).to(layer.wide).unsqueeze(1)
+    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
+        weight_vD = layer.weight.rows(start, stop)
+        g_nv, slope_nv = layer.logits(h_nD, weight_vD, start)
+        layer.exp_below(g_nv, rows.maximum_n).mul_(weight_n1)
+        if low < high:
+            g_nv[low:high].scatter_(1, (labels_n[low:high] - start).unsqueeze(1), label_n1[low:high])
+        if slope_nv is not None:
+            g_nv.mul_(slope_nv)
+        if bias_grad is not None:
+            bias_grad[start:stop].add_(g_nv.sum(0), alpha=grad_scale)
+        narrow_nv = layer.narrowed(g_nv, h_nD.dtype)
+        layer.add_product(sum_nD, narrow_nv, weight_vD)
+        if head_grad is not None:
+            trained_nR = h_nD[:, h_nD.shape[1] - head_grad.shape[1] :]
+            layer.add_product(head_grad[start:stop], narrow_nv.t(), trained_nR, grad_scale)

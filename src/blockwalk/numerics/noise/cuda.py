@@ -1,0 +1,339 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+"""The noise of ``noise.py`` on CUDA, as Triton kernels with the same bits as on a CPU.
+
+Products and sums must round separately, as everywhere: every launch turns the fusing of multiply and add off. Words are
+made once for each counter and laid out in element order, so that memory is read and written in order, each element once.
+The kernels also run in Triton's interpreter, on CPU tensors, which is how their bits are tested without a GPU.
+
+Import this module only where CUDA tensors are: it needs triton, which comes with torch's CUDA builds for Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficients
+
+if TYPE_CHECKING:
+    from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Window
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError(
+        "counter-based noise on CUDA needs triton: pip install triton, or set zo.noise: mezo (torch's own generator)"
+    ) from error
+
+_COUNTERS = {0: 128, 1: 128, 2: 16}
+"""Counters of one program, by kind: 2048 or 4096 elements, each thread a few of them in a row."""
+
+COMPILE_OPTIONS = {"enable_fp_fusion": False}
+"""Of every kernel that computes in floating point."""
+
+_KEYS = ("k0", "k1", "r0", "r1", "u0", "u1", "start")
+"""Arguments whose values change all the time: compiled once for all of them."""
+
+
+@triton.jit
+def _words(counter, k0, k1, COUNTERS: tl.constexpr):
+    """Philox 4x64-10 of ``counter`` … + COUNTERS − 1: uint64 [4·COUNTERS], the four words of a counter side by side."""
+    MULTIPLIER_0: tl.constexpr = 0xD2E7470EE14C6C93
+    MULTIPLIER_1: tl.constexpr = 0xCA5A826395121157
+    WEYL_0: tl.constexpr = 0x9E3779B97F4A7C15
+    WEYL_1: tl.constexpr = 0xBB67AE8584CAA73B
+    multiplier_0 = tl.full([COUNTERS], MULTIPLIER_0, tl.uint64)
+    multiplier_1 = tl.full([COUNTERS], MULTIPLIER_1, tl.uint64)
+    key_0 = tl.zeros([COUNTERS], tl.uint64) + k0.to(tl.int64).to(tl.uint64)
+    key_1 = tl.zeros([COUNTERS], tl.uint64) + k1.to(tl.int64).to(tl.uint64)
+    a = (counter + tl.arange(0, COUNTERS)).to(tl.uint64)
+    b = tl.zeros([COUNTERS], tl.uint64)
+    c = tl.zeros([COUNTERS], tl.uint64)
+    d = tl.zeros([COUNTERS], tl.uint64)
+    for _ in tl.static_range(10):
+        high_a = tl.umulhi(a, multiplier_0)
+        high_c = tl.umulhi(c, multiplier_1)
+        low_a = a * multiplier_0
+        low_c = c * multiplier_1
+        a = high_c ^ b ^ key_0
+        b = low_c
+        c = high_a ^ d ^ key_1
+        d = low_a
+        key_0 += tl.full([COUNTERS], WEYL_0, tl.uint64)
+        key_1 += tl.full([COUNTERS], WEYL_1, tl.uint64)
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
+def _draws(counter, k0, k1, COUNTERS: tl.constexpr):
+    """16-bit draws in element order, as uint32 [16·COUNTERS]."""
+    words = _words(counter, k0, k1, COUNTERS)
+    shifts = (16 * tl.arange(0, 4)).to(tl.uint64)
+    draws = (words[:, None] >> shifts[None, :]).to(tl.uint32) & 0xFFFF
+    return tl.reshape(draws, [16 * COUNTERS])
+
+
+@triton.jit
+def _values(counter, k0, k1, cubics, KIND: tl.constexpr, COUNTERS: tl.constexpr):
+    """z in element order, float32 [draws a counter · COUNTERS]."""
+    if KIND == 1:
+        draws = _draws(counter, k0, k1, COUNTERS)
+        pattern = ((draws * 2) & 0xFFFF | 1).to(tl.int32).to(tl.float32).to(tl.uint32, bitcast=True)
+        segment = pattern >> 22 & 31
+        t = (pattern & 0x3FFFFF | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+        value = tl.load(cubics + 96 + segment) * t + tl.load(cubics + 64 + segment)
+        value = value * t + tl.load(cubics + 32 + segment)
+        value = value * t + tl.load(cubics + segment)
+        return (value.to(tl.uint32, bitcast=True) | (draws >> 15) << 31).to(tl.float32, bitcast=True)
+    else:
+        words = _words(counter, k0, k1, COUNTERS)
+        shifts = tl.arange(0, 64).to(tl.uint64)
+        bits = (words[:, None] >> shifts[None, :]).to(tl.int32) & 1
+        return tl.reshape(1 - 2 * bits, [256 * COUNTERS]).to(tl.float32)
+
+
+@triton.jit
+def _to_bfloat16(x, carry):
+    """``x`` with ``carry`` added below the bits that stay: to nearest even by it, whatever the conversion of a device."""
+    bits = x.to(tl.uint32, bitcast=True)
+    pattern = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (bits + carry) >> 16)
+    return pattern.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _to_float16(x, draws):
+    """``x`` rounded stochastically to float16; noise_numpy.py says how."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    exponent = magnitude >> 23
+    normal = magnitude >= 0x38800000
+    shift = tl.where(normal, 13, tl.where(exponent >= 86, 126 - exponent, 40)).to(tl.uint32)
+    significand = tl.where(normal, magnitude - 0x38000000, (magnitude & 0x7FFFFF) | 0x800000)
+    inside = tl.minimum(shift, 31)  # a shift by 32 or more is not defined; by 31 nothing is kept already
+    kept = significand >> inside
+    dropped = significand - (kept << inside)
+    coarser = tl.where(shift < 16, 16 - shift, 0).to(tl.uint32)
+    finer = tl.where(shift < 16, 0, shift - 16).to(tl.uint32)
+    pattern = kept + (((dropped << coarser >> finer) + draws) >> 16)
+    pattern = tl.where(magnitude >= 0x47800000, 0x7C00, pattern)
+    pattern = tl.where(magnitude > 0x7F800000, 0x7E00, pattern) | (bits >> 16 & 0x8000)
+    return pattern.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _cast(x, first, r0, r1, dtype: tl.constexpr, ROUNDING: tl.constexpr, SIZE: tl.constexpr):
+    """``x``, whose first element is element ``first`` (a multiple of 16) of its parameter, in ``dtype``."""
+    if dtype == tl.bfloat16:
+        if ROUNDING:
+            return _to_bfloat16(x, _draws(first // 16, r0, r1, SIZE // 16))
+        else:
+            return _to_bfloat16(x, 0x7FFF + (x.to(tl.uint32, bitcast=True) >> 16 & 1))
+    elif dtype == tl.float16 and ROUNDING:
+        return _to_float16(x, _draws(first // 16, r0, r1, SIZE // 16))
+    else:
+        return x.to(dtype)
+
+
+@triton.jit(do_not_specialize=_KEYS)
+def _write_kernel(
+    source,  # float [rows, width], rows source_stride elements apart, or not read
+    out,  # float [rows, width], rows out_stride elements apart
+    row_index,  # int64 [rows], or not read
+    cubics,  # float32 [4, 32]
+    start,  # element of the parameter at [0, 0], before row_index
+    pitch,  # elements between rows in the parameter
+    width,
+    tiles,  # programs for each row
+    source_stride,
+    out_stride,
+    k0,
+    k1,
+    scale,  # float32
+    r0,
+    r1,
+    KIND: tl.constexpr,
+    HAS_SOURCE: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    ALIGNED: tl.constexpr,  # every row starts at a multiple of DRAWS
+    COUNTERS: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    SIZE: tl.constexpr = COUNTERS * DRAWS
+    program = tl.program_id(0).to(tl.int64)
+    row = program // tiles
+    tile = program % tiles
+    begin = start.to(tl.int64) + (tl.load(row_index + row) if HAS_ROWS else row) * pitch
+    position = tile * SIZE + tl.arange(0, SIZE)
+    counter = begin // DRAWS + tile * COUNTERS
+    if not ALIGNED:
+        position -= begin % DRAWS
+    inside = (position >= 0) & (position < width)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if HAS_SOURCE:
+        x = tl.load(source + row * source_stride + position, mask=inside, other=0.0).to(tl.float32)
+        if KIND != 0:
+            x += _values(counter, k0, k1, cubics, KIND, COUNTERS) * scale
+    else:
+        x = _values(counter, k0, k1, cubics, KIND, COUNTERS) * scale
+    rounded = _cast(x, counter * DRAWS, r0, r1, dtype, ROUNDING, SIZE)
+    tl.store(out + row * out_stride + position, rounded, mask=inside)
+
+
+@triton.jit(do_not_specialize=_KEYS)
+def _update_perturb_kernel(
+    weight,  # float [count]: updated
+    out,  # float [count]: the updated weight, perturbed
+    cubics,  # float32 [4, 32]
+    start,
+    count,
+    u0,
+    u1,
+    update_scale,  # float32
+    k0,
+    k1,
+    scale,  # float32
+    r0,
+    r1,
+    KIND: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    DRAWS: tl.constexpr,
+):
+    SIZE: tl.constexpr = COUNTERS * DRAWS
+    program = tl.program_id(0).to(tl.int64)
+    position = program * SIZE + tl.arange(0, SIZE)
+    counter = start.to(tl.int64) // DRAWS + program * COUNTERS
+    if not ALIGNED:
+        position -= start.to(tl.int64) % DRAWS
+    inside = (position >= 0) & (position < count)
+    x = tl.load(weight + position, mask=inside, other=0.0).to(tl.float32)
+    x += _values(counter, u0, u1, cubics, KIND, COUNTERS) * update_scale
+    updated = _cast(x, counter * DRAWS, r0, r1, weight.dtype.element_ty, ROUNDING, SIZE)
+    tl.store(weight + position, updated, mask=inside)
+    x = updated.to(tl.float32) + _values(counter, k0, k1, cubics, KIND, COUNTERS) * scale
+    tl.store(out + position, _cast(x, counter * DRAWS, 0, 0, out.dtype.element_ty, False, SIZE), mask=inside)
+
+
+@triton.jit(do_not_specialize=_KEYS)
+def _draws_kernel(out, start, count, k0, k1, COUNTERS: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    draws = _draws(start.to(tl.int64) // 16 + program * COUNTERS, k0, k1, COUNTERS)
+    position = program * (16 * COUNTERS) + tl.arange(0, 16 * COUNTERS) - start.to(tl.int64) % 16
+    tl.store(out + position, draws.to(out.dtype.element_ty), mask=(position >= 0) & (position < count))
+
+
+def write(
+    source: torch.Tensor | None,
+    out: torch.Tensor,
+    key: NoiseKey | None,
+    start: int,
+    scale: float,
+    kind: NoiseKind | None,
+    rounding: NoiseKey | None,
+    place: Window,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:
+    """``out`` = cast(float32(source) + scale·z), the operation behind ``noise.py``'s; its arguments are checked there."""
+    code = KINDS[kind]
+    draws = DRAWS[kind] if kind else 16
+    aligned = start % draws == 0 and place.pitch % draws == 0
+    tiles = _programs(place.width, draws, _COUNTERS[code], aligned)
+    single = place.rows == 1 and rows is None
+    with _on(out):
+        _write_kernel[(place.rows * tiles,)](
+            source if source is not None else out,
+            out,
+            rows.contiguous() if rows is not None else out,
+            _cubics(out.device),
+            start,
+            place.pitch,
+            place.width,
+            tiles,
+            0 if single or source is None else source.stride(0),
+            0 if single else out.stride(0),
+            *_key_words(key),
+            scale,
+            *_key_words(rounding),
+            KIND=code,
+            HAS_SOURCE=source is not None,
+            HAS_ROWS=rows is not None,
+            ROUNDING=rounding is not None,
+            ALIGNED=aligned,
+            COUNTERS=_COUNTERS[code],
+            DRAWS=draws,
+            **COMPILE_OPTIONS,
+        )
+    return out
+
+
+def update_perturb_(
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    update_key: NoiseKey,
+    update_scale: float,
+    key: NoiseKey,
+    scale: float,
+    start: int,
+    kind: NoiseKind,
+    *,
+    rounding: NoiseKey | None,
+) -> torch.Tensor:
+    """``noise.update_perturb_`` in one kernel; its arguments are checked there."""
+    code, draws = KINDS[kind], DRAWS[kind]
+    aligned = start % draws == 0
+    with _on(out):
+        _update_perturb_kernel[(_programs(weight.numel(), draws, _COUNTERS[code], aligned),)](
+            weight,
+            out,
+            _cubics(out.device),
+            start,
+            weight.numel(),
+            *_key_words(update_key),
+            update_scale,
+            *_key_words(key),
+            scale,
+            *_key_words(rounding),
+            KIND=code,
+            ROUNDING=rounding is not None,
+            ALIGNED=aligned,
+            COUNTERS=_COUNTERS[code],
+            DRAWS=draws,
+            **COMPILE_OPTIONS,
+        )
+    return out
+
+
+def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor) -> torch.Tensor:
+    """``noise.random_uint16``; its arguments are checked there."""
+    counters = _COUNTERS[0]
+    with _on(out):
+        _draws_kernel[(_programs(count, 16, counters, False),)](out, start, count, *_key_words(key), COUNTERS=counters)
+    return out
+
+
+def _programs(elements: int, draws: int, counters: int, aligned: bool) -> int:
+    """Programs that cover a row of elements which may begin anywhere in its first counter."""
+    return -(-(elements + (0 if aligned else draws - 1)) // (draws * counters))
+
+
+def _key_words(key: NoiseKey | None) -> tuple[int, int]:
+    """A key's words as signed integers: Triton would compile anew for those above 2^63."""
+    k0, k1 = key.philox_key() if key is not None else (0, 0)
+    return (k0 + 2**63) % 2**64 - 2**63, (k1 + 2**63) % 2**64 - 2**63
+
+
+def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _cubics(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(cubic_coefficients()).to(device)

@@ -1,0 +1,101 @@
+"""The key of one parameter's noise, and the part of a parameter that a range of its elements stands for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+GENERATOR_VERSION = 1
+"""Of the words, the table and the key's derivation together: stands in every ledger, and in every key."""
+
+NoiseKind = Literal["gaussian", "rademacher"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """What one parameter's noise depends on.
+
+    ``name`` is the canonical parameter name. ``domain`` keeps uses apart that share the rest: ``"noise"`` for
+    perturbations, ``"rounding"`` for stochastic rounding. ``seed`` is any integer from 0 to 2^64 − 1; 0 is a seed.
+    """
+
+    seed: int
+    step: int
+    query: int
+    name: str
+    domain: str = "noise"
+
+    def __post_init__(self) -> None:
+        for field in ("seed", "step", "query"):
+            value = getattr(self, field)
+            if not 0 <= value < 2**64:
+                raise ValueError(f"{field} is {value}; choose a {field} from 0 to 2^64 − 1")
+
+    def philox_key(self) -> tuple[int, int]:
+        """The two 64-bit words of the key: BLAKE2b of 128 bits, personalised by "blockwalk-noise" and the version, of
+        seed, step and query (64-bit little-endian each), domain, a zero byte and name (UTF-8), read little-endian.
+        """
+        return _philox_key(self.seed, self.step, self.query, self.domain, self.name)
+
+
+def derive_seed(*parts: int | str | bytes) -> int:
+    """A seed from 0 to 2^63 − 1 out of any values, for generators that are not ours (a unit's dropout, a data order).
+
+    The BLAKE2b hash of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc") differ.
+    """
+    digest = hashlib.blake2b(digest_size=8, person=b"blockwalk-seed")
+    for part in parts:
+        tag = b"i" if isinstance(part, int) else b"s" if isinstance(part, str) else b"b"
+        body = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(tag + struct.pack("<Q", len(body)) + body)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+class Window(NamedTuple):
+    """How a tensor's memory lies in its parameter: ``rows`` × ``width`` elements, in elements throughout."""
+
+    rows: int
+    width: int
+    pitch: int
+
+
+def window(tensor: torch.Tensor, other: torch.Tensor, pitch: int | None, rows: torch.Tensor | None) -> Window:
+    """The window of two tensors of one shape; refuses what the kernels could not walk."""
+    if tensor.shape != other.shape or tensor.device != other.device:
+        raise ValueError(
+            f"source and out must agree: {tuple(tensor.shape)} on {tensor.device}, {tuple(other.shape)} on {other.device}"
+        )
+    for each in (tensor, other):
+        if each.dtype not in FLOATS:
+            raise ValueError(f"noise is added to float32, bfloat16 and float16 tensors, not {each.dtype}")
+    if pitch is None:
+        if rows is not None:
+            raise ValueError("rows needs pitch: the length of the parameter's rows")
+        if not (tensor.is_contiguous() and other.is_contiguous()):
+            raise ValueError("without pitch the tensor must be contiguous: pass the length of the parameter's rows")
+        return Window(1, tensor.numel(), 0)
+    if tensor.dim() != 2 or (tensor.shape[1] > 1 and (tensor.stride(1) != 1 or other.stride(1) != 1)):
+        raise ValueError(f"pitch needs a 2-D tensor with contiguous rows, not {tuple(tensor.shape)} {tensor.stride()}")
+    height, width = tensor.shape
+    if rows is not None:
+        if rows.shape != (height,) or rows.dtype != torch.int64 or rows.device != tensor.device:
+            raise ValueError(
+                f"rows must be {height} int64 indices on {tensor.device}, not {rows.dtype} {tuple(rows.shape)} "
+                f"on {rows.device}"
+            )
+    elif pitch == width and tensor.is_contiguous() and other.is_contiguous():
+        return Window(1, height * width, 0)
+    return Window(height, width, pitch)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _philox_key(seed: int, step: int, query: int, domain: str, name: str) -> tuple[int, int]:
+    message = struct.pack("<QQQ", seed, step, query) + domain.encode() + b"\0" + name.encode()
+    person = f"blockwalk-noise{GENERATOR_VERSION}".encode()
+    return struct.unpack("<QQ", hashlib.blake2b(message, digest_size=16, person=person).digest())

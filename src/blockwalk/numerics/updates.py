@@ -1,0 +1,278 @@
+"""Update rules: what one step does to a parameter, element by element.
+
+A rule is a value without state. The tensors that it keeps from step to step are the caller's, on whatever tier, in float32.
+So is the arithmetic: a parameter in 16 bits is lifted a chunk at a time, and rounded once: stochastically
+where a key is given, so that updates below half a unit in the last place move it in expectation instead of never. Since
+every element is updated by itself, any slice of a parameter may be updated alone, at any time, by any rank: the bits are
+those of the whole. The arithmetic is, operation by operation, that of ``torch.optim`` with ``foreach=False, fused=False``.
+
+Learning rate and step come with each call. The gradient may be any estimate g: a zeroth-order rule hands over g·z.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import stochastic_round
+
+if TYPE_CHECKING:
+    from blockwalk.plan.choices import OptimizerSettings
+
+
+UPDATE_CHUNK = 1 << 16
+"""Elements updated at a time on a processor, with 256 KiB of scratch: what stays in cache."""
+
+DEVICE_UPDATE_CHUNK = 1 << 22
+"""The same on an accelerator, where each chunk costs a few kernel launches."""
+
+NORM_CHUNK = 1 << 14
+"""Elements under one float64 sum of squares. Below the size from which torch spreads a reduction over threads, so that the
+sum is the same for any number of them."""
+
+_NORM_ROWS = 8
+
+
+class Rule(Protocol):
+    """An update rule."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the tensors that the rule keeps for each parameter: float32, of the parameter's shape, zero at first."""
+        ...
+
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        """One update, in place.
+
+        Args:
+            param: contiguous, float32 or 16 bits, any slice of a parameter.
+            grad: the same slice of the gradient, float32; it is not changed.
+            state: the same slice of each tensor that :attr:`states` names, contiguous.
+            step: the update's number, from 1.
+            lr: its learning rate.
+            rounding: the draws by which a whole parameter in 16 bits is rounded stochastically; None rounds to nearest.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sgd:
+    """θ ← θ − lr·(g + weight_decay·θ), as ``torch.optim.SGD``."""
+
+    states: ClassVar[tuple[str, ...]] = ()
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        for work, (p, g) in _chunks(rounding, param, grad):
+            if self.weight_decay:
+                g = torch.add(g, p, alpha=self.weight_decay, out=work)
+            p.add_(g, alpha=-lr)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """θ ← θ − lr·(sign(g) + weight_decay·θ): sign descent, for zeroth order (Bernstein et al. 2018, with one vote)."""
+
+    states: ClassVar[tuple[str, ...]] = ()
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        for work, (p, g) in _chunks(rounding, param, grad):
+            sign = torch.sign(g, out=work)
+            if self.weight_decay:
+                sign.add_(p, alpha=self.weight_decay)
+            p.add_(sign, alpha=-lr)
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum:
+    """b ← momentum·b + g + weight_decay·θ, θ ← θ − lr·b, as ``torch.optim.SGD``."""
+
+    states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.momentum > 0, "momentum", self.momentum, "above 0 (without it the rule is sgd)")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        for work, (p, g, b) in _chunks(rounding, param, grad, state["momentum_buffer"]):
+            if self.weight_decay:
+                g = torch.add(g, p, alpha=self.weight_decay, out=work)
+            p.add_(b.mul_(self.momentum).add_(g), alpha=-lr)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as ``torch.optim.AdamW``."""
+
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+        _require(self.eps >= 0, "eps", self.eps, "0 or above")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+
+    def apply_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        step: int,
+        lr: float,
+        rounding: NoiseKey | None = None,
+    ) -> None:
+        beta1, beta2 = self.betas
+        step_size = lr / (1 - beta1**step)
+        correction = (1 - beta2**step) ** 0.5
+        for work, (p, g, m, v) in _chunks(rounding, param, grad, state["exp_avg"], state["exp_avg_sq"]):
+            if self.weight_decay:
+                p.mul_(1 - lr * self.weight_decay)
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            torch.sqrt(v, out=work).div_(correction).add_(self.eps)
+            p.addcdiv_(m, work, value=-step_size)
+
+
+def make_rule(settings: OptimizerSettings) -> Rule:
+    """The rule that ``settings.name`` names (``optimizer.name``), with those of the settings that are its own.
+
+    Raises:
+        ValueError: an unknown rule, or a number out of range.
+    """
+    match settings.name:
+        case "sgd":
+            return Sgd(settings.weight_decay)
+        case "sign":
+            return Sign(settings.weight_decay)
+        case "momentum":
+            return Momentum(settings.momentum, settings.weight_decay)
+        case "adamw":
+            return AdamW(settings.betas, settings.eps, settings.weight_decay)
+    raise ValueError(f"optimizer.name is {settings.name!r}; there are sgd, sign, momentum and adamw")
+
+
+def square_sums(tensor: Tensor) -> Tensor:
+    """Sums of squares of each :data:`NORM_CHUNK` elements (the last chunk may be shorter), float64 [chunks], on its device.
+
+    A slice that begins at a multiple of NORM_CHUNK has the sums that the whole tensor has there: ranks compute their own
+    and hand them to :func:`norm_of_sums`.
+    """
+    flat = tensor.detach().reshape(-1)
+    full = flat.numel() // NORM_CHUNK
+    sums = torch.zeros(-(-flat.numel() // NORM_CHUNK), dtype=torch.float64, device=flat.device)
+    work = torch.empty(_NORM_ROWS, NORM_CHUNK, dtype=torch.float64, device=flat.device)
+    for first in range(0, full, _NORM_ROWS):
+        last = min(full, first + _NORM_ROWS)
+        rows = work[: last - first].copy_(flat[first * NORM_CHUNK : last * NORM_CHUNK].view(last - first, NORM_CHUNK))
+        torch.sum(rows.mul_(rows), 1, out=sums[first:last])
+    if full < len(sums):
+        rest = work[0, : flat.numel() - full * NORM_CHUNK].copy_(flat[full * NORM_CHUNK :])
+        sums[full] = rest.mul_(rest).sum()
+    return sums
+
+
+def sum_of_squares(gradient: Tensor) -> Tensor:
+    """The sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element is, or where it overflows."""
+    flat_P = gradient.reshape(-1)
+    return torch.dot(flat_P, flat_P)
+
+
+def norm_of_sums(sums: Iterable[Tensor]) -> float:
+    """√(Σ sums). The sum is exactly rounded, so that neither the order of the chunks nor who computed them matters."""
+    values = [value for each in sums for value in each.tolist()]
+    return math.sqrt(math.fsum(values)) if all(map(math.isfinite, values)) else math.sqrt(sum(values))
+
+
+def global_norm(tensors: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all elements of all tensors: the same for any number of threads and any slicing at multiples of
+    :data:`NORM_CHUNK`. Gradients that hold an infinity or a NaN have that as their norm."""
+    return norm_of_sums(square_sums(tensor) for tensor in tensors)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied with, as ``torch.nn.utils.clip_grad_norm_``: max_norm/(norm + 1e-6), at most
+    1. A NaN stays one."""
+    coefficient = max_norm / (norm + 1e-6)
+    return 1.0 if coefficient > 1.0 else coefficient
+
+
+def _chunks(
+    rounding: NoiseKey | None, param: Tensor, grad: Tensor, *state: Tensor
+) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
+    their owners. Of a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
+    for tensor in (grad, *state):
+        assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"
+        assert tensor.numel() == param.numel(), f"{tensor.numel()} elements for {param.numel()} of a parameter"
+    flat = [grad.detach().reshape(-1), *(tensor.detach().view(-1) for tensor in state)]
+    whole, narrow = param.detach().view(-1), param.dtype != torch.float32
+    chunk = UPDATE_CHUNK if param.device.type == "cpu" else DEVICE_UPDATE_CHUNK
+    scratch = torch.empty(min(chunk, param.numel()), dtype=torch.float32, device=param.device)
+    lifted = torch.empty_like(scratch) if narrow else scratch
+    for start in range(0, param.numel(), chunk):
+        own, *others = (tensor[start : start + chunk] for tensor in (whole, *flat))
+        exact = lifted[: len(own)].copy_(own) if narrow else own
+        yield scratch[: len(own)], (exact, *others)
+        if narrow and rounding is not None:
+            stochastic_round(exact, own, rounding, start)
+        elif narrow:
+            own.copy_(exact)
+
+
+def _require(holds: bool, name: str, value: object, meaning: str) -> None:
+    if not holds:
+        raise ValueError(f"optimizer.{name} is {value}; it must be {meaning}")

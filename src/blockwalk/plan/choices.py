@@ -1,0 +1,147 @@
+"""The settings of a plan by group, each a frozen value with its defaults: ``optimizer.*``, ``update.*``, ``zo.*``, ``cache.*``,
+``mesh.*`` and ``lora.*``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from blockwalk.plan.placement import Codec
+
+OF_PEFT = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules"}
+"""PEFT's names of the fields of :class:`LoraSettings`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Low-rank adapters (``lora.*``); see PEFT's ``LoraConfig``."""
+
+    rank: int = 8
+    """Columns of A and rows of B of each adapter; its size is in proportion."""
+    alpha: float = 16
+    """An adapter's answer is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """The share of an adapter's inputs that training leaves out, drawn anew for each step."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer but the head."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank is {self.rank}; it must be at least 1 (lora: false trains everything)")
+        for theirs, ours in OF_PEFT.items():
+            if theirs in self.options:
+                raise ValueError(f"lora.options.{theirs} is PEFT's name of lora.{ours}; set that")
+
+
+class Estimator(StrEnum):
+    """How a step turns losses into a direction."""
+
+    BACKPROP = "backprop"
+    ZEROTH_ORDER = "zeroth-order"
+
+
+class Timing(StrEnum):
+    """When an update is applied: inside the backward walk, after it, or at the next step's fetch."""
+
+    BLOCK = "block"
+    STEP = "step"
+    DEFERRED = "deferred"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """The update rule and its schedule (``optimizer.*``)."""
+
+    name: str = "adamw"
+    """The update rule; sign with zeroth order alone."""
+    learning_rate: float = 1e-4
+    """The highest that the schedule comes to; zeroth order needs far smaller ones, 1e-7 to 1e-6 for billions of parameters."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """adamw: the decay of the mean of the gradient, and of its square."""
+    eps: float = 1e-8
+    """adamw: what is added to the root of the mean square."""
+    momentum: float = 0.9
+    """momentum: the share of the last step's direction that is kept."""
+    weight_decay: float = 0.0
+    """The share of a parameter, times the learning rate, that an update takes off (adamw), or that is added to the gradient."""
+    schedule: str = "constant"
+    """How the learning rate goes on after ``warmup_steps``: it stays, or falls along a line or half a cosine."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate climbs from 0 to its highest."""
+    total_steps: int = 0
+    """Steps that the schedule spans; 0: those of the run."""
+    min_ratio: float = 0.0
+    """The learning rate at the schedule's end, as a share of the highest."""
+    max_grad_norm: float = 0.0
+    """Clip the global norm of the gradient to this; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """When updates happen and how they are rounded (``update.*``)."""
+
+    timing: Timing = Timing.STEP
+    """At the block's turn of the backward walk, at the step's end, or (zeroth order) deferred to the block's next fetch."""
+    flush_every: int = 1
+    """Deferred updates: a block is written back every this many steps; in between, entries wait and are applied at fetch."""
+    rounding: str = "stochastic"
+    """How a 16- or 8-bit master is rounded after an update: stochastic (counter-based, reproducible) or nearest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZerothOrderSettings:
+    """The zeroth-order estimator (``zo.*``)."""
+
+    kind: str = "spsa"
+    """spsa (two-point, MeZO), fzoo or hizoo."""
+    epsilon: float = 1e-3
+    """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times the noise."""
+    queries: int = 1
+    """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
+    noise: str = "gaussian"
+    """gaussian, rademacher, or mezo (the original's draws and its in-place arithmetic)."""
+    hessian_alpha: float = 1e-8
+    """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
+    hessian_codec: Codec = Codec.FP32
+    """What HiZOO's curvature is kept in: fp32, bf16 or fp16."""
+    objective: str = "loss"
+    """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """Where forward-gathered parameters are kept for the backward walk (``cache.*``)."""
+
+    tier: str = "none"
+    """Where what the forward walk gathered is kept for the backward walk."""
+    threshold: float = 0.0
+    """Adaptive cache, ``tier: host``: a rank's slice of a gathered block stays on the device instead of going to the host where
+    the device's use, all that time and with every op's transients, stays within this share of the budget (0 to 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSettings:
+    """The ranks (``mesh.*``). Zeroth order: data × perturb, holding slices. Backpropagation: z3 | z2 | z1 | world."""
+
+    data: int = 1
+    """Parts that the global batch is cut into, the outer axis."""
+    perturb: int = 1
+    """Ranks that share the forwards of a step, the inner axis: neighbours."""
+    slice: int = 1
+    """Neighbours of a node that hold one copy of the streamed blocks, each its slice, whatever they compute."""
+    check_every: int = 100
+    """Zeroth order: steps between comparisons of the ranks' weights."""
+    z1: int = 1
+    """Ranks that share optimizer states."""
+    z2: int = 1
+    """Ranks that share gradients."""
+    z3: int = 1
+    """Ranks that share parameters."""
+    ranks_per_node: int = 1
+    """Ranks that share a machine; the launcher says how many."""
+    world: int = 1
+    """All ranks; the launcher says how many."""

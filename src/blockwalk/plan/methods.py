@@ -1,0 +1,235 @@
+"""The table: every published system that Blockwalk implements is a row of it, and a row is a Plan.
+
+| method  | estimator      | parameters: tier × codec × group           | activations | update                  |
+|---------|----------------|--------------------------------------------|-------------|-------------------------|
+| plain   | backprop       | device × raw × nobody                      | device      | at step end             |
+| mebp    | backprop, LoRA | disk × int4 × nobody (frozen)              | disk        | at the block's turn     |
+| mezo    | zeroth-order   | device × raw × nobody                      | –           | at step end             |
+| zo2     | zeroth-order   | host or disk × any × nobody                | –           | deferred, at next fetch |
+| distzo2 | zeroth-order   | host slice M/n × any × node                | –           | deferred, at next fetch |
+| zero3   | backprop       | device slice 1/G × raw × world             | device      | sharded over the world  |
+| zeropp  | backprop       | the same, node slices kept on the device   | device      | sharded over the world  |
+| mics    | backprop       | device slice 1/g × raw × node              | device      | sharded in the node     |
+| fcdp    | backprop       | device slice 1/G, node slices on the host  | device      | sharded over the world  |
+| hzp     | backprop       | device slice 1/Z3 × raw × Z3 group         | device      | sharded over Z1         |
+
+Each function below returns a Plan and does nothing else. A setting given to :func:`method` wins over the row's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from blockwalk.plan.choices import (
+    CacheSettings,
+    Estimator,
+    OptimizerSettings,
+    Timing,
+    UpdateSettings,
+    ZerothOrderSettings,
+)
+from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.placement import Codec, Group, Placement, Tier
+from blockwalk.plan.plan import SPREAD_OVER, Plan
+from blockwalk.plan.settings import override
+
+
+def plain() -> Plan:
+    """Everything resident, gradients by backpropagation: what a plain training loop does."""
+    return Plan(method="plain", recompute="none", prefetch=0)
+
+
+def mebp() -> Plan:
+    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time.
+
+    Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile
+    Devices" (2025).
+    """
+    return Plan(
+        method="mebp",
+        frozen=Placement(Tier.DISK, Codec.INT4),
+        trainable=Placement(Tier.DISK, Codec.FP32),
+        optimizer_state=Placement(Tier.DISK, Codec.FP32),
+        activation=Placement(Tier.DISK),
+        update=UpdateSettings(timing=Timing.BLOCK),
+        recompute="auto",
+    )
+
+
+def mezo() -> Plan:
+    """Two forward passes a step and no gradients, everything resident.
+
+    Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm 1.
+    """
+    return Plan(
+        method="mezo",
+        estimator=Estimator.ZEROTH_ORDER,
+        optimizer=OptimizerSettings(name="sgd", learning_rate=1e-6),
+        zo=ZerothOrderSettings(),
+        prefetch=0,
+    )
+
+
+def zo2() -> Plan:
+    """MeZO with the blocks on the host or on disk, the update of a step applied when its block is fetched in the next.
+
+    Source: Wang et al., "ZO2: Scalable Zeroth-Order Fine-Tuning for Extremely Large Language Models with Limited GPU
+    Memory" (2025).
+    """
+    return Plan(
+        method="zo2",
+        estimator=Estimator.ZEROTH_ORDER,
+        frozen=Placement(Tier.HOST),
+        trainable=Placement(Tier.HOST),
+        optimizer=OptimizerSettings(name="sgd", learning_rate=1e-6),
+        update=UpdateSettings(timing=Timing.DEFERRED),
+        prefetch=1,
+    )
+
+
+def distzo2() -> Plan:
+    """ZO2 over ranks that exchange scalars: forwards shared inside, the batch outside, one copy of the blocks a node.
+
+    Source: Wang et al., "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning LLMs with Distributed
+    Parallel Computing" (2025).
+    """
+    return replace(zo2(), method="distzo2")
+
+
+def zero3() -> Plan:
+    """Parameters, gradients and optimizer states over all ranks: gathered before every use, reduced after every backward.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stage 3.
+    """
+    return _sharded("zero3", parameters=Group.WORLD, gradients=Group.WORLD, optimizer=Group.WORLD)
+
+
+def zeropp() -> Plan:
+    """ZeRO-3 whose parameters are also kept as a slice over the node, from which the backward walk gathers.
+
+    Source: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (2023), hpZ.
+    """
+    plan = _sharded("zeropp", parameters=Group.NODE, gradients=Group.WORLD, optimizer=Group.WORLD)
+    return replace(plan, cache=CacheSettings(tier="device"))
+
+
+def mics() -> Plan:
+    """Everything over the ranks of one node, replicated between nodes; gradients cross nodes once per optimizer step.
+
+    Source: Zhang et al., "MiCS: Near-Linear Scaling for Training Gigantic Model on Public Cloud" (2022).
+    """
+    return _sharded("mics", parameters=Group.NODE, gradients=Group.NODE, optimizer=Group.NODE)
+
+
+def fcdp() -> Plan:
+    """ZeRO-3's device memory, with a cache of the node's slices in host memory: parameters cross nodes once per optimizer
+    step, frozen ones never after start; gradients add up inside the node and cross nodes once."""
+    plan = _sharded("fcdp", parameters=Group.NODE, gradients=Group.NODE, optimizer=Group.WORLD)
+    return replace(plan, cache=CacheSettings(tier="host"), gradient=replace(plan.gradient, tier=Tier.HOST))
+
+
+def hzp() -> Plan:
+    """Optimizer states over Z1 ranks, gradients over Z2, parameters over Z3, chosen freely: world, node and node unless
+    ``mesh.z1``, ``mesh.z2`` and ``mesh.z3`` say otherwise."""
+    return _sharded("hzp", parameters=Group.NODE, gradients=Group.NODE, optimizer=Group.WORLD)
+
+
+def _sharded(name: str, *, parameters: Group, gradients: Group, optimizer: Group) -> Plan:
+    return Plan(
+        method=name,
+        frozen=Placement(group=parameters),
+        trainable=Placement(group=parameters),
+        gradient=Placement(codec=Codec.FP32, group=gradients),
+        optimizer_state=Placement(codec=Codec.FP32, group=optimizer),
+    )
+
+
+_ROWS = (plain, mebp, mezo, zo2, distzo2, zero3, zeropp, mics, fcdp, hzp)
+METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in _ROWS}
+"""The rows by name, in the order of the table."""
+
+
+def method(name: str, **settings: Any) -> Plan:
+    """The plan of a named method, with settings changed.
+
+    Settings are the plan's fields, nested as mappings or dotted:
+
+    >>> method("mebp", optimizer={"learning_rate": 2e-4}).optimizer.learning_rate
+    0.0002
+    >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
+    2
+
+    Raises:
+        ValueError: an unknown method or setting, or a plan that makes no sense.
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
+    row, rest = _on_mesh(METHODS[name](), settings)
+    plan = override(row, _settled(row, rest))
+    if plan.sharded and not row.sharded:
+        raise ValueError(
+            f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over ranks; choose hzp, or set"
+            f" trainable: {plan.trainable.tier} × {plan.trainable.codec}"
+        )
+    return plan
+
+
+def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The row and the settings, once world and node are known: a sharded row with the sizes of the groups that it names, or
+    the names of the sizes that are given."""
+    flat = _flat(settings)
+    zeroth_order = row.estimator is Estimator.ZEROTH_ORDER
+    if not (row.sharded or zeroth_order) or "mesh.world" not in flat:
+        return row, settings
+    world = int(flat["mesh.world"])
+    sizes = {Group.NODE: int(flat.get("mesh.ranks_per_node", world)), Group.WORLD: world}
+    mesh = {key.removeprefix("mesh."): value for key, value in flat.items() if key.startswith("mesh.")}
+    mesh.setdefault("ranks_per_node", world)
+    others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
+    if zeroth_order:
+        return row, {**others, "mesh": _shared_passes(override(row, others), mesh)}
+    groups = {}
+    for name, key in SPREAD_OVER.items():
+        placement = getattr(row, name)
+        size = int(mesh.setdefault(key, sizes[placement.group]))
+        if sizes[placement.group] != size:
+            named = next((group for group, each in sizes.items() if each == size), Group.NESTED)
+            groups[name] = replace(placement, group=named)
+    return override(row, {"mesh": mesh, **groups}), others
+
+
+def _shared_passes(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:
+    """A zeroth-order mesh with what was not given: neighbours share the forwards as far as these divide evenly, the others
+    cut the batch; where blocks are streamed in a form that can be cut, the ranks of a node hold them once."""
+    world, node = int(mesh["world"]), int(mesh["ranks_per_node"])
+    if "perturb" not in mesh:
+        together = 1 if plan.zo.noise == "mezo" else math.gcd(node, plan.forward_passes)
+        mesh["perturb"] = world // max(int(mesh["data"]), 1) if "data" in mesh else together
+    mesh.setdefault("data", max(1, world // max(int(mesh["perturb"]), 1)))
+    if plan.method == "distzo2" and plan.sliceable:
+        mesh.setdefault("slice", node)
+    return mesh
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{key}.{inner}" if inner else key: each
+        for key, value in settings.items()
+        for inner, each in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+
+
+def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with updates at the step's end where a row that updates at the block's turn cannot: clipping needs
+    the norm of all gradients, and walking micro-batch by micro-batch completes them only in the last one."""
+    flat = _flat(settings)
+    if row.update.timing is not Timing.BLOCK or "update.timing" in flat:
+        return settings
+    by_micro_batch = flat.get("accumulation_order", row.accumulation_order) == "micro_batch"
+    accumulates = int(flat.get("gradient_accumulation_steps", row.gradient_accumulation_steps)) > 1
+    if float(flat.get("optimizer.max_grad_norm", 0)) > 0 or (accumulates and by_micro_batch):
+        return {**settings, "update.timing": Timing.STEP}
+    return settings

@@ -1,0 +1,112 @@
+"""A model as plain values: its parameters with shape and dtype, its units in the order of their turns.
+
+Bytes are bytes, shapes are in elements. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from blockwalk.plan.placement import DTYPE_BYTES, Codec
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter: its canonical name, shape (elements), dtype (torch's name) and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = False
+    quantizable: bool = False
+    """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused 3-D experts."""
+    assembled: bool = False
+    """True where its tier does not hold it in one piece, to be read where it lies: experts stored one by one, or encoded. It
+    is made at its block's turn. What a model's configuration alone tells is a guess; the source of the weights knows."""
+    group_size: int = 32
+    """Elements of a row that share a scale where its source has it in int4."""
+    exact: bool = False
+    """True where the model computes with it in float32 whatever the compute dtype: a router's gate, say."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the dtype that the model came in."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:
+    """Bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters). A row that
+    the group size does not divide is padded to whole groups."""
+    facts, numel = codec.facts, math.prod(shape)
+    if not codec.encoded:
+        return numel * DTYPE_BYTES[codec.dtype_of(dtype)]
+    row = shape[-1] if shape else 1
+    group = group_size if facts.group_sizes else row
+    groups = numel // row * -(-row // group) if row else 0
+    return groups * (group * facts.bits // 8 + sum(DTYPE_BYTES[scale] for scale in facts.scales))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """One stop of the walk: the prologue, a block or the epilogue, with the parameters that it owns.
+
+    Units of equal ``kind`` run the same code on the same shapes: what is measured of one holds for all.
+    """
+
+    name: str
+    kind: str
+    params: tuple[ParamSpec, ...]
+
+    def numel(self, *, trainable: bool | None = None) -> int:
+        return sum(p.numel for p in self.params if trainable is None or p.trainable == trainable)
+
+    def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
+        """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
+        return sum(
+            encoded_nbytes(p.shape, p.dtype, codec if p.quantizable or not codec.encoded else Codec.RAW, p.group_size)
+            for p in self.params
+            if trainable is None or p.trainable == trainable
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as the walk sees it: units in execution order, and the few dimensions that costs depend on."""
+
+    name: str
+    prologue: UnitSpec
+    blocks: tuple[UnitSpec, ...]
+    epilogue: UnitSpec
+    hidden_size: int
+    vocab_size: int
+    dtype: str = "float32"
+    tied: tuple[tuple[str, str], ...] = field(default=())
+    """Pairs (alias, canonical name) of parameters that are one tensor with two turns."""
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        return (self.prologue, *self.blocks, self.epilogue)
+
+    def params(self) -> Iterator[ParamSpec]:
+        for unit in self.units:
+            yield from unit.params
+
+    def numel(self, *, trainable: bool | None = None) -> int:
+        return sum(unit.numel(trainable=trainable) for unit in self.units)
+
+    def as_stored(self, group_size: int, assembled: Callable[[str], bool] | None = None) -> ModelSpec:
+        """The same model with what its source says: the group size, and by name what is ``assembled``."""
+
+        def marked(unit: UnitSpec) -> UnitSpec:
+            known = {p.name: p.assembled if assembled is None else assembled(p.name) for p in unit.params}
+            return replace(
+                unit, params=tuple(replace(p, assembled=known[p.name], group_size=group_size) for p in unit.params)
+            )
+
+        blocks = tuple(map(marked, self.blocks))
+        return replace(self, prologue=marked(self.prologue), blocks=blocks, epilogue=marked(self.epilogue))

@@ -1,0 +1,225 @@
+"""Settings as text: values from YAML or flags by their types, sizes in bytes, and what was probably meant."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Hashable, Mapping
+from enum import StrEnum
+from typing import Any, get_type_hints
+
+import yaml
+
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.placement import Codec, Group, Placement, Tier
+
+
+def lora_settings(given: Mapping[str, Any]) -> LoraSettings:
+    """The adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``.
+
+    Raises:
+        ValueError: an unknown name, or a value that makes no sense.
+    """
+    names = [f"lora.{f.name}" for f in dataclasses.fields(LoraSettings)]
+    for key in given:
+        if f"lora.{key}" not in names:
+            raise ValueError(f"unknown setting 'lora.{key}'{did_you_mean(f'lora.{key}', names)}")
+    found: LoraSettings = section(LoraSettings, "lora", {f"lora.{key}": value for key, value in given.items()})
+    return found
+
+
+def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
+    """Take the settings of one section out of ``settings`` and build its value."""
+    hints = get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for key in [k for k in settings if k.startswith(f"{name}.")]:
+        value, short = settings.pop(key), key.removeprefix(f"{name}.")
+        if short.startswith("options."):  # one option as a flag: read as YAML, for PEFT's types are not ours to know
+            typed = yaml.load(value, Loader=Loader) if isinstance(value, str) else value
+            given["options"] = {**given.get("options", {}), short.removeprefix("options."): typed}
+        else:
+            given[short] = coerce(key, value, hints[short])
+    return cls(**given)
+
+
+def plain_values(value: Any) -> Any:
+    """Dataclasses, enumerations and tuples as the types that YAML has."""
+    if isinstance(value, Placement):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [plain_values(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: plain_values(v) for k, v in value.items()}
+    return value
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars: ``1e-4`` is a number, ``no`` and ``off`` are words; a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    table = (
+        ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+        ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+        (
+            "float",
+            r"[-+]?([0-9]+[eE][-+]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
+            list("-+.0123456789"),
+        ),
+    )
+    found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for tag, pattern, firsts in table:
+        for first in firsts:
+            found.setdefault(first, []).append((f"tag:yaml.org,2002:{tag}", re.compile(rf"^(?:{pattern})$")))
+    return found
+
+
+Loader.yaml_implicit_resolvers = _resolvers()
+
+
+def did_you_mean(key: str, known: list[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest known name, or nothing."""
+    aliases = {
+        "lr": "learning_rate",
+        "eps": "epsilon",
+        "rank": "lora.rank",
+        "accumulation": "gradient_accumulation_steps",
+    }
+    last = key.rpartition(".")[2]
+    if last in aliases:
+        return next((f"; did you mean {name!r}?" for name in known if name.endswith(aliases[last])), "")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
+        name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
+    ]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"18GB"``, ``"512MiB"`` or a number, in bytes (GB = 10⁹, GiB = 2³⁰)."""
+    if isinstance(text, int):
+        return text
+    units = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "": 1}
+    stripped = text.strip().lower()
+    number = stripped.rstrip("bikmgt ")
+    unit = stripped[len(number) :].strip()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError):
+        raise ValueError(f"{text!r} is no size; write it like 18GB, 512MiB or a number of bytes") from None
+
+
+def coerce(key: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type of the setting ``key``: flags give text; YAML numbers, words, lists and mappings.
+
+    Raises:
+        ValueError: it is none; the message says what the setting takes.
+    """
+    read: Callable[[Any], Any]
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        wanted, read = f"one of {', '.join(hint)}", hint
+    elif hint not in _READERS:
+        raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
+    else:
+        wanted, read = _READERS[hint]
+    try:
+        return read(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{key} is {value!r}; it takes {wanted}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    word = str(value).lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return word in _TRUE
+
+
+def _integer(value: Any) -> int:
+    """A whole number; ``1e3`` is one too."""
+    with contextlib.suppress(ValueError):
+        return int(_text(value))
+    if not _number(value).is_integer():
+        raise ValueError
+    return int(value) if isinstance(value, int) else int(float(value))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
+
+
+def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
+    """Names with commas between them are a list, as in every other setting; a pattern stays one text."""
+    several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
+    return _texts(value) if several else str(value)
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    first, second = map(_number, value.split(",") if isinstance(value, str) else value)
+    return first, second
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError
+    return dict(value)
+
+
+def _placement(value: Any) -> Placement:
+    if isinstance(value, Placement):
+        return value
+    parts = placement_parts(value)
+    return Placement(
+        Tier(parts[0]),
+        Codec(parts[1]) if len(parts) > 1 else Codec.RAW,
+        Group(parts[2]) if len(parts) > 2 else Group.NOBODY,
+    )
+
+
+def placement_parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [p.strip() for p in str(value).replace("x", "×").split("×")]
+
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    str: ("text (put quotes around it)", _text),
+    bool: ("true or false", _boolean),
+    int: ("a whole number", _integer),
+    float: ("a number", _number),
+    int | None: (
+        "a size, such as 18GB, 512MiB or a number of bytes",
+        lambda v: None if v in (None, "") else parse_bytes(v),
+    ),
+    tuple[float, float]: ("two numbers, such as [0.9, 0.95]", _pair),
+    tuple[str, ...]: ("a list of texts, such as [yes, no]", _texts),
+    str | tuple[str, ...]: ("a text, or a list of texts", _pattern_or_texts),
+    Mapping[str, Any]: ("a mapping", _mapping),
+    Placement: (f"tier × codec × group: {', '.join(Tier)}; {', '.join(Codec)}; {', '.join(Group)}", _placement),
+}
+"""For each type of a setting what it takes, in words, and the function that reads it."""

@@ -1,0 +1,120 @@
+"""Kinds of state, where each may live, and what a model is made of, as plain values.
+
+Nothing here imports torch at run time: planning and simulation read these values without it. Bytes are bytes, shapes
+are in elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """A memory that state can live in, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class CodecFacts:
+    """The form of one codec's elements: plain numbers of a dtype, or codes of a few bits in groups that share scales."""
+
+    dtype: str | None = None
+    """torch's name of the dtype, where every element is a number by itself; None keeps the parameter's own or has codes."""
+    codes: str = "uint8"
+    """The dtype that codes are stored in; codes of four bits share an element of it."""
+    bits: int = 0
+    """Bits of a code; 0 where elements are numbers."""
+    scales: tuple[str, ...] = ()
+    """The dtypes of the numbers that each group of codes is decoded with."""
+    group_sizes: tuple[int, ...] = ()
+    """Elements of a row that may form a group; without any, a row is one group."""
+    interleaved: bool = False
+    """True where a group's scales stand before its codes; else all scales of a parameter come first, then all codes."""
+    trainable: bool = False
+    """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth order only)."""
+
+
+_AS_IT_IS = CodecFacts()
+
+
+class Codec(StrEnum):
+    """How a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in.
+
+    A codec is a row here and, where its elements are codes, a file of its name beside :mod:`blockwalk.numerics.codecs.codecs`.
+    """
+
+    facts: CodecFacts
+
+    def __new__(cls, value: str, facts: CodecFacts = _AS_IT_IS) -> Codec:
+        member = str.__new__(cls, value)
+        member._value_, member.facts = value, facts
+        return member
+
+    RAW = "raw", _AS_IT_IS
+    FP32 = "fp32", CodecFacts("float32")
+    BF16 = "bf16", CodecFacts("bfloat16")
+    FP16 = "fp16", CodecFacts("float16")
+    FP8 = "fp8", CodecFacts(codes="float8_e4m3fn", bits=8, scales=("float32",), trainable=True)
+    INT8 = "int8", CodecFacts(codes="int8", bits=8, scales=("float32",), trainable=True)
+    INT4 = "int4", CodecFacts(bits=4, scales=("float16",), group_sizes=(32, 64))
+    INT4A = "int4a", CodecFacts(bits=4, scales=("float16", "float16"), group_sizes=(32,), interleaved=True)
+    NF4 = "nf4", CodecFacts(bits=4, scales=("float32",), group_sizes=(32, 64))
+
+    @property
+    def encoded(self) -> bool:
+        """True where a matrix is codes and scales, which are decoded when they are read."""
+        return self.facts.bits > 0
+
+    def dtype_of(self, dtype: str) -> str:
+        """The dtype of the numbers that a parameter of ``dtype`` is written as; of an encoded one, its own."""
+        return self.facts.dtype or dtype
+
+
+class Group(StrEnum):
+    """The ranks that a piece of state is spread over; a nested group's size stands beside it in the plan."""
+
+    NOBODY = "nobody"
+    NODE = "node"
+    NESTED = "nested"
+    WORLD = "world"
+
+
+class StateKind(StrEnum):
+    """What a training step reads and writes."""
+
+    FROZEN = "frozen"
+    TRAINABLE = "trainable"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one kind of state lives: a slice on a tier, in a codec, gathered over a group."""
+
+    tier: Tier = Tier.DEVICE
+    codec: Codec = Codec.RAW
+    group: Group = Group.NOBODY
+
+    def __str__(self) -> str:
+        return f"{self.tier} × {self.codec} × {self.group}"
+
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes per element, by torch's name of the dtype without its ``torch.`` prefix."""

@@ -1,0 +1,330 @@
+"""A plan: where each kind of state lives, and when it is used. A frozen value, refused at once if it makes no sense.
+
+A plan holds no tensors and imports no torch. :mod:`blockwalk.plan.methods` names the published ones;
+:mod:`blockwalk.program.compile` turns a plan, a model and a shape into a :class:`~blockwalk.program.program.Program`."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from dataclasses import dataclass, field
+
+from blockwalk.plan.choices import (
+    CacheSettings,
+    Estimator,
+    MeshSettings,
+    OptimizerSettings,
+    Timing,
+    UpdateSettings,
+    ZerothOrderSettings,
+)
+from blockwalk.plan.placement import Codec, Group, Placement, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One row of the design's table with every choice made.
+
+    Raises:
+        ValueError: the combination makes no sense; the message says why and which setting to change.
+    """
+
+    method: str = "plain"
+    """The row of the table of methods that every other choice begins from; auto: the planner's best for this machine."""
+    estimator: Estimator = Estimator.BACKPROP
+    """How a step gets its direction; the method's own."""
+    frozen: Placement = Placement()
+    """Where parameters that are not trained live: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8, int4) and
+    group of ranks (nobody, node, nested, world)."""
+    trainable: Placement = Placement()
+    """Where parameters that are trained live."""
+    gradient: Placement = Placement(codec=Codec.FP32)
+    """Where gradients wait for their update."""
+    optimizer_state: Placement = Placement(codec=Codec.FP32)
+    """Where the optimizer's moments live."""
+    activation: Placement = Placement()
+    """Where what the backward walk needs of the forward walk lives."""
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    update: UpdateSettings = field(default_factory=UpdateSettings)
+    zo: ZerothOrderSettings = field(default_factory=ZerothOrderSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    gradient_accumulation_steps: int = 1
+    """Micro-batches that a step's batch is cut into."""
+    accumulation_order: str = "micro_batch"
+    """micro_batch: walk once per micro-batch; block: fetch a block once and run every micro-batch through it."""
+    recompute: str = "all"
+    """Activations in the backward walk: all (recompute every block), none (keep all, where ``activation`` says), auto (keep
+    those of as many of the last blocks as there is room for: in the budget; of file maps, in the page cache)."""
+    prefetch: int = 1
+    """Blocks fetched ahead of the one that computes; slots are one more."""
+    compute_dtype: str = "auto"
+    """float32, bfloat16, or with zeroth order float16 (fp32, bf16 and fp16 for short); auto takes the checkpoint's own, for
+    backpropagation of a float16 checkpoint bfloat16."""
+    loss: str = "chunked"
+    """chunked: cross-entropy over vocabulary chunks; model: the model's own loss."""
+    budget: int | None = None
+    """Device memory that the step may use, in bytes."""
+    compile: bool = False
+    """Compile each kind of block once with torch.compile; a block's weights are then whole while it computes."""
+    seed: int = 0
+    """Of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
+
+    def __post_init__(self) -> None:
+        short = {str(codec): codec.facts.dtype for codec in Codec if codec.facts.dtype}
+        object.__setattr__(self, "compute_dtype", short.get(self.compute_dtype, self.compute_dtype))
+        for broken, message in _rules(self):
+            if broken:
+                raise ValueError(f"plan {self.method!r}: {message}")
+
+    @property
+    def sharded(self) -> bool:
+        """True where parameters are spread over ranks and gradients are summed over them."""
+        return self.estimator is Estimator.BACKPROP and self.trainable.group is not Group.NOBODY
+
+    @property
+    def forward_passes(self) -> int:
+        """Forwards of one zeroth-order step: 2q for two-point queries, N + 1 for fzoo, 2q + 1 for hizoo."""
+        queries = self.zo.queries
+        return {"spsa": 2 * queries, "fzoo": queries + 1, "hizoo": 2 * queries + 1}.get(self.zo.kind, 1)
+
+    @property
+    def sliceable(self) -> bool:
+        """True where a share of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
+        that a forward reads lies beside the parameters (HiZOO's curvature does)."""
+        away = self.trainable.tier is not Tier.DEVICE and self.update.timing is Timing.DEFERRED
+        return away and self.zo.kind != "hizoo"
+
+    @property
+    def streams_parameters(self) -> bool:
+        """True where a block's frozen or trainable parameters are fetched when its turn comes."""
+        return any(p.tier is not Tier.DEVICE or p.group is not Group.NOBODY for p in (self.frozen, self.trainable))
+
+
+SPREAD_OVER = {"optimizer_state": "z1", "gradient": "z2", "trainable": "z3", "frozen": "z3"}
+"""The size of the mesh that each kind of state is spread over, where parameters are sharded."""
+
+
+def _group_rules(plan: Plan) -> list[tuple[bool, str]]:
+    """A placement names the group that the mesh gives its kind of state; a nested group's size is the mesh's alone."""
+    mesh, rules = plan.mesh, []
+    sizes = {Group.NOBODY: 1, Group.NODE: mesh.ranks_per_node, Group.WORLD: mesh.world}
+    for kind in ("activation", *SPREAD_OVER):
+        placement: Placement = getattr(plan, kind)
+        key = SPREAD_OVER.get(kind) if plan.sharded else None
+        if key is None:
+            broken = placement.group is not Group.NOBODY
+            said = f"no group shares it here (zeroth order: see mesh.slice); set {kind}: {placement.tier} × {placement.codec}"
+        else:
+            ranks = getattr(mesh, key)
+            broken = sizes.get(placement.group, ranks) != ranks
+            said = f"mesh.{key} is {ranks} where that group has {sizes.get(placement.group)}; change one of them"
+        rules.append((broken, f"{kind} is {placement}, and {said}"))
+    return rules
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "accumulation_order": ("micro_batch", "block"),
+    "recompute": ("auto", "all", "none"),
+    "loss": ("chunked", "model"),
+    "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
+    "optimizer.name": ("adamw", "sgd", "momentum", "sign"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+    "update.rounding": ("stochastic", "nearest"),
+    "zo.kind": ("spsa", "fzoo", "hizoo"),
+    "zo.noise": ("gaussian", "rademacher", "mezo"),
+    "cache.tier": ("none", "device", "host"),
+}
+"""Settings that take one of a few words, and the words."""
+
+
+def _rules(plan: Plan) -> list[tuple[bool, str]]:
+    """Every rule of validity as (is it broken?, what is wrong and which setting to change)."""
+    zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+    mesh, update = plan.mesh, plan.update
+    rules = [
+        (name not in known, f"{key} is {name!r}; it must be one of {', '.join(known)}")
+        for key, known in CHOICES.items()
+        for name in [operator.attrgetter(key)(plan)]
+    ]
+    rules += [
+        (value < 1, f"{key} is {value}; it must be at least 1")
+        for key, value in (
+            ("gradient_accumulation_steps", plan.gradient_accumulation_steps),
+            ("update.flush_every", update.flush_every),
+            ("zo.queries", plan.zo.queries),
+            *((f"mesh.{f.name}", getattr(mesh, f.name)) for f in dataclasses.fields(mesh)),
+        )
+    ]
+    rules += [
+        (plan.prefetch < 0, f"prefetch is {plan.prefetch}; it must be at least 0"),
+        (
+            plan.compile and plan.sharded,
+            "compile is true, and blocks whose parameters are gathered from other ranks run uncompiled in this version; set"
+            " compile: false (attention kernels are the model's own attn_implementation)",
+        ),
+        (plan.seed < 0, f"seed is {plan.seed}; it must be at least 0"),
+        (
+            plan.optimizer.learning_rate < 0,
+            f"optimizer.learning_rate is {plan.optimizer.learning_rate}; it must be at least 0",
+        ),
+        (
+            plan.budget is not None and plan.budget <= 0,
+            f"budget is {plan.budget} bytes; give a positive size such as 8GB, or leave it out",
+        ),
+        (
+            zeroth_order and plan.cache.tier != "none",
+            f"cache.tier is {plan.cache.tier!r}, but zeroth order has no backward walk to keep parameters for;"
+            " set cache.tier: none",
+        ),
+        (
+            zeroth_order and plan.optimizer.max_grad_norm > 0,
+            "optimizer.max_grad_norm clips a gradient's norm, and zeroth order has only a scalar; set it to 0",
+        ),
+        (
+            zeroth_order and plan.zo.epsilon <= 0,
+            f"zo.epsilon is {plan.zo.epsilon}; the two losses must differ: set it above 0 (1e-3 for full fine-tuning)",
+        ),
+        (
+            zeroth_order and update.timing is Timing.BLOCK,
+            "update.timing: block needs gradients at the block's turn; zeroth order knows its scalar only after the"
+            " walk: use deferred or step",
+        ),
+        (
+            plan.compile and plan.frozen.codec.encoded,
+            f"compile is true, and a compiled block needs its weights whole, where frozen: {plan.frozen} decodes a range at a"
+            " time; set compile: false, or frozen: device",
+        ),
+        (
+            not zeroth_order and update.timing is Timing.DEFERRED,
+            "update.timing: deferred belongs to zeroth order; use block or step",
+        ),
+        (
+            update.flush_every > 1 and update.timing is not Timing.DEFERRED,
+            f"update.flush_every is {update.flush_every}, but updates are not deferred; set update.timing: deferred",
+        ),
+        (
+            plan.zo.noise == "mezo" and update.timing is Timing.DEFERRED,
+            "zo.noise: mezo perturbs the weights in place over the whole model and cannot defer updates; use method"
+            " mezo, or zo.noise: gaussian",
+        ),
+        (
+            plan.zo.noise == "mezo" and (plan.zo.kind != "spsa" or plan.zo.queries != 1),
+            "zo.noise: mezo reproduces two-point MeZO only; set zo.kind: spsa and zo.queries: 1",
+        ),
+        (
+            plan.zo.noise == "mezo" and plan.trainable != Placement(),
+            f"zo.noise: mezo perturbs the weights where they lie, and trainable is {plan.trainable}; set trainable:"
+            " device × raw × nobody, or zo.noise: gaussian",
+        ),
+        (
+            plan.zo.noise == "mezo" and plan.optimizer.name != "sgd",
+            f"zo.noise: mezo reproduces the original's update, and optimizer.name is {plan.optimizer.name!r}; set it to"
+            " sgd, or zo.noise: gaussian",
+        ),
+        (
+            zeroth_order and plan.zo.kind == "fzoo" and plan.zo.queries < 2,
+            f"zo.queries is {plan.zo.queries}, and fzoo divides by the standard deviation of its losses: it needs at least"
+            " 2 (8 in the paper)",
+        ),
+        (
+            zeroth_order and plan.zo.kind == "hizoo" and plan.zo.hessian_codec.facts.dtype is None,
+            f"zo.hessian_codec is {plan.zo.hessian_codec}; the curvature is kept in fp32, bf16 or fp16",
+        ),
+        (
+            zeroth_order and not 0 <= plan.zo.hessian_alpha < 1,
+            f"zo.hessian_alpha is {plan.zo.hessian_alpha}; it is the share that a step renews, from 0 to 1",
+        ),
+        (
+            not zeroth_order and plan.optimizer.name == "sign",
+            "optimizer.name: sign is a zeroth-order rule; use adamw, sgd or momentum",
+        ),
+        (
+            zeroth_order and plan.optimizer.name == "adamw" and plan.trainable.tier is Tier.DISK,
+            "adamw keeps two moments beside each trainable: use it with resident trainables (LoRA), or optimizer.name: sgd",
+        ),
+        (
+            plan.cache.threshold > 0 and plan.cache.tier != "host",
+            f"cache.threshold is {plan.cache.threshold}, for slices that would go to host memory, and cache.tier is"
+            f" {plan.cache.tier!r}; set cache.tier: host, or cache.threshold: 0",
+        ),
+        (
+            not 0 <= plan.cache.threshold <= 1,
+            f"cache.threshold is {plan.cache.threshold}; it is a share of the budget, from 0 to 1",
+        ),
+        (
+            plan.cache.threshold > 0 and plan.budget is None,
+            f"cache.threshold is {plan.cache.threshold}, a share of the budget, and there is no budget; set budget, such as"
+            " 40GB, or cache.threshold: 0",
+        ),
+        (
+            update.timing is Timing.BLOCK and plan.optimizer.max_grad_norm > 0,
+            f"optimizer.max_grad_norm is {plan.optimizer.max_grad_norm}, and the global norm is known only after the"
+            " backward walk; set update.timing: step, or max_grad_norm: 0",
+        ),
+        (
+            update.timing is Timing.BLOCK
+            and plan.gradient_accumulation_steps > 1
+            and plan.accumulation_order == "micro_batch",
+            f"gradient_accumulation_steps is {plan.gradient_accumulation_steps} with updates at the block's turn: walk"
+            " block by block (accumulation_order: block) or update at the step's end (update.timing: step)",
+        ),
+        (
+            not zeroth_order and plan.compute_dtype == "float16",
+            "compute_dtype is float16, and backpropagation does not scale its losses: most gradients lie below float16's"
+            " smallest number; set compute_dtype: bfloat16 (as many bytes) or float32",
+        ),
+        (
+            plan.trainable.codec.encoded and not plan.trainable.codec.facts.trainable,
+            f"a trainable parameter cannot be kept in {plan.trainable.codec}, which has no stochastic rounding; use"
+            f" {', '.join(codec for codec in Codec if not codec.encoded or codec.facts.trainable)}",
+        ),
+        (
+            not zeroth_order and plan.trainable.codec.encoded,
+            f"backpropagation keeps trainables in 16 or 32 bits, not {plan.trainable.codec}; use fp32 or bf16",
+        ),
+        (
+            not zeroth_order and any((mesh.z2 % mesh.z3, mesh.z1 % mesh.z2, mesh.world % mesh.z1)),
+            f"groups must be nested: z3={mesh.z3} must divide z2={mesh.z2}, that z1={mesh.z1}, and that the"
+            f" world={mesh.world}; change mesh.z1, mesh.z2 or mesh.z3",
+        ),
+        (
+            not zeroth_order and not plan.sharded and mesh.world > 1,
+            f"it trains on one rank, and there are {mesh.world}; use fcdp or hzp (or zero3, zeropp, mics), or start one",
+        ),
+        (
+            plan.sharded and plan.frozen.tier is not Tier.DEVICE,
+            f"frozen is {plan.frozen}: where parameters are spread over ranks cache.tier: host (method fcdp) keeps their"
+            f" slices in host memory; set frozen: device × {plan.frozen.codec} × {plan.frozen.group}",
+        ),
+        (
+            zeroth_order and mesh.data * mesh.perturb != mesh.world,
+            f"mesh.data × mesh.perturb = {mesh.data}×{mesh.perturb} = {mesh.data * mesh.perturb}, but there are"
+            f" {mesh.world} ranks",
+        ),
+        (
+            zeroth_order and mesh.perturb > max(plan.forward_passes, 1),
+            f"mesh.perturb is {mesh.perturb}, and a step has {plan.forward_passes} forwards; lower it, or raise zo.queries",
+        ),
+        (
+            zeroth_order and mesh.perturb > 1 and plan.zo.noise == "mezo",
+            "zo.noise: mezo perturbs the weights one forward after the other; set mesh.perturb: 1, or zo.noise: gaussian",
+        ),
+        (
+            zeroth_order and mesh.ranks_per_node % mesh.slice != 0,
+            f"mesh.slice={mesh.slice} does not divide mesh.ranks_per_node={mesh.ranks_per_node}: slices are gathered inside a"
+            " node",
+        ),
+        (
+            zeroth_order and mesh.slice > 1 and not plan.sliceable,
+            f"mesh.slice is {mesh.slice}: slices are of blocks that are fetched, with their updates. Use trainable: host or"
+            " disk, update.timing: deferred, and zo.kind: spsa or fzoo (hizoo's forwards read the curvature that lies beside"
+            " the weights); or set mesh.slice: 1",
+        ),
+        (
+            mesh.world % mesh.ranks_per_node != 0,
+            f"mesh.world={mesh.world} is no multiple of mesh.ranks_per_node={mesh.ranks_per_node}",
+        ),
+        *_group_rules(plan),
+    ]
+    return rules

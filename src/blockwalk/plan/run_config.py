@@ -1,0 +1,162 @@
+"""A run as a value: model, plan, data, adapters, and everything else that a YAML file may set."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from blockwalk.plan.choices import Estimator, LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.plan.parsing import plain_values
+from blockwalk.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """What is read, and how records become tokens (``data.*``)."""
+
+    train: str = ""
+    """JSONL or Parquet file (or a folder of them), or a hub name."""
+    eval: str = ""
+    """Held-out records in the same form; empty: no evaluation."""
+    eval_limit: int = 200
+    """Records of ``data.eval`` that a training run evaluates, spread evenly; 0: all, as ``blockwalk eval`` always does."""
+    subset: str = ""
+    """Of a hub data set, its configuration; empty: the only one."""
+    train_split: str = "train"
+    """Of a hub data set, the split that is trained on."""
+    eval_split: str = "validation"
+    """Of a hub data set, the split that is evaluated on."""
+    format: str = ""
+    """messages, completion, classification or text; empty: what the first record looks like."""
+    template: str = ""
+    """Classification: the text with record fields in braces and the label's place, as in ``{text} It was {label}.``"""
+    label_words: tuple[str, ...] = ()
+    """Classification: the word of each class, in the order of the classes' numbers."""
+    label_field: str = "label"
+    """Classification: the record's field that holds the class, as a number or as its word."""
+    label_scores: str = "mean"
+    """Classification: what label words are ranked by, in evaluation and by ``zo.objective``: the mean of the log-probabilities
+    of a word's tokens (as MeZO does), or their sum."""
+    max_length: int = 512
+    """Tokens a sequence; longer records are cut, and counted."""
+    packing: bool = False
+    """Join records end to end, whatever their length, and cut that into rows of ``max_length``: no token is padding or lost."""
+    padding_multiple: int = 8
+    """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
+    shuffle: bool = True
+    """Take records in an order drawn anew for each epoch; false: in the file's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything that ``blockwalk train`` needs.
+
+    Raises:
+        ValueError: a setting out of range; the message names it.
+    """
+
+    model: str = ""
+    """The folder of a model (config.json, safetensors), or a block store."""
+    plan: Plan = field(default_factory=lambda: method("mebp"))
+    data: DataSettings = field(default_factory=DataSettings)
+    lora: LoraSettings | None = None
+    """Train adapters (true, or any of the settings below); false: all parameters. Unless given, as the method needs."""
+    batch_size: int = 8
+    """Sequences an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
+    eval_batch_size: int = 0
+    """Sequences an evaluation batch, which ranks share; 0: those of a micro-batch."""
+    max_steps: int = 0
+    """Optimizer steps; 0: as many as ``epochs`` takes."""
+    epochs: int = 1
+    """Times that every record is trained on, where ``max_steps`` is 0."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    eval_first: bool = True
+    """Evaluate before the first step."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end, and on SIGTERM."""
+    keep_checkpoints: int = 2
+    """Checkpoints that stay; older ones are removed."""
+    log_every: int = 10
+    """Steps between lines where standard output is no terminal."""
+    start_timeout: float = 120.0
+    """Seconds that a rank waits at the start for all others to come."""
+    output_dir: str = "runs/blockwalk"
+    """The folder of the run: its configuration, metrics, checkpoints, and what it trained."""
+    overwrite_output_dir: bool = False
+    """Replace an earlier run's checkpoints, ledger and metrics; they stay in ``output_dir/replaced`` until this run's first
+    checkpoint is whole."""
+    resume_from_checkpoint: str = ""
+    """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("batch_size", 1),
+            ("eval_batch_size", 0),
+            ("max_steps", 0),
+            ("epochs", 1),
+            ("eval_every", 0),
+            ("save_every", 0),
+            ("keep_checkpoints", 1),
+            ("log_every", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.start_timeout <= 0:
+            raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
+        if self.data.eval_limit < 0:
+            raise ValueError(
+                f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which evaluates all records"
+            )
+        if self.data.max_length < 2:
+            raise ValueError(f"data.max_length is {self.data.max_length}; it must be at least 2")
+        if self.data.label_scores not in ("mean", "sum"):
+            raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
+        if self.data.padding_multiple < 1:
+            raise ValueError(f"data.padding_multiple is {self.data.padding_multiple}; it must be at least 1")
+        if bool(self.data.template) != bool(self.data.label_words):
+            raise ValueError("classification needs both data.template and data.label_words; one of them is missing")
+        if self.batch_size % self.plan.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
+                f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
+            )
+        mesh, steps = self.plan.mesh, self.plan.gradient_accumulation_steps
+        if self.plan.estimator is Estimator.ZEROTH_ORDER and self.batch_size % (steps * mesh.data):
+            raise ValueError(
+                f"batch_size is {self.batch_size} sequences a step, which mesh.data={mesh.data} parts of"
+                f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size, or share the forwards"
+                f" instead (mesh.perturb: up to {self.plan.forward_passes})"
+            )
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
+        ``zo.objective`` ranks them."""
+        plan = self.plan
+        zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+        cuts = plan.gradient_accumulation_steps * (plan.mesh.data if zeroth_order else plan.mesh.world)
+        words = len(self.data.label_words) if zeroth_order and plan.zo.objective != "loss" else 1
+        return -(-self.batch_size // cuts) * words
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora")]
+        own = {name: plain_values(getattr(self, name)) for name in names}
+        lora = False if self.lora is None else plain_values(self.lora)
+        plan = {f.name: plain_values(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
+        return {"model": own.pop("model"), "method": plan.pop("method"), **own, "lora": lora, **plan}
+
+    def shared(self) -> dict[str, Any]:
+        """What must be equal on all ranks of a run: every setting but the places where each finds model, data and output."""
+        found = self.to_mapping()
+        data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
+        return {**{name: value for name, value in found.items() if name not in ("model", "output_dir")}, "data": data}
+
+    def digest(self) -> str:
+        """SHA-256 of the resolved settings, in hex."""
+        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,59 @@
+"""Settings as text: dotted names and values from YAML or flags, sizes in bytes, and what was probably meant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from blockwalk.plan.parsing import coerce, did_you_mean, placement_parts
+from blockwalk.plan.placement import Placement
+from blockwalk.plan.plan import Plan
+
+
+def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
+    """``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings work too. A
+    placement whose group is left out keeps that of the plan.
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one) or a value of the wrong type.
+    """
+    changes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    known = {f.name for f in dataclasses.fields(plan)}
+    for key, value in settings.items():
+        head, _, rest = key.partition(".")
+        if head not in known:
+            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, setting_names(plan))}")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        elif isinstance(value, Mapping):
+            nested.setdefault(head, {}).update(value)
+        else:
+            found = coerce(key, value, get_type_hints(type(plan))[head])
+            if isinstance(found, Placement) and not isinstance(value, Placement) and len(placement_parts(value)) < 3:
+                found = dataclasses.replace(found, group=getattr(plan, head).group)
+            changes[head] = found
+    for head, inner in nested.items():
+        current = changes.get(head, getattr(plan, head))
+        if not dataclasses.is_dataclass(current):
+            raise ValueError(f"setting {head!r} has no parts; it was given {', '.join(inner)}")
+        hints = get_type_hints(type(current))
+        for key in inner:
+            if key not in hints:
+                raise ValueError(f"unknown setting '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}")
+        typed = {k: coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
+        changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
+    return dataclasses.replace(plan, **changes)
+
+
+def setting_names(plan: Plan | None = None) -> list[str]:
+    """Every dotted name that :func:`override` takes, in the order of the dataclass."""
+    names: list[str] = []
+    for f in dataclasses.fields(Plan):
+        current = getattr(plan or Plan(), f.name)
+        if dataclasses.is_dataclass(current):
+            names += [f"{f.name}.{inner.name}" for inner in dataclasses.fields(current)]
+        else:
+            names.append(f.name)
+    return names

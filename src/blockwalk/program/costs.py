@@ -1,0 +1,142 @@
+"""What a program is compiled from beside the plan and the model: costs of units, and what the step finds pending."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Sizes = tuple[tuple[int, int], ...]
+"""(size of one, how many), sizes in ascending order."""
+
+
+THIN = 32
+"""Rows, columns or summands under which a product counts as thin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The operations of one op of a program.
+
+    >>> both = Work(products=((100, 1),)) + Work(products=((100, 2),), starts=1)
+    >>> both.products, both.flops, both.starts
+    (((100, 3),), 300, 1)
+    """
+
+    products: Sizes = ()
+    """Matrix products, by FLOPs of one."""
+    passes: Sizes = ()
+    """Element-wise operations and reductions in 16 bits, by bytes that one reads and writes."""
+    attention: int = 0
+    """FLOPs of fused attention."""
+    starts: int = 0
+    """Operations that move nothing: views, allocations."""
+    thin: Sizes = ()
+    """Products one of whose sides is below :data:`THIN`, an adapter's: far from a machine's rate for the others."""
+    wide: Sizes = ()
+    """Passes whose result is float32: of a float32 model all of them, of others the norms."""
+    hot: Sizes = ()
+    """Passes in place over a buffer that was just written: a chunked loss's."""
+
+    @property
+    def flops(self) -> int:
+        return self.attention + sum(size * count for size, count in (*self.products, *self.thin))
+
+    @property
+    def touched(self) -> int:
+        """Bytes that element-wise operations read and write."""
+        return sum(size * count for size, count in (*self.passes, *self.wide, *self.hot))
+
+    @property
+    def all(self) -> int:
+        """Operations that are started."""
+        return self.starts + sum(
+            count for _, count in (*self.products, *self.thin, *self.passes, *self.wide, *self.hot)
+        )
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            sizes((*self.products, *other.products)),
+            sizes((*self.passes, *other.passes)),
+            self.attention + other.attention,
+            self.starts + other.starts,
+            sizes((*self.thin, *other.thin)),
+            sizes((*self.wide, *other.wide)),
+            sizes((*self.hot, *other.hot)),
+        )
+
+    def __sub__(self, part: Work) -> Work:
+        """What is left of the work without a part of it."""
+        return self + part * -1
+
+    def __mul__(self, times: int) -> Work:
+        """The same work so many times."""
+        return Work(
+            tuple((size, count * times) for size, count in self.products),
+            tuple((size, count * times) for size, count in self.passes),
+            self.attention * times,
+            self.starts * times,
+            tuple((size, count * times) for size, count in self.thin),
+            tuple((size, count * times) for size, count in self.wide),
+            tuple((size, count * times) for size, count in self.hot),
+        )
+
+
+NOTHING = Work()
+
+
+def elementwise(passes: Sizes, itemsize: int) -> Work:
+    """Passes whose results have elements of so many bytes."""
+    return Work(passes=passes) if itemsize < 4 else Work(wide=passes)
+
+
+def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
+    """Pairs of size and count with equal sizes added up; what has no size is left out."""
+    total: Counter[int] = Counter()
+    for size, count in pairs:
+        if size > 0:
+            total[size] += count
+    return tuple(sorted((size, count) for size, count in total.items() if count > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """What one kind of unit needs while it computes, for one shape: measured once, read by plan, program and simulator."""
+
+    forward_transient: int = 0
+    """Peak device bytes of a forward without graph, beyond its input."""
+    backward_transient: int = 0
+    """Peak device bytes of recomputing with graph and differentiating, gradients of parameters included."""
+    saved: int = 0
+    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and what its calls hold for the blocks."""
+    forward_flops: int = 0
+    backward_flops: int = 0
+    """Of a block that is recomputed, the recomputation not included."""
+    forward: Work = NOTHING
+    """What ``forward_flops`` are made of, and all that is done beside them; empty where only FLOPs are known."""
+    backward: Work = NOTHING
+    unread: Work = NOTHING
+    """What a recomputation leaves out of the forward (:mod:`blockwalk.cutting.verify`): ``backward`` is less by it, and a
+    kept graph's backward is not."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs by kind of unit, hashable so that programs can be cached."""
+
+    units: tuple[tuple[str, UnitCost], ...] = ()
+    scratch: int = 0
+    """Device bytes of the buffers that weights are decoded or perturbed into: kept from op to op."""
+
+    def of(self, kind: str) -> UnitCost:
+        return dict(self.units).get(kind, UnitCost())
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Deferred updates that a step finds: how many are not in the store yet, and whether this step writes them back."""
+
+    entries: int = 0
+    flush: bool = False
+    dirty: frozenset[int] = frozenset()
+    """Sharded over ranks: units whose trainables changed since their node slice was gathered."""

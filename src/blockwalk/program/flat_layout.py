@@ -1,0 +1,156 @@
+"""Flat buffers of sharded state: where each parameter lies, which device buffers a plan reuses, what a rank keeps.
+
+One part (frozen or trainable) of a unit is one flat buffer, padded so that every rank of the world has a slice of it; who
+holds which slice is told in :mod:`blockwalk.program.sharded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from blockwalk.plan.choices import Timing
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
+from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.program.program import Pool
+from blockwalk.program.residency import RULE_STATES, compute_dtype
+
+ALIGN = 16
+"""Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
+
+ENCODED_ALIGN = 64
+"""The same in bytes, where a part's matrices are encoded."""
+
+PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where the parameters of one part of a unit lie in its flat buffer."""
+
+    offsets: tuple[tuple[str, int], ...]
+    """First element of each parameter, by canonical name."""
+    numel: int
+    """Elements, padded: a multiple of ``ALIGN`` for every rank of the world."""
+    itemsize: int
+    """Bytes of an element; 1 where matrices are encoded."""
+    codec: Codec = Codec.RAW
+    """Of the matrices, where elements are bytes; the other parameters are in the compute dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: Codec = Codec.RAW) -> FlatLayout:
+    """The layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with a ``codec`` bytes."""
+    align = ALIGN if codec is Codec.RAW else ENCODED_ALIGN
+    offsets, end = [], 0
+    for param in unit.params:
+        if param.trainable == (part is StateKind.TRAINABLE):
+            offsets.append((param.name, end))
+            own = travels_as(param, dtype)
+            size = encoded_nbytes(param.shape, own, written_as(param, codec))
+            size = param.numel * DTYPE_BYTES[own] // DTYPE_BYTES[dtype] if codec is Codec.RAW else size
+            end += -(-size // align) * align
+    itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
+    return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)
+
+
+def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -> FlatLayout:
+    """The layout of one part of a unit under a plan."""
+    codec = plan.frozen.codec if part is StateKind.FROZEN and encodes_frozen(plan) else Codec.RAW
+    return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
+
+
+def travels_as(param: ParamSpec, dtype: str) -> str:
+    """The dtype that a parameter has in a flat buffer of ``dtype``: a frozen one that is computed in float32 keeps its bits."""
+    return "float32" if param.exact and not param.trainable else dtype
+
+
+def written_as(param: ParamSpec, codec: Codec) -> Codec:
+    """The codec of a frozen parameter: matrices are encoded; vectors, and experts in three dimensions, are not."""
+    return codec if param.quantizable and len(param.shape) == 2 else Codec.RAW
+
+
+def encodes_frozen(plan: Plan) -> bool:
+    """Whether frozen matrices travel and rest encoded, and are decoded when they are used."""
+    return plan.frozen.codec.encoded
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The device buffers that a sharded plan reuses, in elements: (frozen, trainable) of each slot, and gradients."""
+
+    slots: tuple[tuple[int, int], ...]
+    gradients: tuple[int, ...]
+    slot_of_end: tuple[int, int]
+    """The slots of prologue and epilogue: the same one, unless a tied weight keeps both in use."""
+    gradient_of_end: tuple[int, int]
+
+
+def buffer_pools(plan: Plan, model: ModelSpec) -> Pools:
+    """One slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
+
+    def most(units: Iterable[UnitSpec], part: StateKind) -> int:
+        return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
+
+    def pair(units: Sequence[UnitSpec]) -> tuple[int, int]:
+        return most(units, StateKind.FROZEN), most(units, StateKind.TRAINABLE)
+
+    count, ends = plan.prefetch + 1, (model.prologue, model.epilogue)
+    each = [(unit,) for unit in ends] if model.tied else [ends]
+    waiting = min(count, 2)
+    return Pools(
+        slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
+        gradients=(
+            *[most(model.blocks, StateKind.TRAINABLE)] * waiting,
+            *(most(units, StateKind.TRAINABLE) for units in each),
+        ),
+        slot_of_end=(count, count + len(each) - 1),
+        gradient_of_end=(waiting, waiting + len(each) - 1),
+    )
+
+
+def accumulates(plan: Plan) -> bool:
+    """Whether a unit's gradients are complete only after several turns, so that they are kept over Z2 in between."""
+    return plan.gradient_accumulation_steps > 1 and plan.accumulation_order == "micro_batch"
+
+
+def has_node_slice(plan: Plan) -> bool:
+    return plan.mesh.z3 < plan.mesh.z1
+
+
+def hosts_node_slice(plan: Plan) -> bool:
+    return has_node_slice(plan) and plan.cache.tier == "host"
+
+
+def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
+    """Bytes of one rank between steps, without slots and gradient buffers.
+
+    On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/Z1 + 4n/Z2 + 2n/Z3.
+    """
+    mesh, size = plan.mesh, DTYPE_BYTES[compute_dtype(plan, model)]
+    pools = {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}
+    held: dict[Pool, int] = {}
+
+    def hold(pool: Pool, nbytes: int) -> None:
+        held[pool] = held.get(pool, 0) + nbytes
+
+    for unit in model.units:
+        frozen, flat = (part_layout(plan, model, unit, part) for part in PARTS)
+        trained = flat.numel
+        hold(Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE, (frozen.nbytes + flat.nbytes) // mesh.z3)
+        if not has_node_slice(plan) and size == 4 and plan.optimizer_state.tier is Tier.DEVICE:
+            hold(Pool.DEVICE, -size * trained // mesh.z3)  # the master is gathered from
+        elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):
+            hold(Pool.DEVICE, size * trained // mesh.z1)
+        hold(pools[plan.optimizer_state.tier], 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+        if plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
+            hold(Pool.DISK, 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+        in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
+        hold(Pool.DEVICE, 4 * trained // (mesh.z2 if in_place else mesh.z1))
+        if accumulates(plan) and not in_place:
+            hold(Pool.HOST, 4 * trained // mesh.z2)
+    return {pool: nbytes for pool, nbytes in held.items() if nbytes}

@@ -1,0 +1,93 @@
+"""The memory and the work of a chunked loss, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, Sized, chunk_sizes
+from blockwalk.program.costs import Work, sizes
+
+
+@dataclass(frozen=True, slots=True)
+class LossMemory:
+    """Bytes that one chunked cross-entropy takes beside its input: n tokens and v vocabulary rows a chunk."""
+
+    buffers: int
+    """A chunk's hidden states and logits: all that a loss without gradient needs."""
+    gradient_buffers: int
+    """Sums, products and label rows of the gradient, while it is made."""
+    gradient: int
+    """dL/d(hidden)."""
+    head_rows: int
+    """One chunk of the head, where it is decoded."""
+
+
+def loss_memory(
+    tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, soft_cap: bool, device: str, trains_head: bool
+) -> LossMemory:
+    """What :func:`blockwalk.numerics.loss.chunked_cross_entropy` allocates for ``tokens`` tokens."""
+    n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
+    size = dtype.itemsize
+    wide = max(size, 4)
+    narrow = size if size < wide else 0
+    rows = max(n, v if trains_head else 0)
+    lift = min(LIFT, rows * hidden_size) * wide if narrow else 0
+    labels = 0 if trains_head else min(n, max(1, LIFT // hidden_size)) * hidden_size * (wide + narrow)
+    return LossMemory(
+        buffers=n * v * (wide + narrow + (wide if soft_cap else 0)) + n * hidden_size * size,
+        gradient_buffers=n * hidden_size * wide + rows * hidden_size * narrow + lift + labels,
+        gradient=tokens * hidden_size * size,
+        head_rows=v * hidden_size * size,
+    )
+
+
+def loss_work(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: Sized,
+    *,
+    soft_cap: bool,
+    device: str,
+    gradient: bool,
+    trains_head: bool,
+) -> Work:
+    """What :func:`blockwalk.numerics.loss.chunked_cross_entropy` does on ``tokens`` tokens, gradients included where they
+    are asked for: one pass over the vocabulary, two where the head is trained."""
+    n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
+    size, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    chunks = -(-tokens // n) * -(-vocab_size // v)
+    logits, narrow = n * v * wide, n * v * (wide + size) * (size < wide)
+    below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
+    capped = [(2 * logits, 4), (3 * logits, 1)] if soft_cap else []
+    passes = [(narrow, 1), (logits, 2), *below, *capped]
+    products = 1
+
+    def added(rows: int) -> list[tuple[int, int]]:
+        """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
+        return [(rows * hidden_size * (size + wide), 1), (3 * rows * hidden_size * wide, 1)] if narrow else []
+
+    if gradient and not trains_head:
+        products += 1
+        passes += [(narrow, 1), *added(n), (2 * n * hidden_size * wide, 1)]
+    elif gradient:
+        products += 3
+        passes += [(narrow, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
+    once = [(tokens * hidden_size * wide, 4)] if gradient else []
+    return Work(
+        ((2 * n * v * hidden_size, products * chunks),),
+        starts=8 * chunks,
+        wide=sizes(once),
+        hot=sizes((each, count * chunks) for each, count in passes),
+    )
+
+
+def own_loss_work(
+    tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, trains_head: bool
+) -> tuple[Work, Work]:
+    """The same of a model's own loss, on whole logits: forward, and backward."""
+    size, wide, count = dtype.itemsize, max(dtype.itemsize, 4), tokens * vocab_size
+    product = 2 * count * hidden_size
+    forward = Work(((product, 1),), wide=sizes([(count * (size + wide) * (size < wide), 1), (2 * count * wide, 2)]))
+    moved = [(count * (size + wide) * (size < wide), 1), (3 * count * wide, 1), (2 * count * wide, 1)]
+    return forward, Work(((product, 1 + trains_head),), wide=sizes(moved))

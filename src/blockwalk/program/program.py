@@ -1,0 +1,230 @@
+"""A program: the ops of one kind of step, in order, with lane, bytes, memory and dependencies. Data, not behaviour.
+
+Lanes are first-in, first-out; an op starts when the op before it on its lane and all its dependencies are done. The
+executors (:class:`blockwalk.walk.walker.Walker` and the simulator) run this list and decide nothing. What must hold of every
+program is written below as pure functions over it, each returning the broken places in words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from blockwalk.plan.placement import StateKind
+
+
+class OpKind(StrEnum):
+    """What an op does."""
+
+    FETCH = "FETCH"
+    """Bring a unit's state from its tier into a slot (on a CPU with mapped files: make its pages resident)."""
+    GATHER = "GATHER"
+    """Complete a slice over a group of ranks."""
+    CACHE = "CACHE"
+    """Keep a gathered slice for the backward walk."""
+    PROLOGUE = "PROLOGUE"
+    FORWARD = "FORWARD"
+    SAVE = "SAVE"
+    """Write a block's input, the activation checkpoint, to its tier."""
+    LOAD = "LOAD"
+    """Bring an activation checkpoint back."""
+    LOSS = "LOSS"
+    """The epilogue: final norm, head and loss, with the gradient of its input where the estimator needs one."""
+    BACKWARD = "BACKWARD"
+    """Recompute a block with its graph, unless the graph was kept, and differentiate it."""
+    PROLOGUE_BACKWARD = "PROLOGUE_BACKWARD"
+    REDUCE = "REDUCE"
+    """Sum gradients over a group."""
+    PERTURB = "PERTURB"
+    """Perturb the resident weights in place, all of them: only where the original's arithmetic is reproduced."""
+    EXCHANGE = "EXCHANGE"
+    """Turn a step's losses into its scalars, over all ranks."""
+    UPDATE = "UPDATE"
+    STORE = "STORE"
+    """Write a unit's state back to its tier."""
+    EVICT = "EVICT"
+    """Give a slot or a unit's pages back."""
+
+
+class Lane(StrEnum):
+    """A queue of work: a CUDA stream or a thread."""
+
+    COMPUTE = "compute"
+    FETCH = "fetch"
+    STORE = "store"
+    INTRA = "intra-node"
+    INTER = "inter-node"
+
+
+class Pool(StrEnum):
+    """A memory whose use a program accounts for."""
+
+    DEVICE = "device"
+    HOST = "host"
+    MAPPED = "mapped"
+    """File-backed pages: in memory while there is room for them, never charged as anonymous memory."""
+    DISK = "disk"
+
+
+class StepKind(StrEnum):
+    """The kinds of step that a plan is compiled for."""
+
+    TRAIN = "train"
+    GRADIENTS = "gradients"
+    EVALUATE = "evaluate"
+    FLUSH = "flush"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape bucket of one micro-batch: sequences × tokens."""
+
+    batch: int
+    sequence: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+Bytes = tuple[tuple[Pool, int], ...]
+"""Memory taken or given back, pool by pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One action of a program."""
+
+    index: int
+    kind: OpKind
+    unit: int
+    """0 is the prologue, 1 to L the blocks, L + 1 the epilogue."""
+    lane: Lane
+    deps: tuple[int, ...] = ()
+    part: StateKind | None = None
+    """The kind of state that it moves or changes."""
+    nbytes: int = 0
+    """Bytes that cross the lane's link."""
+    flops: int = 0
+    micro_batch: int = 0
+    forward_pass: int = 0
+    """Which forward of a zeroth-order step: one for each perturbed copy of the weights."""
+    slot: int = -1
+    span: tuple[int, int] | None = None
+    """Groups of so many ranks become groups of so many: where a GATHER's pieces come from, where a REDUCE's sums go."""
+    buffer: int = -1
+    """The gradient buffer that a backward op fills and a REDUCE empties."""
+    kept: bool = False
+    """A CACHE that keeps a node slice on the device for the rest of the step, a GATHER that begins with it, an EVICT that lets
+    go of it."""
+    entries: int = 0
+    """Deferred updates that an UPDATE applies."""
+    keep_graph: bool = False
+    """A FORWARD whose activations stay for its BACKWARD; a BACKWARD that need not recompute."""
+    last: bool = False
+    """The last of its micro-batches: gradients are complete after it."""
+    takes: Bytes = ()
+    """Memory claimed when it starts."""
+    frees: Bytes = ()
+    """Memory given back when it ends."""
+    transient: int = 0
+    """Device bytes held only while it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The ops of one kind of step, and the memory that is held before, during and after it."""
+
+    title: str
+    step_kind: StepKind
+    shape: Shape
+    unit_names: tuple[str, ...]
+    streamed: frozenset[int]
+    """Units whose parameters are fetched when their turn comes; the others are resident."""
+    written: frozenset[int]
+    """Units whose trainables live on a tier: once updated they must be stored."""
+    ops: tuple[Op, ...]
+    static: Bytes = ()
+    slots: int = 0
+    slot_bytes: int = 0
+    dirty: frozenset[int] = frozenset()
+    """Sharded over ranks: units whose node slices are out of date when the program has run."""
+    _peaks: dict[Pool, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def bytes_by_lane(self) -> dict[Lane, int]:
+        """Bytes that each lane moves in one run."""
+        total: Counter[Lane] = Counter()
+        for op in self.ops:
+            if op.nbytes:
+                total[op.lane] += op.nbytes
+        return dict(total)
+
+    def peaks(self) -> dict[Pool, int]:
+        """Peak bytes of each pool if every op started as early as its place in the list: an upper bound of any run."""
+        if not self._peaks:
+            held = Counter(dict(self.static))
+            peak = Counter(held)
+            for op in self.ops:
+                for pool, nbytes in op.takes:
+                    held[pool] += nbytes
+                    peak[pool] = max(peak[pool], held[pool])
+                peak[Pool.DEVICE] = max(peak[Pool.DEVICE], held[Pool.DEVICE] + op.transient)
+                for pool, nbytes in op.frees:
+                    held[pool] -= nbytes
+            self._peaks.update({Pool(pool): int(nbytes) for pool, nbytes in peak.items()})
+        return dict(self._peaks)
+
+    def device_bytes(self) -> list[int]:
+        """Bytes held on the device while each op runs, transients included, under the assumption of :meth:`peaks`."""
+        held, found = dict(self.static).get(Pool.DEVICE, 0), []
+        for op in self.ops:
+            held += sum(nbytes for pool, nbytes in op.takes if pool is Pool.DEVICE)
+            found.append(held + op.transient)
+            held -= sum(nbytes for pool, nbytes in op.frees if pool is Pool.DEVICE)
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The schedule as a table, one op a line."""
+        yield f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens, {len(self.ops)} ops"
+        yield f"{'#':>5}  {'lane':<10} {'op':<18} {'unit':<12} {'detail':<30} {'bytes':>10}  after"
+        for op in self.ops:
+            after = ",".join(str(d) for d in op.deps)
+            size = human_bytes(op.nbytes) if op.nbytes else ""
+            name = self.unit_names[op.unit]
+            yield f"{op.index:>5}  {op.lane:<10} {op.kind:<18} {name:<12} {_detail(op):<30} {size:>10}  {after}".rstrip()
+
+
+def _detail(op: Op) -> str:
+    words = [op.part.value] if op.part else []
+    if op.kind in (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.SAVE, OpKind.LOAD):
+        words.append(f"µ{op.micro_batch}")
+        if op.forward_pass:
+            words.append(f"pass {op.forward_pass}")
+    if op.slot >= 0:
+        words.append(f"slot {op.slot}")
+    if op.span is not None:
+        words.append(f"ranks {op.span[0]}–{op.span[1]}")
+    if op.buffer >= 0:
+        words.append(f"buffer {op.buffer}")
+    if op.kept:
+        words.append("on device")
+    if op.entries:
+        words.append(f"{op.entries} pending")
+    if op.keep_graph:
+        words.append("keeps graph" if op.kind is OpKind.FORWARD else "graph kept")
+    return " ".join(words)
+
+
+def human_bytes(nbytes: float) -> str:
+    """``1536`` → ``'1.5 kB'`` (decimal units)."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -1,0 +1,1 @@
+"""Process groups, agreement between ranks, their watch and their start."""

@@ -1,0 +1,126 @@
+"""The same run on every rank: facts, files and values that ranks compare or tell each other before they train."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from blockwalk.ranks.groups import all_gather
+
+_CHUNK = 16 << 20
+"""Bytes of a file that a rank reads at a time."""
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all ranks whatever they compute."""
+    found = {"python": platform.python_version()}
+    for package in ("blockwalk", "torch", "transformers", "peft"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def gather_json(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's value, by rank; every rank calls this together. What other ranks send is parsed, never unpickled: a pickle
+    from another machine would run code here."""
+    text = json.dumps(value).encode()
+    where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=where)
+    all_gather(lengths, torch.tensor([len(text)], device=where), group=group)
+    longest = int(lengths.max())
+    out_WN = torch.empty(len(lengths), longest, dtype=torch.uint8, device=where)
+    all_gather(
+        out_WN.view(-1), torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(where), group=group
+    )
+    return [json.loads(bytes(row_N.cpu().numpy())) for row_N in out_WN]
+
+
+def first_json(value: Any) -> Any:
+    """Rank 0's value, on every rank, which call this together; what the others give is not looked at. See
+    :func:`gather_json`."""
+    where = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    length = torch.tensor([len(text)], device=where)
+    dist.broadcast(length, src=0)
+    text_N = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8).to(where)
+    dist.broadcast(text_N, src=0)
+    return json.loads(bytes(text_N.cpu().numpy()))
+
+
+def facts_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Nested settings as facts for :func:`require_agreement`, one for each dotted name."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        inner = facts_of(value) if isinstance(value, Mapping) else {"": str(value)}
+        found |= {f"{name}.{part}".rstrip("."): fact for part, fact in inner.items()}
+    return found
+
+
+def require_agreement(facts: Mapping[str, str]) -> None:
+    """Compare facts (plan, model, versions, ...) on all ranks; every rank calls this together.
+
+    Raises:
+        ValueError: on every rank, naming the ranks and what differs, with both values.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    everyone = gather_json(dict(facts))
+    wrong = []
+    for key in sorted({key for each in everyone for key in each}):
+        expected = everyone[0].get(key)
+        differing = [rank for rank, each in enumerate(everyone) if each.get(key) != expected]
+        if differing:
+            other = everyone[differing[0]].get(key)
+            wrong.append(f"{key}: rank 0 has {expected!r}, rank {', '.join(map(str, differing))} has {other!r}")
+    if wrong:
+        raise ValueError("the ranks were not started alike; " + "; ".join(wrong))
+
+
+def files_digest(folder: Path) -> str:
+    """A digest of the files in a folder, which ranks may have on file systems of their own; every rank calls this together.
+
+    Ranks that see the very same files (by number, size and times of inode, which no copy keeps) compare these alone. Where
+    they do not, each of the copies is read once, split over the ranks that see it.
+    """
+    stats = [(path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    about = [(path.name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for path, at in stats]
+    inodes = hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
+    everyone = gather_json(inodes)
+    same = [rank for rank, theirs in enumerate(everyone) if theirs == inodes]
+    total = 0
+    if len(same) < len(everyone):
+        chunks = [(path, start) for path, at in stats for start in range(0, at.st_size or 1, _CHUNK)]
+        for path, start in chunks[same.index(dist.get_rank()) :: len(same)]:
+            with path.open("rb") as file:
+                file.seek(start)
+                digest = hashlib.blake2b(f"{path.name} {start} ".encode() + file.read(_CHUNK), digest_size=8)
+            total += int.from_bytes(digest.digest(), "little")
+        sums = gather_json(total)
+        total = sum(sums[rank] for rank in same)
+    names = [[path.name, at.st_size] for path, at in stats]
+    return hashlib.blake2b(repr((names, total)).encode(), digest_size=8).hexdigest()
+
+
+def weights_digest(model: str | os.PathLike[str] | nn.Module) -> str:
+    """A digest of a model's weights: of the files in its folder, or of a module's parameters and buffers. Every rank calls this
+    together."""
+    if not isinstance(model, nn.Module):
+        return files_digest(Path(model)) if Path(model).is_dir() else os.fspath(model)
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)).encode())
+        if not tensor.is_meta:
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

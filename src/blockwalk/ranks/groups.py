@@ -1,0 +1,160 @@
+"""Ranks that work together: process groups on the axes of a mesh, gathers and reductions in a fixed order, and the watch
+over ranks that die or hang.
+
+An axis inside the node belongs to the intra-node lane, one between nodes to the inter-node lane: each lane has process
+groups of its own, so that collectives of different lanes never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.mesh import Axis, between, make_axes, slice_of
+from blockwalk.program.program import Lane
+from blockwalk.ranks.place import place
+
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""By their names of torch 2.13, or by those before."""
+
+
+@dataclass(slots=True)
+class Groups:
+    """This rank's process groups: one for every axis of the mesh, used by one lane."""
+
+    mesh: MeshSettings
+    rank: int
+    axes: tuple[Axis, ...]
+    device: torch.device
+    _groups: dict[tuple[Axis, Lane], dist.ProcessGroup] = field(default_factory=dict)
+    _scratch: dict[Lane, torch.Tensor] = field(default_factory=dict)
+
+    def slice(self, numel: int, size: int) -> slice:
+        """This rank's slice of a buffer over its group of ``size`` ranks."""
+        return slice(*slice_of(self.axes, self.rank, numel, size))
+
+    def gather_(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
+        """Complete ``full`` in place. The piece that this rank brings, its slice of ``full`` over these axes, is already
+        where it belongs; the outermost axis goes first.
+
+        Args:
+            full: [P], contiguous: this rank's slice over the group inside the innermost of ``axes``.
+            direct: on a CPU, send to each rank by itself: as many bytes, and no second buffer of P as gloo's gather has.
+        """
+        pieces = [full]
+        for axis in axes:
+            pieces.append(pieces[-1].chunk(axis.length)[axis.coordinate(self.rank)])
+        for axis, out in reversed(list(zip(axes, pieces, strict=False))):
+            own = out.chunk(axis.length)[axis.coordinate(self.rank)]
+            if direct and not out.is_cuda:
+                self._swap(out, axis, lane)
+            else:
+                all_gather(out, own, group=self._groups[axis, lane])
+
+    def _swap(self, out: torch.Tensor, axis: Axis, lane: Lane) -> None:
+        """Send this rank's piece of ``out`` to the others of an axis, and take theirs into place."""
+        group, pieces = self._groups[axis, lane], out.chunk(axis.length)
+        others = [
+            (each, piece) for each, piece in zip(axis.members(self.rank), pieces, strict=True) if each != self.rank
+        ]
+        own = pieces[axis.coordinate(self.rank)]
+        works = [dist.irecv(piece, each, group=group) for each, piece in others]
+        works += [dist.isend(own, each, group=group) for each, _ in others]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def reduce(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> torch.Tensor:
+        """The sum over the ranks of these axes of this rank's slice of ``full``, innermost axis first: a part of ``full``
+        itself, whose other parts are used up. Float32, added in the order of the ranks (on NCCL in its own fixed order).
+
+        gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move half of them.
+        """
+        assert full.dtype == torch.float32, f"gradients are reduced in float32, not {full.dtype}"
+        for axis in axes:
+            own = full.chunk(axis.length)[axis.coordinate(self.rank)]
+            group = self._groups[axis, lane]
+            if full.device.type == "cuda":
+                reduce_scatter(own, full, group=group)
+            else:
+                received = self._room(lane, full.numel())
+                dist.all_to_all_single(received, full, group=group)
+                first, *others = received.chunk(axis.length)
+                own.copy_(first)
+                for other in others:
+                    own.add_(other)
+            full = own
+        return full
+
+    def sum_(self, slice_P: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> None:
+        """Sum in place over ranks that hold the same slice."""
+        self.reduce(slice_P, axes, lane)
+        self.gather_(slice_P, axes, lane)
+
+    def lane(self, axis: Axis) -> Lane:
+        """The lane whose process group an axis has."""
+        return Lane.INTER if axis.crosses_nodes else Lane.INTRA
+
+    def between(self, inner: int, outer: int) -> tuple[Axis, ...]:
+        return between(self.axes, inner, outer)
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Everybody's values, float64, by rank."""
+        if self.mesh.world == 1:
+            return [list(values)]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        out = torch.empty(self.mesh.world * len(values), dtype=torch.float64, device=self.device)
+        all_gather(out, own)
+        return [row.tolist() for row in out.chunk(self.mesh.world)]
+
+    def close(self) -> None:
+        """Let go of the process groups, together: a rank that leaves early breaks what the others still send."""
+        if self._groups:
+            dist.barrier()
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+            self._groups.clear()
+
+    def _room(self, lane: Lane, numel: int) -> torch.Tensor:
+        if lane not in self._scratch or self._scratch[lane].numel() < numel:
+            self._scratch[lane] = torch.empty(numel)
+        return self._scratch[lane][:numel]
+
+
+def started(mesh: MeshSettings) -> int:
+    """The ranks that were started. Raises ValueError where they, or those of this node, are not the mesh's."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh.world != world:
+        raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+    here = place()
+    if here.world == world and here.ranks_per_node % mesh.ranks_per_node:
+        raise ValueError(
+            f"mesh.ranks_per_node is {mesh.ranks_per_node} (mesh.world unless given), and {here.ranks_per_node} ranks were"
+            f" started on this node; set mesh.ranks_per_node: {here.ranks_per_node}"
+        )
+    return world
+
+
+def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
+    """The process groups of a mesh; every rank calls this together.
+
+    Raises:
+        ValueError: the mesh does not nest, or is not the world that was started.
+    """
+    axes, world = make_axes(mesh), started(mesh)
+    groups = Groups(mesh, dist.get_rank() if world > 1 else 0, axes, device)
+    for axis in axes:
+        lane = groups.lane(axis)
+        for first in range(world):
+            if axis.coordinate(first) == 0:
+                members = axis.members(first)
+                made = dist.new_group(list(members))
+                if groups.rank in members:
+                    groups._groups[axis, lane] = made
+    return groups

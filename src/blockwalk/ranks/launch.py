@@ -1,0 +1,288 @@
+"""Where a process stands among the ranks of a run: read from torchrun's or SLURM's variables, or started here.
+
+    blockwalk train run.yaml --nproc-per-node 4             starts ranks on this machine
+    torchrun ... -m blockwalk train run.yaml                one of these on each node of a cluster
+    srun --ntasks-per-node 4 blockwalk train run.yaml       likewise
+
+Ranks that are started here find each other through a file in a folder that only their user can enter, and talk over the
+loopback interface: nobody else can reach them. Nothing here imports torch before a process joins the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from blockwalk.ranks.place import LOST, LostRank, Place
+
+PORT = 29500
+LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
+STORE = "BLOCKWALK_STORE"
+"""The variable with the path of the file through which ranks of one machine find each other."""
+GRACE = 10.0
+"""Seconds that ranks have to end by themselves after another has failed."""
+_PR_SET_PDEATHSIG = 1
+
+
+def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
+    """Start ranks on this machine and answer their exit code, or, for several nodes, print what to run on each of them.
+
+    Args:
+        arguments: of ``blockwalk``, without :data:`LAUNCH_FLAGS`.
+    """
+    command = ["--nproc-per-node", str(ranks_per_node), "-m", "blockwalk", *arguments]
+    if nodes > 1:
+        print("run on each node, with the first node's name in place of HOST:")
+        for node in range(nodes):
+            print(shlex.join(["torchrun", *_rendezvous(nodes, node), *command]))
+        return 0
+    print(
+        f"starting {ranks_per_node} ranks here; for several nodes, add --nnodes N to see the command for each",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
+        common = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node)),
+            **os.environ,
+            STORE: str(Path(folder, "store")),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "WORLD_SIZE": str(ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        }
+        return _attend(
+            [
+                subprocess.Popen(
+                    [sys.executable, "-m", "blockwalk", *arguments],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    process_group=0,  # a terminal's Ctrl-C comes from here alone: a second one would end a rank at once
+                    preexec_fn=_ends_with(os.getpid()) if sys.platform == "linux" else None,
+                )
+                for rank in range(ranks_per_node)
+            ]
+        )
+
+
+def _ends_with(launcher: int) -> Callable[[], None]:
+    """Run in a rank before its program: the kernel sends it SIGTERM when its launcher is gone, however that ended."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def die_with_parent() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:
+            os._exit(LOST)
+
+    return die_with_parent
+
+
+def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for ranks, pass signals on to them, stop all of them when one has failed, and answer the run's exit code."""
+    asked: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        for each in ranks:
+            each.send_signal(number)
+
+    def failures() -> list[tuple[int, int, int]]:
+        ended = [(rank, each.pid, each.poll() or 0) for rank, each in enumerate(ranks)]
+        return [each for each in ended if each[2] not in (0, *(sign for n in asked for sign in (-n, 128 + n)))]
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while any(each.poll() is None for each in ranks) and not failures():
+            time.sleep(0.1)
+        if failures():
+            deadline = time.monotonic() + GRACE
+            for each in ranks:
+                each.terminate()
+            while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            message, code = first_failure(failures())
+            print(f"blockwalk: {message}", file=sys.stderr)
+            return code
+        return 128 + asked[0] if any(each.returncode for each in ranks) else 0
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
+    """What to say, and to exit with, where ranks failed: (rank, process, exit code) of each. One that only lost the others, or
+    was stopped because of them, is not the cause."""
+    causes = [each for each in failures if each[2] not in (LOST, -signal.SIGTERM)]
+    rank, process, code = min(causes or failures)
+    who = f"rank {rank} (process {process})"
+    if code > 0 and code != LOST:
+        return (
+            f"{who} ended with exit code {code}, so the run ended; what it says is above, and in output_dir/logs",
+            code,
+        )
+    how = "lost the others" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    again = "go on with --resume_from_checkpoint latest, with as many ranks as you like"
+    return (
+        f"{who} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}",
+        code if code > 0 else 128 - code,
+    )
+
+
+def _rendezvous(nodes: int, node: int) -> list[str]:
+    return ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "HOST", "--master-port", str(PORT)]
+
+
+def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
+    """What a broken collective means, said so that it helps; None where the error is another one."""
+    from torch.distributed import DistError
+
+    if not isinstance(error, DistError) and "gloo" not in str(error):
+        return None
+    reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
+    return LostRank(
+        f"rank {rank} lost the connection to another rank ({reason}): that one has ended, or cannot be reached. The run ends;"
+        " start it again to resume"
+    )
+
+
+@contextmanager
+def joined(here: Place, output_dir: Path, start_timeout: float) -> Iterator[None]:
+    """Join the other ranks for the time of a run, and watch them. Every rank's log is ``output_dir/logs``; what ranks other
+    than 0 print goes there as well.
+
+    Args:
+        start_timeout: seconds that this rank waits for the others.
+
+    Raises:
+        LostRank: a rank has not come within that time, or was lost later.
+    """
+    if here.world == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    from blockwalk.ranks.watch import Watch
+
+    folder = output_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{here.rank:04d}.log"
+    logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    logging.captureWarnings(True)
+    logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
+    store = _store(here, start_timeout)
+    watch = Watch(here, store, start_timeout=start_timeout)
+    store.set_timeout(timedelta(hours=1))
+    backend = "gloo"
+    if torch.cuda.is_available():
+        devices = torch.cuda.device_count()
+        torch.cuda.set_device(here.local_rank % devices)
+        bind_to_gpu(here.local_rank % devices)
+        backend = "cpu:gloo,cuda:nccl" if here.ranks_per_node <= devices else "gloo"
+    console = sys.stdout
+    try:
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
+        if here.rank:
+            sys.stdout = path.open("a", encoding="utf-8", buffering=1)
+        yield
+        watch.close()
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        raise (lost_rank(here.rank, error) or error) from error.__cause__
+    finally:
+        sys.stdout = console
+
+
+def _store(here: Place, timeout: float) -> Any:
+    """The store of keys through which ranks find each other: a file's where they were started here, rank 0's (under torchrun:
+    its agent's) where they may be on other machines.
+
+    Raises:
+        LostRank: rank 0's does not answer.
+    """
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if STORE in os.environ:
+        return dist.PrefixStore(attempt, dist.FileStore(os.environ[STORE], -1))
+    _master()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    deadline = time.monotonic() + timeout
+    while not serves:  # torch's own client would print a page for each attempt
+        try:
+            socket.create_connection((address, port), max(1.0, deadline - time.monotonic())).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LostRank(
+                    f"rank {here.rank} on {platform.node()} could not reach rank 0 at {address}:{port} for {timeout:g} s"
+                    f" ({error}): start every rank with rank 0's MASTER_ADDR and MASTER_PORT, or give it longer"
+                    " (start_timeout)"
+                ) from None
+            time.sleep(0.2)
+    try:
+        store = dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False)
+    except RuntimeError as error:
+        raise LostRank(
+            f"rank {here.rank} on {platform.node()}: {address}:{port} is no store of ranks ({str(error).splitlines()[0]});"
+            " change MASTER_ADDR and MASTER_PORT"
+        ) from None
+    return dist.PrefixStore(attempt, store)  # torchrun's outlives its restarts, and gloo would find ranks that are gone
+
+
+def _master() -> None:
+    """Under SLURM, say where rank 0 is: its first node, and a port of the job's own."""
+    if "MASTER_ADDR" not in os.environ:
+        nodes = os.environ["SLURM_STEP_NODELIST"]
+        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        os.environ["MASTER_ADDR"] = found.stdout.split()[0]
+        os.environ["MASTER_PORT"] = str(PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % 10000)
+
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def cores_beside(pci_address: str) -> set[int]:
+    """The cores of the NUMA node of a PCI device such as ``0000:3b:00.0``; none where the kernel does not say."""
+    listed = PCI_DEVICES / pci_address.lower() / "local_cpulist"
+    return parse_cores(listed.read_text()) if listed.is_file() else set()
+
+
+def parse_cores(text: str) -> set[int]:
+    """The kernel's list format: ``0-3,8`` are cores 0, 1, 2, 3 and 8."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def bind_to_gpu(index: int) -> set[int]:
+    """Keep this process, and the threads that it starts from here on, on the cores beside a CUDA device, as far as it may use
+    them; answers the cores that it has then."""
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(index)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    allowed = os.sched_getaffinity(0)
+    cores = cores_beside(address) & allowed
+    if cores:
+        os.sched_setaffinity(0, cores)
+    return cores or allowed

@@ -1,0 +1,87 @@
+"""A few numbers from every rank to every rank, in few messages between nodes.
+
+Inside a node its ranks gather theirs; between nodes the first ranks gather those of whole nodes, by the algorithm of Bruck
+et al. ("Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", 1997); then the first
+ranks tell their neighbours. So ⌈log₂ nodes⌉ messages leave a node in an exchange, however many ranks it has; gloo's ring over
+all ranks would send world − 1. Numbers are only copied: the answer has the same bits on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.ranks.groups import all_gather
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """This rank's process groups for scalars: on the CPU over gloo, so that no device waits for them.
+
+    W ranks, numbered node by node; N numbers of each.
+    """
+
+    mesh: MeshSettings
+    rank: int
+    near: Any
+    """The ranks of this node."""
+    firsts: Any
+    """The first ranks of all nodes."""
+
+    def gather(self, own_N: torch.Tensor) -> torch.Tensor:
+        """Everybody's numbers, [W, N]; every rank calls this together with as many."""
+        node = self.mesh.ranks_per_node
+        nodes = self.mesh.world // node
+        out_WN = own_N.new_empty(self.mesh.world, len(own_N))
+        if node == 1:
+            of_node_RN = own_N[None]
+        else:
+            of_node_RN = out_WN if nodes == 1 else own_N.new_empty(node, len(own_N))
+            all_gather(of_node_RN.view(-1), own_N, group=self.near)
+        if nodes > 1:
+            place, inside = divmod(self.rank, node)
+            if inside == 0:
+                self._between(out_WN.view(nodes, -1), of_node_RN.view(1, -1), place)
+            if node > 1:
+                dist.broadcast(out_WN, src=place * node, group=self.near)
+        return out_WN
+
+    def _between(self, out_KM: torch.Tensor, own_1M: torch.Tensor, place: int) -> None:
+        """Gather M numbers from each of K nodes: every round doubles what a node has of those that follow it."""
+        nodes, node = len(out_KM), self.mesh.ranks_per_node
+        held_KM = torch.empty_like(out_KM)
+        held_KM[:1] = own_1M
+        have = 1
+        while have < nodes:
+            more = min(have, nodes - have)
+            coming = dist.irecv(held_KM[have : have + more], (place + have) % nodes * node, group=self.firsts)
+            going = dist.isend(held_KM[:more], (place - have) % nodes * node, group=self.firsts)
+            assert coming is not None
+            assert going is not None
+            coming.wait()
+            going.wait()
+            have += more
+        out_KM.copy_(held_KM.roll(place, 0))
+
+    def close(self) -> None:
+        """Let go of the process groups, together: a rank that leaves early breaks what the others still send."""
+        dist.barrier()
+        for group in (self.near, self.firsts):
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+def make_scalars(mesh: MeshSettings, rank: int) -> Scalars:
+    """The process groups for scalars; every rank calls this together."""
+    node, world = mesh.ranks_per_node, mesh.world
+    near = None
+    for first in range(0, world, node) if node > 1 else ():
+        made = dist.new_group(list(range(first, first + node)), backend="gloo")
+        if first == rank // node * node:
+            near = made
+    firsts = dist.new_group(list(range(0, world, node)), backend="gloo") if node < world else None
+    return Scalars(mesh, rank, near, firsts if rank % node == 0 else None)

@@ -1,0 +1,249 @@
+"""Ranks that train one model by exchanging scalars: who runs which forwards on which part of the batch, and what they say.
+
+Ranks are numbered node by node. Neighbours share the forwards of a step (``mesh.perturb``); groups of them cut the global
+batch (``mesh.data``); and, whatever they compute, neighbours hold one copy of the streamed blocks (``mesh.slice``). A step
+is one exchange of scalars (:mod:`blockwalk.ranks.scalars`): each rank's losses, their token counts, a digest of the last
+entry and whether a signal asks the run to stop. The shared seed and the ledger are rank 0's. Slices are gathered inside a
+node."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.plan import Plan
+from blockwalk.program.program import Lane
+from blockwalk.ranks.agreement import first_json
+from blockwalk.ranks.groups import Groups, make_groups, started
+from blockwalk.ranks.scalars import Scalars, make_scalars
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This rank among the others of a zeroth-order run; also where there are none."""
+
+    mesh: MeshSettings
+    rank: int = 0
+    _groups: Groups | None = None
+    _scalars: Scalars | None = None
+    signal: Callable[[], int] = lambda: 0
+    """What this rank tells with its losses: the number of a signal that it got, or 0."""
+    heard: int = 0
+    """The highest such number that any rank told with the last losses."""
+    _told: float = 0.0
+    """A digest of the last entry, which goes with the next losses."""
+    _read: float = 0.0
+    """A digest of the global batch that this rank was given."""
+
+    @property
+    def world(self) -> int:
+        return self.mesh.world
+
+    # ---- who does what ----------------------------------------------------------------------------------------------
+
+    def passes_of(self, rank: int, passes: int) -> range:
+        """The forwards of a step that a rank runs: consecutive ones, as many as its neighbours' or one less."""
+        place, ranks = rank % self.mesh.perturb, self.mesh.perturb
+        most = -(-passes // ranks)
+        longer = passes - ranks * (most - 1)
+        first = place * most - max(0, place - longer)
+        return range(first, first + most - (place >= longer))
+
+    def cuts_of(self, rank: int, cuts: int) -> range:
+        """The parts of the global batch that a rank takes, where it was cut into ``cuts``: one of each micro-batch."""
+        return range(rank // self.mesh.perturb % self.mesh.data, cuts, self.mesh.data)
+
+    # ---- slices -------------------------------------------------------------------------------------------------------
+
+    @property
+    def slices(self) -> int:
+        """Ranks that hold one copy of the streamed buckets."""
+        return self.mesh.slice
+
+    @property
+    def place(self) -> int:
+        """This rank among them."""
+        return self.rank % self.slices
+
+    def gather_(self, stage_P: torch.Tensor) -> None:
+        """Complete a buffer in place, of which this rank's share is there; the ranks of its copy call this together."""
+        if self._groups is not None and self.slices > 1:
+            self._groups.gather_(stage_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
+
+    # ---- one batch ----------------------------------------------------------------------------------------------------
+
+    def read(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Take note of the global batch of the step to come: zeroth order compares it with the step's losses."""
+        if self.world > 1:
+            digest = hashlib.blake2b(digest_size=6)
+            for name, tensor in sorted(batch.items()):
+                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            self._read = float(int.from_bytes(digest.digest(), "little"))  # 48 bits: exact
+
+    def begin(self, step: int) -> None:
+        """First order: compare the batch that was read before any of it is used, and hear of a signal; all ranks together.
+
+        Raises:
+            ValueError: on every rank: they were given different batches.
+        """
+        everyone = self.exchange([self._read, float(self.signal())])
+        self.heard = max(int(told) for _, told in everyone)
+        self._require_one_batch(step, [read for read, _ in everyone])
+
+    def _require_one_batch(self, step: int, read: Sequence[float]) -> None:
+        if others := [str(rank) for rank, each in enumerate(read) if each != read[0]]:
+            raise ValueError(
+                f"step {step}: rank {', '.join(others)} was given other data than rank 0; give every rank the same whole batch:"
+                " each takes its own share of it"
+            )
+
+    # ---- scalars ------------------------------------------------------------------------------------------------------
+
+    def losses(
+        self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
+    ) -> list[list[float]]:
+        """What every forward answered on every part of the global batch, the same bits on every rank.
+
+        Args:
+            own: this rank's numbers, float64, by forward, part and row, in that order.
+            counted: the tokens that count of each part of the global batch, as this rank read it.
+            passes: forwards of the step over all ranks.
+            rows: numbers that a forward answers on one part.
+
+        Returns:
+            For each forward its numbers in the order of the global batch.
+
+        Raises:
+            ValueError: the ranks read different data.
+            RuntimeError: their steps before differ.
+        """
+        cuts = len(counted)
+        most = -(-passes // self.mesh.perturb) * len(self.cuts_of(0, cuts)) * rows
+        ours = [counted[cut] for cut in self.cuts_of(self.rank, cuts)]
+        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._read, self._told, float(self.signal())]
+        table = [[math.nan] * (cuts * rows) for _ in range(passes)]
+        everyone = self.exchange(sent)
+        self.heard = max(int(values.pop()) for values in everyone)
+        told = [values.pop() for values in everyone]
+        self._require_one_batch(step, [values.pop() for values in everyone])
+        for rank, values in enumerate(everyone):
+            at = iter(values)
+            for p in self.passes_of(rank, passes):
+                for cut in self.cuts_of(rank, cuts):
+                    for row in range(rows):
+                        table[p][cut * rows + row] = next(at)
+            theirs = [counted[cut] for cut in self.cuts_of(rank, cuts)]
+            if told[rank] != self._told:
+                raise RuntimeError(
+                    f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the step before differs"
+                )
+            assert values[most:] == theirs, (
+                f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not {theirs}"
+            )
+        return table
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Everybody's values, float64, by rank; all send as many."""
+        rows: list[list[float]] = self._all(torch.tensor(values, dtype=torch.float64)).tolist()
+        return rows
+
+    def first(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 answers, on every rank: a value that JSON carries, as small as a ledger.
+
+        Raises:
+            ValueError: on every rank, what rank 0 raised.
+        """
+        return first(ask) if self.world > 1 else ask()
+
+    def first_seed(self, seed: int) -> int:
+        """Rank 0's seed."""
+        return int(self._all(torch.tensor([seed], dtype=torch.int64))[0, 0])
+
+    def confirm(self, step: int, entry: object, *, wait: bool) -> None:
+        """Compare a step's entry with rank 0's: with the next losses, or now, when rank 0 has written it: before weights that
+        outlive this process can be ahead of the ledger.
+
+        Raises:
+            RuntimeError: it is another one.
+        """
+        if self.world == 1:
+            return
+        digest = hashlib.blake2b(repr(entry).encode(), digest_size=6).digest()
+        ours = int.from_bytes(digest, "little")
+        self._told = float(ours)  # 48 bits: exact
+        if wait and self.first_seed(ours) != ours:
+            raise RuntimeError(f"step {step}: rank {self.rank} has another ledger entry than rank 0: {entry}")
+
+    def compare(self, step: int, whole: Mapping[str, int], slices: Mapping[str, int]) -> None:
+        """Compare the ranks' weights by checksums: those that every rank holds, and its slices of those that it shares.
+
+        Raises:
+            RuntimeError: on every rank: two copies differ; the message names the step, the block and the rank.
+        """
+        if self.world == 1:
+            return
+        rows = self._all(torch.tensor([*whole.values(), *slices.values()], dtype=torch.int64))
+        for at, name in enumerate([*whole, *slices]):
+            groups = range(1) if at < len(whole) else range(self.slices)
+            for place in groups:
+                holders = range(self.world) if at < len(whole) else range(place, self.world, self.slices)
+                found = {rank: int(rows[rank][at]) for rank in holders}
+                usual, _ = Counter(found.values()).most_common(1)[0]
+                if different := [str(rank) for rank, value in found.items() if value != usual]:
+                    raise RuntimeError(
+                        f"step {step}: the weights of {name} on rank {', '.join(different)} differ from those on the other"
+                        " ranks. The run ends; start it again to resume from its ledger"
+                    )
+
+    def _all(self, own_N: torch.Tensor) -> torch.Tensor:
+        """Everybody's numbers, [W, N]."""
+        return own_N[None] if self._scalars is None else self._scalars.gather(own_N)
+
+    def close(self) -> None:
+        """Let go of the process groups, together."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+        if self._scalars is not None:
+            self._scalars.close()
+            self._scalars = None
+
+
+def first(ask: Callable[[], Any]) -> Any:
+    """What rank 0 answers, on every rank; see :meth:`Ranks.first`."""
+    if not dist.is_initialized():
+        return ask()
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = ask()
+        except (ValueError, OSError) as error:
+            told[1] = str(error)
+    answer, wrong = first_json(told)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return answer
+
+
+def make_ranks(plan: Plan, device: torch.device) -> Ranks:
+    """The ranks of a plan; every rank calls this together.
+
+    Raises:
+        ValueError: other ranks were started than the plan has.
+    """
+    mesh = plan.mesh
+    if started(mesh) == 1:
+        return Ranks(mesh)
+    if plan.sharded:  # its slices have groups of their own
+        return Ranks(mesh, dist.get_rank(), None, make_scalars(mesh, dist.get_rank()))
+    groups = make_groups(replace(mesh, z1=mesh.slice, z2=mesh.slice, z3=mesh.slice), device)
+    return Ranks(mesh, groups.rank, groups, make_scalars(mesh, groups.rank))

@@ -1,0 +1,276 @@
+"""The watch over a run's ranks: heartbeats in the store, and an end with a reason where a rank is dead or stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from blockwalk.plan.choices import MeshSettings
+from blockwalk.ranks.place import LOST, LostRank, Place
+
+DEAD_AFTER = 20.0
+"""Seconds without a sign of life after which a rank counts as dead; noticed within another five."""
+
+START_TIMEOUT = 120.0
+"""Seconds that a rank waits for the others to come."""
+
+STUCK_AFTER = 30.0
+"""Seconds without a finished op after which a step counts as stuck, if ten usual steps are not longer."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that die or hang
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _end_process(message: str) -> None:
+    """Say why, once, and leave at once: a thread that waits in a collective would never return."""
+    print(message, file=sys.stderr, flush=True)
+    os._exit(LOST)
+
+
+class Watch:
+    """Ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store over a
+    connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
+
+    It begins when every rank has come, which it waits for. Every three seconds a rank counts its own beat up and reads the
+    others'. A rank whose beat stands still for :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's
+    host where it does not answer for as long. Inside a step (see :meth:`begin_step`) the time since the last finished op is
+    watched: more than :data:`STUCK_AFTER` seconds and ten usual steps, and the step is stuck. A slow step whose ops finish is
+    left alone, and so is a first step of any length.
+
+    A silent rank of this node whose process has used its processor since is busy (a library can keep every other thread of
+    a process waiting): this rank counts its beat up for it. Any other is killed: one that was stopped would not hear its
+    launcher, which waits for it.
+
+    Args:
+        here: this process among the ranks.
+        store: of keys, the one that all ranks share.
+        end: what to do, given the message; ends the process unless given.
+
+    Raises:
+        LostRank: a rank has not come within ``start_timeout`` seconds; its number and node are named.
+    """
+
+    current: ClassVar[Watch | None] = None
+    """The one that watches this process."""
+    _made: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        here: Place,
+        store: Any,
+        *,
+        start_timeout: float = START_TIMEOUT,
+        interval: float = 3.0,
+        dead_after: float = DEAD_AFTER,
+        stuck_after: float = STUCK_AFTER,
+        end: Callable[[str], None] = _end_process,
+    ) -> None:
+        self.interval, self.dead_after, self.stuck_after, self.end = interval, dead_after, stuck_after, end
+        self._here, self._rank = here, here.rank
+        self._done = threading.Event()
+        self._progress: float | None = None
+        self._began = 0.0
+        self._steps: list[float] = []
+        self._about = f"blockwalk/watch-{Watch._made}"
+        Watch._made += 1
+        self._keys = [f"{self._about}/beat/{rank}" for rank in range(here.world)]
+        first = here.rank // here.ranks_per_node * here.ranks_per_node
+        self._node = range(first, first + here.ranks_per_node)
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        """Of each rank its newest beat, and when that was first seen."""
+        self._used: dict[int, int] = {}
+        """Of silent ranks of this node the processor time that they had used when that was last looked at."""
+        self._trouble = ""
+        self._store = store.clone()
+        self._meet(start_timeout)
+        self._store.set_timeout(timedelta(seconds=dead_after / 2))
+        self._lived = 0.0
+        """Seconds on this rank's clock: while its process is stopped, or no thread of it gets to run, it stands still."""
+        self._answered = 0.0
+        """When the store last answered, on that clock; so are all times below."""
+        self._threads = [
+            threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in (self._beat, self._look)
+        ]
+        for thread in self._threads:
+            thread.start()
+        Watch.current = self
+
+    def _meet(self, timeout: float) -> None:
+        """Wait until every rank has come. What one rank says of those that are missing, all say."""
+        here, store, missing = self._here, self._store, f"{self._about}/missing"
+        count, wait, deadline = f"{self._about}/present", 0.01, time.monotonic() + timeout
+        try:
+            store.set(self._keys[here.rank], "0")
+            store.set(self._process(here.rank), f"{os.getpid()} {_began(os.getpid())} {platform.node()}")
+            store.add(count, 1)
+            while store.add(count, 0) < here.world:
+                if store.check([missing]):
+                    raise LostRank(store.get(missing).decode())
+                if time.monotonic() > deadline:
+                    store.set(missing, self._absent(timeout))
+                    time.sleep(min(1.0, timeout / 4))  # rank 0 may hold the store: let the others read it
+                time.sleep(wait)
+                wait = min(2 * wait, 0.2)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, LostRank):
+                raise
+            raise LostRank(
+                f"rank {here.rank} lost the store of ranks while it waited for the others: {error}"
+            ) from None
+
+    def _absent(self, timeout: float) -> str:
+        """What to say of the ranks that have not come."""
+        each = self._here.ranks_per_node
+        there = {rank for rank in range(self._here.world) if self._store.check([self._process(rank)])}
+        hosts = {rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there}
+        who = ", ".join(
+            f"rank {rank} (node {rank // each}, {hosts.get(rank // each, 'from which no rank has come')})"
+            for rank in range(self._here.world)
+            if rank not in there
+        )
+        return f"{who} did not come within {timeout:g} s (start_timeout): not started, stopped, or unable to reach the others"
+
+    def begin_step(self) -> None:
+        self._began, self._progress = time.monotonic(), self._lived
+
+    def progress(self) -> None:
+        """An op is done."""
+        if self._progress is not None:
+            self._progress = self._lived
+
+    def end_step(self) -> None:
+        self._progress = None
+        self._steps = [*self._steps[-19:], time.monotonic() - self._began]
+
+    def close(self) -> None:
+        """Stop watching, when every rank has come this far."""
+        if not self._done.is_set():
+            dist.barrier()
+            self._done.set()
+            for thread in self._threads:
+                thread.join()
+            Watch.current = None
+
+    def stuck(self) -> str | None:
+        """What to say where this rank's step is stuck."""
+        progress, steps = self._progress, self._steps
+        if progress is None or not steps:
+            return None
+        waited = self._lived - progress
+        usual = statistics.median(steps)
+        if waited <= max(self.stuck_after, 10 * usual):
+            return None
+        return (
+            f"rank {self._rank}: no operation of this step has finished for {waited:.0f} s, and a step usually takes"
+            f" {usual:.1f} s: it is stuck. The run ends; start it again to resume"
+        )
+
+    def _beat(self) -> None:
+        """Count up, and read how far the others are."""
+        beats = 0
+        while not self._done.wait(self.interval):
+            beats += 1
+            try:
+                self._store.set(self._keys[self._rank], str(beats))
+                values = self._store.multi_get(self._keys)
+                now = self._answered = self._lived
+                for rank, value in enumerate(values):
+                    if rank not in self._seen or self._seen[rank][0] != value:
+                        self._seen[rank] = (value, now)
+                    elif rank in self._node and now - self._seen[rank][1] > self.dead_after / 2 and self._works(rank):
+                        self._store.set(self._keys[rank], f"{beats} of rank {self._rank}")
+            except Exception as error:  # a store that fails once may answer again, over another connection
+                self._trouble = f" ({str(error).splitlines()[0]})"
+                with contextlib.suppress(Exception):
+                    self._store = self._store.clone()
+
+    def _works(self, rank: int) -> bool:
+        """Whether the process of a silent rank of this node has used its processor since this was last asked."""
+        before, used = self._used.get(rank), _used(self._store.get(self._process(rank)).decode())
+        self._used[rank] = used
+        return before is not None and used > before
+
+    def _look(self) -> None:
+        """End the process where the clock says so."""
+        before = time.monotonic()
+        while not self._done.wait(self.interval / 2):
+            now = time.monotonic()
+            self._lived += min(now - before, self.interval)
+            before = now
+            message = self.unheard() or self.stuck()
+            if message is not None and not self._done.is_set():
+                self.end(message)
+                return
+
+    def unheard(self) -> str | None:
+        """What to say where other ranks are silent; those of this node are killed."""
+        now = self._lived
+        silence = now - self._answered
+        if silence > self.dead_after:
+            return (
+                f"rank {self._rank}: the host of rank 0 does not answer for {silence:.0f} s{self._trouble}: the run ends;"
+                " start it again to resume"
+            )
+        silent = [rank for rank, (_, since) in list(self._seen.items()) if now - since > self.dead_after]
+        if not silent:
+            return None
+        for rank in silent:
+            if rank in self._node:
+                _kill(self._store.clone().get(self._process(rank)).decode())
+        return (
+            f"rank {self._rank}: no sign of life from rank {', '.join(map(str, silent))} for {self.dead_after:.0f} s: dead,"
+            " stopped or unreachable. The run ends; start it again to resume"
+        )
+
+    def _process(self, rank: int) -> str:
+        """The key of a rank's process: its number, when it began, and its host."""
+        return f"{self._about}/process/{rank}"
+
+
+def begin_watch(mesh: MeshSettings) -> Watch:
+    """A watch over ranks whose process group is there already; every rank calls this together."""
+    rank, node = dist.get_rank(), mesh.ranks_per_node
+    c10d: Any = dist.distributed_c10d
+    return Watch(Place(rank, mesh.world, rank % node, node), c10d._get_default_store())
+
+
+def _stat(process: int) -> list[str]:
+    """What the kernel says of a process of this machine, from the third field of proc(5)'s stat; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _began(process: int) -> str:
+    """When a process of this machine began, in the kernel's ticks: with its number, it is that process and no other."""
+    return (_stat(process) or [""] * 20)[19]
+
+
+def _used(process: str) -> int:
+    """Processor time of a process, given as its number and its beginning, in the kernel's ticks; 0 where it is gone."""
+    number, began, *_ = process.split(" ")
+    found = _stat(int(number))
+    return int(found[11]) + int(found[12]) if found and found[19] == began else 0
+
+
+def _kill(process: str) -> None:
+    """Kill a process, given as its number and its beginning, if it is still there."""
+    number, began, *_ = process.split(" ")
+    if began and _began(int(number)) == began:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(int(number), signal.SIGKILL)

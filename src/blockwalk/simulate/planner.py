@@ -1,0 +1,277 @@
+"""Which plan for this model on this machine: enumerate, simulate, rank, and say why the others were left out.
+
+Everything is read off the model's ``config.json`` and a description of hardware; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.methods import method
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.plan import Plan
+from blockwalk.program.compile import compile, resident
+from blockwalk.program.costs import Costs, Pending
+from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.simulate import formula_costs, formula_model
+from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.simulator import Simulation, simulate
+from blockwalk.system.process_memory import DIRTY_SHARE
+
+ZEROTH_ORDER_STEPS = 44
+"""Two-point steps that make the progress of one step with exact gradients, as measured: ``benchmarks/zo_converge.py``, a small
+Llama on sentiment, batch 16, three seeds at the best of the learning rates that were tried. 500 steps of two-point SPSA brought
+the held-out loss from 0.87 to 0.47; exact gradients (AdamW) were there, by interpolation, after 11."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be trained, and on what."""
+
+    config: Mapping[str, Any]
+    """The model's ``config.json``."""
+    hardware: Hardware
+    batch: int = 1
+    """Sequences of one rank's micro-batch."""
+    sequence: int = 512
+    lora_rank: int | None = None
+    """None trains every parameter."""
+    budget: int | None = None
+    """Device bytes that a step may use, where that is less than the device has."""
+
+    @property
+    def room(self) -> int:
+        """Device bytes that a step may use."""
+        return min(self.hardware.device_bytes, self.budget or self.hardware.device_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan, what it takes, and why it is left out (empty: it is not)."""
+
+    plan: Plan
+    label: str
+    peaks: Mapping[Pool, int]
+    simulation: Simulation | None = None
+    refused: str = ""
+
+    @property
+    def zeroth_order(self) -> bool:
+        return self.plan.estimator is Estimator.ZEROTH_ORDER
+
+    @property
+    def progress(self) -> float:
+        """Tokens a second, those of zeroth-order steps at their measured worth."""
+        if self.simulation is None:
+            return 0.0
+        return self.simulation.tokens_per_second / (ZEROTH_ORDER_STEPS if self.zeroth_order else 1)
+
+    def line(self) -> str:
+        """The candidate as a row of a table."""
+        held = f"{human_bytes(self.peaks.get(Pool.DEVICE, 0)):>9} {human_bytes(self.peaks.get(Pool.HOST, 0)):>9}"
+        if self.simulation is None:
+            return f"{self.label:<34} {held}  {self.refused}"
+        found = self.simulation
+        speed = f"{found.seconds:>9.3g} s {found.tokens_per_second:>9.4g} tok/s {100 * found.mfu:>5.1f}%"
+        return f"{self.label:<34} {held} {speed}  {found.bottleneck()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Every plan that was looked at: those that fit, best first, and the others."""
+
+    first_order: tuple[Candidate, ...]
+    zeroth_order: tuple[Candidate, ...]
+    refused: tuple[Candidate, ...]
+
+    @property
+    def ranked(self) -> tuple[Candidate, ...]:
+        """Every plan that fits, by progress a second."""
+        return tuple(sorted((*self.first_order, *self.zeroth_order), key=lambda c: -c.progress))
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan that makes the most progress a second."""
+        return next(iter(self.ranked), None)
+
+    def lines(self, *, most: int = 10) -> Iterator[str]:
+        """The ranking as tables."""
+        yield f"{'plan':<34} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15} {'MFU':>6}  critical path"
+        for title, found in (("exact gradients", self.first_order), ("zeroth order", self.zeroth_order)):
+            if found:
+                yield f"-- {title}, by tokens a second"
+                yield from (candidate.line() for candidate in found[:most])
+        if self.zeroth_order:
+            first = self.zeroth_order[0]
+            yield f"   a zeroth-order step is worth 1/{ZEROTH_ORDER_STEPS} of one with exact gradients (zo_converge: 500"
+            yield f"   steps to a loss of 0.47, against 11): {first.label} is as good as {first.progress:.4g} tok/s there"
+        if self.refused:
+            yield "-- left out"
+            yield from (candidate.line() for candidate in self.refused)
+
+
+def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
+    """Every plan worth looking at, with a label of what tells it from its method's row.
+
+    Frozen weights in 4 or 8 bits need adapters; sharded rows need more ranks than one.
+    """
+    lora = task.lora_rank is not None
+    for recompute in ("none", "all"):
+        yield f"plain, recompute {recompute}", method("plain", recompute=recompute)
+    if lora:
+        for codec in ("int4", "int8", "raw"):
+            yield f"mebp, {codec}", method("mebp", frozen=f"disk × {codec}")
+    yield "mezo", method("mezo")
+    for tier in ("host", "disk"):
+        for codec in ("raw", "fp8") if not lora else ("raw",):
+            for prefetch in (1, 2):
+                placed = {"trainable": f"{tier} × {codec}", "frozen": f"{tier} × raw"}
+                yield f"zo2, {tier} × {codec}, prefetch {prefetch}", method("zo2", prefetch=prefetch, **placed)
+    if task.hardware.world > 1:
+        yield from _over_ranks(task)
+
+
+def _over_ranks(task: Task) -> Iterator[tuple[str, Plan]]:
+    """Rows that share state: the published ones, FCDP's cache on either tier, and hierarchies of groups."""
+    hardware = task.hardware
+    node, world = hardware.devices_per_node, hardware.world
+    mesh = {"world": world, "ranks_per_node": node}
+    for name in ("zero3", "zeropp", "mics", "fcdp"):
+        for prefetch in (1, 2):
+            yield f"{name}, prefetch {prefetch}", method(name, prefetch=prefetch, mesh=mesh)
+        if hardware.device == "cuda":
+            yield f"{name}, activations on the host", method(name, activation="host", mesh=mesh)
+    if task.lora_rank is not None:
+        for codec in ("int4", "int8"):
+            yield f"zero3, {codec}", method("zero3", frozen=f"device × {codec} × world", mesh=mesh)
+            yield f"mics, {codec}", method("mics", frozen=f"device × {codec} × node", mesh=mesh)
+    if task.budget is not None:
+        adaptive = {"tier": "host", "threshold": 0.9}
+        yield "fcdp, adaptive cache", method("fcdp", mesh=mesh, cache=adaptive, budget=task.budget)
+    for z1, z2, z3 in _groups(node, world):
+        yield f"hzp, z1 {z1}, z2 {z2}, z3 {z3}", method("hzp", mesh={**mesh, "z1": z1, "z2": z2, "z3": z3})
+    yield "distzo2", method("distzo2", mesh=mesh)
+
+
+def _groups(node: int, world: int) -> Iterator[tuple[int, int, int]]:
+    """Z1, Z2 and Z3 worth looking at: parameters over a part of a node, a node or two; gradients no wider than optimizer
+    states; these over everything or over a few nodes."""
+    inner = sorted({z for z in (2, node // 2, *(node << k for k in range(5))) if 1 < z <= world and world % z == 0})
+    for z3 in (z for z in inner if node % z == 0 or z % node == 0):
+        for z1 in sorted({world, *(z for z in (8 * node,) if node < z < world and world % z == 0)}):
+            if z1 % z3 == 0:
+                yield z1, z3, z3
+
+
+def steady(plan: Plan, model: ModelSpec) -> Pending:
+    """What a step of a long run finds: the last step's update where it is deferred, and every node slice out of date."""
+    if plan.update.timing is Timing.DEFERRED:
+        return Pending(1, flush=True)
+    if plan.sharded:
+        return Pending(dirty=frozenset(i for i, unit in enumerate(model.units) if unit.numel(trainable=True)))
+    return Pending()
+
+
+def program_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[Program, ModelSpec, Costs]:
+    """The training step of a plan in a long run, its model and its costs."""
+    shape = shape or Shape(task.batch, task.sequence)
+    device = task.hardware.device
+    model = formula_model.model_spec(task.config, lora_rank=task.lora_rank)
+    costs = formula_costs.costs(task.config, plan, shape, lora_rank=task.lora_rank, device=device)
+    program = compile(
+        plan,
+        model,
+        StepKind.TRAIN,
+        shape,
+        costs=costs,
+        pending=steady(plan, model),
+        device=device,
+        page_cache=task.hardware.host_bytes // DIRTY_SHARE,
+    )
+    return program, model, costs
+
+
+def look_at(task: Task, label: str, plan: Plan) -> Candidate:
+    """One plan: simulated where it fits, else with the reason and what would make it fit."""
+    model = formula_model.model_spec(task.config, lora_rank=task.lora_rank)
+    between = resident(plan, model, device=task.hardware.device)
+    if refused := _too_large(task, between, plan.mesh.world):
+        alone = "; weights and states alone do not fit: stream, shard, or train adapters"
+        return Candidate(plan, label, between, None, refused + alone)
+    program, model, costs = program_of(task, plan)
+    held = program.peaks()
+    if refused := _too_large(task, held, plan.mesh.world):
+        if held.get(Pool.DEVICE, 0) > task.room:
+            refused += "; fewer tokens a micro-batch would fit" + (
+                ", or recompute: all" if plan.recompute == "none" else ""
+            )
+        return Candidate(plan, label, held, None, refused)
+    return Candidate(plan, label, held, simulate(program, plan, model, task.hardware, costs))
+
+
+def rank(task: Task) -> Ranking:
+    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart.
+
+    Raises:
+        ValueError: a model that no formula describes.
+    """
+    found: list[Candidate] = []
+    formula_model.dimensions(task.config)
+    for label, plan in candidates(task):
+        found.append(look_at(task, label, plan))
+    fits = sorted((c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens)  # type: ignore[union-attr]
+    return Ranking(
+        tuple(c for c in fits if not c.zeroth_order),
+        tuple(c for c in fits if c.zeroth_order),
+        tuple(c for c in found if c.simulation is None),
+    )
+
+
+def choose(task: Task, *, world: int = 1) -> Plan:
+    """The best plan for so many ranks.
+
+    Raises:
+        ValueError: none fits; the message says why the nearest does not.
+    """
+    found = rank(task)
+    for candidate in found.ranked:
+        if candidate.plan.mesh.world == world:
+            return candidate.plan
+    refused = [c for c in found.refused if c.plan.mesh.world == world]
+    nearest = min(refused, key=lambda c: c.peaks.get(Pool.DEVICE, 0))
+    raise ValueError(f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}")
+
+
+def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
+    """The most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
+
+    def fits(batch: int) -> bool:
+        program, _, _ = program_of(task, plan, Shape(batch, task.sequence))
+        return not _too_large(task, program.peaks(), plan.mesh.world)
+
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _too_large(task: Task, held: Mapping[Pool, int], ranks: int) -> str:
+    """Why these peaks do not fit, or nothing."""
+    hardware = task.hardware
+    device, host = held.get(Pool.DEVICE, 0), held.get(Pool.HOST, 0) * min(ranks, hardware.devices_per_node)
+    if hardware.device == "cpu":
+        device, host = device + host, 0
+    for what, needed, there in (
+        ("on the device", device, task.room),
+        ("of host memory", host, hardware.host_bytes),
+        ("of disk", held.get(Pool.DISK, 0) + held.get(Pool.MAPPED, 0), hardware.disk_bytes),
+    ):
+        if needed > there:
+            return f"needs {human_bytes(needed)} {what}, which has {human_bytes(there)}"
+    return ""

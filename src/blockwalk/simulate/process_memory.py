@@ -1,0 +1,61 @@
+"""What a process on a CPU will hold at a step's peak: its tensors, and what comes with them.
+
+A program counts tensors. The interpreter and its libraries are there before; the C allocator keeps freed memory that it cannot
+use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from blockwalk.plan.choices import Estimator
+from blockwalk.plan.plan import Plan
+from blockwalk.program.program import OpKind, Pool, Program
+from blockwalk.simulate.hardware import Hardware
+
+KINDS = ("graphs", "adapters", "recompute", "streamed", "forwards")
+"""Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters or of adapters; blocks
+recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`); forwards alone."""
+
+
+def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
+    """Which of :data:`KINDS` a step is."""
+    if plan.estimator is Estimator.ZEROTH_ORDER:
+        return "forwards"
+    if program.streamed:
+        return "streamed"
+    if not any(op.keep_graph for op in program.ops):
+        return "recompute"
+    return "adapters" if adapters else "graphs"
+
+
+def tensors(program: Program) -> int:
+    """Bytes of tensors in a processor's own memory at the step's peak."""
+    peaks = program.peaks()
+    return peaks.get(Pool.DEVICE, 0) + peaks.get(Pool.HOST, 0)
+
+
+def transients(program: Program) -> int:
+    """Those that come and go within the step."""
+    held = dict(program.static)
+    return tensors(program) - held.get(Pool.DEVICE, 0) - held.get(Pool.HOST, 0)
+
+
+def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
+    """Bytes of the whole process, pages of mapped files left out; the tensors' alone where doctor has not measured the rest."""
+    kind = walk_kind(plan, program, adapters=adapters)
+    held = tensors(program) - transients(program)
+    return hardware.process_bytes.get(kind, 0) + held + step_growth(program, plan, hardware, adapters=adapters)
+
+
+def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
+    """Bytes that a process with an open model grows by in a step: what comes and goes, and the free heap that it leaves."""
+    kind, moving = walk_kind(plan, program, adapters=adapters), transients(program)
+    return moving + int(hardware.slack.get(kind, 0.0) * moving) + 2 * _gather_copy(plan, program)
+
+
+def _gather_copy(plan: Plan, program: Program) -> int:
+    """Bytes of gloo's own copy of the largest gather, whose whole output it makes before it hands it over. It counts twice:
+    the hole that it leaves is kept as other free heap is."""
+    if not plan.sharded:
+        return 0
+    ranks = ((op.nbytes, op.span[1] // op.span[0]) for op in program.ops if op.kind is OpKind.GATHER and op.span)
+    return max((nbytes * n // (n - 1) for nbytes, n in ranks if n > 1), default=0)

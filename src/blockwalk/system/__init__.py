@@ -1,0 +1,1 @@
+"""The operating system: files that are whole or not there, memory of the process, the heap."""

@@ -1,0 +1,282 @@
+"""Files that appear whole or not at all: written beside their place, synced, renamed, and the folder synced.
+
+A rename within one file system is atomic (POSIX): whoever looks sees the old file or the new one, and after a loss of
+power the same holds because the data is on the disk before the name changes. A process killed in between leaves only a
+leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_leftovers` sweeps those.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+log = logging.getLogger(__name__)
+
+PARTIAL = ".partial"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A disk that is full, a quota that is used up, a file longer than ``ulimit -f`` allows."""
+LOCK = ".lock"
+"""The file in a folder that :func:`locked` holds; it says who does."""
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+
+
+def fsync_folder(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder durable (a no-op on Windows, which cannot open a folder)."""
+    if os.name == "nt":
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(path: str | os.PathLike[str]) -> None:
+    """Make every file below a folder, and every folder's names, durable."""
+    for root, _, names in os.walk(path):
+        for name in names:
+            fd = os.open(os.path.join(root, name), os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_folder(root)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], nbytes: int | None = None) -> Iterator[None]:
+    """Where there is no room for a file, say which it is, how many bytes it was to have, and how many are free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        size, free = "" if nbytes is None else f" of {nbytes / 1e6:.3g} MB", shutil.disk_usage(Path(path).parent).free
+        text = f"{os.strerror(error.errno)} for a file{size} where {free / 1e6:.3g} MB are free"
+        raise OSError(error.errno, text, os.fspath(path)) from error
+
+
+@contextmanager
+def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises.
+
+    ``mode`` is "wb", "w" (UTF-8 text) or "w+b". The file is synced before it takes its name.
+    """
+    if not mode.startswith("w"):
+        raise ValueError(f"atomic_open writes whole files: mode {mode!r} must start with 'w'")
+    path = Path(path)
+    partial = _beside(path)
+    try:
+        with naming(path), open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+    """Replace ``path`` by ``data``, atomically and durably."""
+    with atomic_open(path) as file:
+        file.write(data)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are refused."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+class Damaged(ValueError):
+    """A file, named in the message, is missing, or its bytes are not those that were written."""
+
+
+_SEAL = ', "digest": "'
+
+
+def seal(text: str, before: str = "") -> tuple[str, str]:
+    """A JSON object's text with its digest as its last value, and that digest: 16 hexadecimal digits, of ``before`` and of the
+    text. What ``before`` is the digest of is sealed with it, so that lines make a chain."""
+    digest = hashlib.blake2b((before + text).encode(), digest_size=8).hexdigest()
+    return text[:-1] + _SEAL + digest + '"}', digest
+
+
+def unseal(sealed: str, before: str = "") -> tuple[dict[str, Any], str]:
+    """The JSON object that :func:`seal` was given, and its digest.
+
+    Raises:
+        ValueError: the digest is missing, or another one: the text or what came before it has changed.
+    """
+    text = sealed.rstrip().rpartition(_SEAL)[0] + "}"
+    again, digest = seal(text, before)
+    if again != sealed.rstrip():
+        raise ValueError("its digest is not that of its text")
+    found: dict[str, Any] = json.loads(text)
+    return found, digest
+
+
+def write_sealed(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+    """Replace ``path`` by ``value`` as sealed, indented JSON, atomically and durably."""
+    write_bytes(path, (seal(json.dumps(value, indent=1))[0] + "\n").encode())
+
+
+def read_sealed(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What :func:`write_sealed` wrote.
+
+    Raises:
+        Damaged: the file is missing, or is not as it was written.
+    """
+    try:
+        return unseal(Path(path).read_text(encoding="utf-8"))[0]
+    except FileNotFoundError:
+        raise Damaged(f"{os.fspath(path)} is missing") from None
+    except ValueError as error:
+        raise Damaged(f"{os.fspath(path)} is damaged: {error}") from None
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """Build a folder beside ``path``, which takes that name, synced, when the block ends well and goes when it raises.
+
+    Args:
+        replace: take the place of a folder that is there, which stays until this one is whole.
+
+    Raises:
+        ValueError: ``path`` exists already, before or after the building, and is not to be replaced.
+    """
+    path = Path(path)
+    if not replace:
+        refuse_existing(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    partial.mkdir()
+    try:
+        with naming(path):
+            yield partial
+            fsync_tree(partial)
+        if replace and path.exists():
+            old = _beside(path)
+            os.rename(path, old)
+            os.rename(partial, path)
+            shutil.rmtree(old)
+        else:
+            refuse_existing(path)  # os.rename would silently replace an empty folder
+            os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def cache_folder() -> Path:
+    """The folder of what can be found out again: ``$XDG_CACHE_HOME/blockwalk``, or ``~/.cache/blockwalk``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk"
+
+
+def refuse_existing(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError where an output exists already."""
+    if os.path.lexists(path):
+        raise ValueError(f"{os.fspath(path)} exists already and is not overwritten: choose another output or remove it")
+
+
+@contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a folder, made where it is not there, against every other process. The lock ends with this process, however that
+    ends; a folder that was made here and stays empty goes again.
+
+    Raises:
+        ValueError: the folder is a file, or another process holds it; the message says which, where and since when.
+    """
+    import fcntl
+
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, and a folder is needed: choose another name")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    while True:
+        with path.open("a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                raise ValueError(
+                    f"{folder} is in use by {holder}: wait for its end, or choose another folder"
+                ) from None
+            except OSError as error:
+                log.warning("%s is on a file system without locks (%s): see that no other run uses it", folder, error)
+            try:
+                if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                    continue
+            except FileNotFoundError:  # whoever held the lock has just removed it: this file has no name any more
+                continue
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                if made:
+                    with suppress(OSError):  # not empty
+                        folder.rmdir()
+            return
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed writers left in ``folder``, and return it. Call it only where no other writer is at work."""
+    leftovers = [p for p in Path(folder).iterdir() if p.name.startswith(".") and p.name.endswith(PARTIAL)]
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return leftovers
+
+
+def require_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
+    """Raise ValueError where the disk of ``path`` (which need not exist yet) has less than ``nbytes`` bytes free."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise ValueError(
+            f"{what} needs {nbytes / 1e9:.2f} GB on the disk of {folder}, which has {free / 1e9:.2f} GB free: "
+            f"free some space or choose an output on another disk"
+        )
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The file's lines up to one that a kill or a loss of power left torn; none where there is no file."""
+    lines: list[dict[str, Any]] = []
+    if not path.is_file():
+        return lines
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text) if text.endswith("\n") else None
+        except ValueError:
+            break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
+    return lines

@@ -1,0 +1,178 @@
+"""What a run measures of itself: memory of the process, and the line of ``metrics.jsonl`` that a step leaves.
+
+Memory is what the kernel cannot drop: RssAnon + RssShmem + VmSwap + VmPTE of ``/proc/self/status``, of the whole
+process. Pages of mapped files are not counted; they are there as long as there is room for them. Nothing here imports
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+DIRTY_SHARE = 10
+"""One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
+
+_STATUS = Path("/proc/self/status")
+_COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
+
+
+def process_bytes() -> int:
+    """Bytes of memory that this process holds and the kernel cannot drop.
+
+    Where there is no ``/proc``: psutil's unique set size.
+    """
+    try:
+        status = _STATUS.read_bytes()
+    except OSError:
+        import psutil
+
+        return int(psutil.Process().memory_full_info().uss)
+    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(_COUNTED)) * 1024
+
+
+def peak_resident_bytes() -> int:
+    """Bytes of the most resident memory that this process has had, file pages that the kernel can drop included: what ``top``
+    shows as RSS; 0 where there is no ``/proc``."""
+    try:
+        status = _STATUS.read_bytes()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(b"VmHWM:")) * 1024
+
+
+COUNTED = "private memory of the whole process, which the kernel cannot drop"
+"""What :func:`process_bytes` counts, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Memory that something allows this process."""
+
+    nbytes: int
+    where: str
+    swap: int = 0
+    """Bytes that may go to swap beside them."""
+    of_process: bool = False
+    """It counts this process alone, not others of its group or machine."""
+
+
+def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[Limit]:
+    """Every limit of memory that this process is under: the machine's, those of its control group and of those around it, of
+    either version, and that of its address space (``ulimit -v``)."""
+    import psutil
+
+    swap = int(psutil.swap_memory().total)
+    limits = [Limit(int(psutil.virtual_memory().total), "this machine", swap)]
+    for path in _limit_files(root, groups):
+        if (limit := _number(path)) is not None:
+            most = _number(path.with_name("memory.swap.max"))
+            limits.append(Limit(limit, str(path), swap if most is None else min(swap, most)))
+    if os.name != "nt":
+        import resource
+
+        address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if address_space != resource.RLIM_INFINITY:
+            limits.append(Limit(address_space, "ulimit -v", of_process=True))
+    return limits
+
+
+def host_memory() -> tuple[int, bool]:
+    """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
+    machine, *groups = [limit.nbytes for limit in memory_limits() if not limit.of_process]
+    bound = min([machine, *groups])
+    return bound, bound < machine
+
+
+def _number(path: Path) -> int | None:
+    """What a file of a control group says; None where there is no such file, or no limit (``max``)."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _limit_files(root: Path, groups: Path) -> Iterator[Path]:
+    """Where the memory limits of this process may stand: of its own control group and of those around it, either version."""
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines or ["0::/", "0:memory:/"]:
+        _, controllers, group = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+            own = base / group.strip("/")
+            yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
+
+
+def page_cache(folder: Path) -> int:
+    """Bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now, at most half of
+    the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
+    import psutil
+
+    bound, limited = host_memory()
+    free = int(psutil.virtual_memory().available)
+    room = max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
+    place = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
+    mounts = [p for p in psutil.disk_partitions(all=True) if place.is_relative_to(p.mountpoint)]
+    nearest = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    in_memory = nearest is not None and nearest.fstype in ("tmpfs", "ramfs")
+    return 0 if in_memory else min(room, shutil.disk_usage(place).free // 2)
+
+
+class PeakMemory:
+    """The highest :func:`process_bytes` since the last :meth:`take`, sampled by a thread.
+
+    >>> with PeakMemory() as memory:
+    ...     held = bytearray(1 << 20)
+    ...     peak = memory.take()
+    """
+
+    def __init__(self, interval: float = 0.005) -> None:
+        """
+        Args:
+            interval: seconds between samples.
+        """
+        self._interval = interval
+        self._peak = 0
+        self.highest = 0
+        """Bytes: the highest sample since the start."""
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="blockwalk-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._record()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._record()
+
+    def take(self) -> int:
+        """Peak bytes since the last call, this moment included."""
+        self._record()
+        with self._lock:
+            peak, self._peak = self._peak, 0
+        return peak
+
+    def _record(self) -> None:
+        now = process_bytes()
+        with self._lock:
+            self._peak = max(self._peak, now)
+            self.highest = max(self.highest, now)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._record()

@@ -1,0 +1,364 @@
+"""The block store: a model folder whose weights lie unit by unit, encoded, checksummed (docs/block-store.md).
+
+    config.json, tokenizer files      copied from the checkpoint folder
+    store.json                        format, version, codec, and where each parameter lies
+    unit-00000.bin ...                one file a unit: two header pages, then one or two data areas
+
+A store of one generation is written once and read through maps (:class:`BlockStore`). In a store of two generations
+(:class:`blockwalk.tiers.block_store.writable.WritableStore`) each unit has two areas: the next contents go into the idle
+one, and its header page, with a checksum of its own, then says that this area is the newer."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs.layout import FORMAT_VERSION, Layout
+from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.plan.model_folder import STORE_INDEX
+from blockwalk.plan.placement import Codec
+from blockwalk.system import atomic_files
+from blockwalk.system.atomic_files import Damaged
+from blockwalk.tiers.disk import MappedFile
+
+if TYPE_CHECKING:
+    from blockwalk.numerics.codecs.weights import Weight
+
+
+FORMAT, VERSION = "blockwalk-store", 2
+INDEX = STORE_INDEX
+MAGIC = b"BLKWUNIT"
+ALIGN = 64
+"""Bytes that a parameter's offset in its unit is a multiple of."""
+HEADER_PAGE = 4096
+"""Bytes of a header page, and what the areas of a unit file are multiples of."""
+DATA_START = 2 * HEADER_PAGE
+_HEADER = struct.Struct("<8sIIIIQqQI")  # magic, version, then UnitHeader's fields; then a crc32
+BUFFERS = "buffers"
+"""The unit, after the model's own, that holds persistent buffers; absent where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParam:
+    """One parameter of a unit: how it is written, and where (offset in the unit's data, bytes)."""
+
+    name: str
+    codec: Codec
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch's name of the dtype before encoding: what RAW bytes are in, and what int8, int4 and fp8 decode to."""
+    offset: int
+    nbytes: int
+    crc32: int
+
+    def layout(self, group_size: int) -> Layout:
+        """How its bytes are laid out."""
+        return Layout(self.shape, self.codec, self.dtype, group_size)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the bytes are a plain tensor's."""
+        return not self.codec.encoded
+
+    def decoded_dtype(self) -> torch.dtype:
+        """The dtype that it has when it is used as it lies."""
+        dtype: torch.dtype = getattr(torch, self.codec.dtype_of(self.dtype))
+        return dtype
+
+    def open(self, bytes_P: torch.Tensor, group_size: int) -> torch.Tensor | Weight:
+        """The parameter over its bytes (uint8 [nbytes]): a view where it is dense, a Weight where it is an encoded
+        matrix, and decoded afresh where it is encoded in another number of dimensions."""
+        if self.dense:
+            return bytes_P.view(self.decoded_dtype()).view(self.shape)
+        layout = self.layout(group_size)
+        if len(self.shape) == 2:
+            return EncodedWeight(bytes_P, layout, self.decoded_dtype())
+        out = torch.empty(self.shape, dtype=self.decoded_dtype())
+        codecs.decode_rows(bytes_P, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    """One unit of the walk and its data file; ``nbytes`` is one area's contents."""
+
+    name: str
+    kind: str
+    file: str
+    nbytes: int
+    params: tuple[StoredParam, ...]
+
+    @property
+    def area_nbytes(self) -> int:
+        return -(-self.nbytes // HEADER_PAGE) * HEADER_PAGE
+
+    def area_offset(self, area: int) -> int:
+        """Bytes from the start of the file to the data of ``area`` (0 or 1)."""
+        return DATA_START + area * self.area_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class UnitHeader:
+    """What a unit file says of its contents: the area that holds them, and the step after which they were written. The CRC-32
+    of what training wrote is here; as packed (sequence 1) it is 0, and the index has one of each parameter."""
+
+    unit: int
+    generations: int
+    area: int
+    sequence: int
+    step: int
+    nbytes: int
+    crc32: int = 0
+
+    def pack(self) -> bytes:
+        """The header as it stands at the start of its page, its own checksum included."""
+        head = _HEADER.pack(MAGIC, VERSION, *astuple(self))
+        return head + struct.pack("<I", zlib.crc32(head))
+
+
+def unpack_header(data: bytes) -> UnitHeader | None:
+    """The header in a page, or None where the page holds none that is whole (never written, or torn)."""
+    if len(data) < _HEADER.size + 4 or data[: len(MAGIC)] != MAGIC:
+        return None
+    head = data[: _HEADER.size]
+    if struct.unpack_from("<I", data, _HEADER.size)[0] != zlib.crc32(head):
+        return None
+    _, version, *fields = _HEADER.unpack(head)
+    if version != VERSION:
+        raise ValueError(f"a unit file has format version {version}; this version of blockwalk reads {VERSION}")
+    return UnitHeader(*fields)
+
+
+def read_unit_headers(fd: int, path: Path, index: int, unit: StoredUnit, generations: int) -> list[UnitHeader]:
+    """The whole headers of a unit file, the newest first.
+
+    Raises:
+        ValueError: the file is truncated, is no unit file, or is another unit's.
+    """
+    size, wanted = os.fstat(fd).st_size, unit.area_offset(generations)
+    if size < wanted:
+        raise ValueError(f"{path} is truncated: {size} bytes of {wanted}; pack or copy the store again")
+    pages = [os.pread(fd, HEADER_PAGE, slot * HEADER_PAGE) for slot in range(2)]
+    if not any(page.startswith(MAGIC) for page in pages):
+        raise ValueError(f"{path} is no unit file of a block store: it does not start with {MAGIC.decode()}")
+    headers = [header for header in map(unpack_header, pages) if header is not None]
+    if not headers:
+        raise ValueError(f"{path} is damaged: neither of its headers is whole")
+    headers.sort(key=lambda header: header.sequence, reverse=True)
+    newest = headers[0]
+    if (newest.unit, newest.nbytes, newest.generations) != (index, unit.nbytes, generations):
+        raise ValueError(f"{path} is not unit {index} of this store ({unit.nbytes} bytes): {newest}")
+    return headers
+
+
+class CheckedPart(NamedTuple):
+    """A part of a unit file that has one checksum: a parameter as it was packed, or all that training wrote of a unit."""
+
+    name: str
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+    crc32: int
+
+
+def part_of(unit: StoredUnit, header: UnitHeader, param: StoredParam) -> CheckedPart:
+    """The part that holds a parameter, in the area that a header is of."""
+    start = unit.area_offset(header.area)
+    if header.sequence > 1:
+        return CheckedPart(unit.name, start, unit.nbytes, header.crc32)
+    return CheckedPart(param.name, start + param.offset, param.nbytes, param.crc32)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIndex:
+    """What ``store.json`` says."""
+
+    model: str
+    codec: Codec
+    codec_version: int
+    group_size: int
+    generations: int
+    tied: tuple[tuple[str, str], ...]
+    units: tuple[StoredUnit, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all unit files."""
+        return sum(unit.area_offset(self.generations) for unit in self.units)
+
+
+def is_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a block store."""
+    return (Path(path) / INDEX).is_file()
+
+
+def read_index(path: str | os.PathLike[str]) -> StoreIndex:
+    """Read ``store.json``.
+
+    Raises:
+        ValueError: the folder is no block store, or one of another version, or its index is damaged.
+    """
+    file = Path(path) / INDEX
+    if not file.is_file():
+        raise ValueError(f"{path} is no block store: it has no {INDEX}; make one with `blockwalk pack`")
+    value = atomic_files.read_sealed(file)
+    if value.get("format") != FORMAT:
+        raise ValueError(f"{file} is no block store's: its format is not {FORMAT!r}")
+    versions = (value.get("version"), value.get("codec_version"))
+    if versions != (VERSION, FORMAT_VERSION):
+        raise ValueError(
+            f"{path} has block store version {versions[0]} and codec version {versions[1]}; this version of blockwalk "
+            f"reads {VERSION} and {FORMAT_VERSION}: pack the model again"
+        )
+    try:
+        units = tuple(
+            StoredUnit(
+                **{
+                    **unit,
+                    "params": tuple(
+                        StoredParam(**{**param, "codec": Codec(param["codec"]), "shape": tuple(param["shape"])})
+                        for param in unit["params"]
+                    ),
+                }
+            )
+            for unit in value["units"]
+        )
+        return StoreIndex(
+            model=value["model"],
+            codec=Codec(value["codec"]),
+            codec_version=value["codec_version"],
+            group_size=value["group_size"],
+            generations=value["generations"],
+            tied=tuple((alias, name) for alias, name in value["tied"]),
+            units=units,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
+
+
+class BlockStore:
+    """A block store, read-only: a WeightSource. Dense codecs are views of the map, the others Weights over it.
+
+    A store of two generations is read as it stands when it is opened; do not write to it meanwhile.
+
+    Raises:
+        ValueError: no store, another version, or a unit file that is missing, truncated or not the one it should be.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.index = read_index(self.path)
+        self.steps: list[int] = []
+        """For each unit, the step after which it was written; 0 as it was packed."""
+        self._files: list[MappedFile] = []
+        self._headers: list[UnitHeader] = []
+        self._where: dict[str, tuple[int, int, StoredParam]] = {}
+        self._verified: set[str] = set()
+        try:
+            for number, unit in enumerate(self.index.units):
+                self._open(number, unit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, number: int, unit: StoredUnit) -> None:
+        path = self.path / unit.file
+        if not path.is_file():
+            raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            header = read_unit_headers(fd, path, number, unit, self.index.generations)[0]
+        finally:
+            os.close(fd)
+        self._files.append(MappedFile(path))
+        self.steps.append(header.step)
+        self._headers.append(header)
+        for param in unit.params:
+            self._where[param.name] = (number, unit.area_offset(header.area) + param.offset, param)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name][2].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._where[name][2].decoded_dtype()
+
+    def stored_nbytes(self, name: str) -> int:
+        return self._where[name][2].nbytes
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        names = list(names)
+        self.verify(names)
+        return {name: self._where[name][2].open(self._bytes(name), self.index.group_size) for name in names}
+
+    def _bytes(self, name: str) -> torch.Tensor:
+        number, offset, param = self._where[name]
+        return self._files[number].view(offset, param.nbytes, torch.uint8, (param.nbytes,))
+
+    def in_place(self, name: str) -> bool:
+        param = self._where[name][2]
+        return param.dense or len(param.shape) == 2
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        param = self._where[name][2]
+        if tuple(out.shape) != param.shape:
+            raise ValueError(f"{name} has shape {param.shape}, the buffer given has {tuple(out.shape)}")
+        self.verify([name])
+        layout = param.layout(self.index.group_size)
+        codecs.decode_rows(self._bytes(name), layout, 0, layout.rows, out.view(layout.rows, layout.columns))
+
+    def _ranges(self, names: Iterable[str]) -> dict[int, list[tuple[int, int]]]:
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for number, offset, param in (self._where[name] for name in names):
+            ranges.setdefault(number, []).append((offset, param.nbytes))
+        return ranges
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        return sum(self._files[number].will_need(ranges) for number, ranges in self._ranges(names).items())
+
+    def release(self, names: Iterable[str]) -> None:
+        for number, ranges in self._ranges(names).items():
+            self._files[number].dont_need(ranges)
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare the checksums of parameters, all unless given, once each; of a unit that training wrote, the unit's.
+
+        Raises:
+            Damaged: bytes are not those that were written; the message names the parameters or the unit.
+        """
+        damaged = []
+        for name in self._where if names is None else names:
+            number, _, param = self._where[name]
+            unit = self.index.units[number]
+            part = part_of(unit, self._headers[number], param)
+            if part.name not in self._verified:
+                if crc32(self._files[number].bytes_P[part.offset : part.offset + part.nbytes]) != part.crc32:
+                    damaged.append(f"{part.name} in {unit.file}")
+                self._files[number].dont_need([(part.offset, part.nbytes)])
+                self._verified.add(part.name)
+        if damaged:
+            raise Damaged(
+                f"{self.path} is damaged: checksums differ for {', '.join(damaged)}; pack or copy the model again"
+            )
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def crc32(bytes_P: torch.Tensor, chunk: int = 1 << 20) -> int:
+    """CRC-32 of a uint8 tensor."""
+    value = 0
+    for start in range(0, bytes_P.numel(), chunk):
+        value = zlib.crc32(bytes_P[start : start + chunk].numpy().data, value)
+    return value

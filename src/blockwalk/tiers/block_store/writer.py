@@ -1,0 +1,150 @@
+"""Writing a block store: streaming, atomic, a few rows of one parameter at a time (format: docs/block-store.md)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs.layout import FORMAT_VERSION
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
+from blockwalk.plan.placement import Codec
+from blockwalk.system import atomic_files
+from blockwalk.tiers.block_store.store import (
+    ALIGN,
+    BUFFERS,
+    FORMAT,
+    INDEX,
+    VERSION,
+    StoredParam,
+    StoredUnit,
+    StoreIndex,
+    UnitHeader,
+    crc32,
+)
+from blockwalk.tiers.disk import MappedFile
+
+if TYPE_CHECKING:
+    from blockwalk.tiers.protocols import WeightSource
+
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements of a parameter that are encoded between two releases of pages."""
+COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""What is copied beside the weights: configuration, chat template, vocabulary. Never weights, nor their index."""
+
+
+def param_codec(param: ParamSpec, codec: Codec) -> Codec:
+    """The codec that one parameter is written in: block codecs are for the quantizable, plain dtypes for all."""
+    return codec if param.quantizable or not codec.encoded else Codec.RAW
+
+
+def plan_units(source: WeightSource, spec: ModelSpec, codec: Codec, group_size: int) -> tuple[StoredUnit, ...]:
+    """Where everything will lie: the units of ``spec`` in order, then what else ``source`` has, the persistent buffers.
+
+    Raises:
+        ValueError: the source lacks a parameter of the model, by name.
+    """
+    available = dict.fromkeys(source.names())
+    missing = [param.name for param in spec.params() if param.name not in available]
+    if missing:
+        raise ValueError(f"the source of {spec.name} lacks {len(missing)} parameters: {', '.join(missing[:8])}")
+    units = [(unit.name, unit.kind, [(p.name, param_codec(p, codec)) for p in unit.params]) for unit in spec.units]
+    for param in spec.params():
+        del available[param.name]
+    if available:
+        units.append((BUFFERS, BUFFERS, [(name, Codec.RAW) for name in available]))
+    stored = []
+    for number, (name, kind, members) in enumerate(units):
+        offset, params = 0, []
+        for member, written_as in members:
+            shape, dtype = source.shape(member), str(source.dtype(member)).removeprefix("torch.")
+            nbytes = encoded_nbytes(shape, dtype, written_as, group_size)
+            params.append(StoredParam(member, written_as, shape, dtype, offset, nbytes, 0))
+            offset = -(-(offset + nbytes) // ALIGN) * ALIGN
+        stored.append(StoredUnit(name, kind, f"unit-{number:05d}.bin", offset, tuple(params)))
+    return tuple(stored)
+
+
+def write_store(
+    path: str | os.PathLike[str],
+    source: WeightSource,
+    spec: ModelSpec,
+    codec: Codec,
+    *,
+    group_size: int = 32,
+    generations: int = 1,
+    copy_from: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a block store, streaming: the store's own pages and a few rows are all that is held, unless a parameter has to
+    be fused from several tensors, which takes that parameter's size once.
+
+    Args:
+        path: the folder to make. It appears, synced, when everything is in it.
+        source: the weights.
+        spec: the units to cut them into.
+        codec: for the quantizable parameters (a plain dtype: for all); the others stay as they are.
+        group_size: 32 or 64 elements to a scale, for int4.
+        generations: 1 to be read, 2 to be written in training.
+        copy_from: a model folder whose configuration and tokenizer files are copied.
+        progress: called with (bytes written, bytes in all) now and then.
+
+    Raises:
+        ValueError: ``path`` exists, the disk is too full, the source lacks a parameter, or a value does not fit the codec.
+    """
+    atomic_files.refuse_existing(path)
+    units = plan_units(source, spec, codec, group_size)
+    index = StoreIndex(spec.name, codec, FORMAT_VERSION, group_size, generations, spec.tied, units)
+    atomic_files.require_space(path, index.nbytes, f"the block store of {spec.name} in {codec}")
+    done, total = 0, sum(unit.nbytes for unit in units)
+    with atomic_files.atomic_folder(path) as folder:
+        if copy_from is not None:
+            copy_model_files(copy_from, folder)
+        written = []
+        for number, unit in enumerate(units):
+            with MappedFile(folder / unit.file, writable=True, length=unit.area_offset(generations)) as file:
+                header = UnitHeader(number, generations, 0, 1, 0, unit.nbytes).pack()
+                file.bytes_P[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+                params = []
+                for param in unit.params:
+                    area = (unit.area_offset(0) + param.offset, param.nbytes)
+                    for rows in _encode(source, param, group_size, file.bytes_P[area[0] : sum(area)]):
+                        file.dont_need([area])
+                        if progress is not None:
+                            progress(done + param.nbytes * rows // max(1, param.layout(group_size).rows), total)
+                    done += param.nbytes
+                    params.append(replace(param, crc32=crc32(file.bytes_P[area[0] : sum(area)])))
+                    file.dont_need([area])
+                    source.release([param.name])
+            written.append(replace(unit, params=tuple(params)))
+        value = asdict(replace(index, units=tuple(written)))
+        atomic_files.write_sealed(folder / INDEX, {"format": FORMAT, "version": VERSION, **value})
+
+
+def _encode(source: WeightSource, param: StoredParam, group_size: int, bytes_P: torch.Tensor) -> Iterator[int]:
+    """Write one parameter into its bytes, a few rows at a time; yields the number of rows done."""
+    layout = param.layout(group_size)
+    weight = source.weights([param.name])[param.name]
+    some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
+    rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, torch.Tensor) else weight
+    for start in range(0, layout.rows, some):
+        stop = min(start + some, layout.rows)
+        part_RD = rows_RD[start:stop] if isinstance(rows_RD, torch.Tensor) else rows_RD.rows(start, stop)
+        codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name)
+        source.release([param.name])
+        yield stop
+
+
+def copy_model_files(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copy a model folder's configuration and tokenizer files, and its licence."""
+    for file in sorted(Path(source).iterdir()):
+        wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
+        if file.is_file() and wanted and file.name != INDEX and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, Path(target) / file.name)

@@ -1,0 +1,1 @@
+"""Checkpoint folders as transformers writes them."""

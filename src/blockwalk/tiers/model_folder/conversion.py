@@ -1,0 +1,264 @@
+"""From a checkpoint's tensors to a model's parameters: transformers' own conversion mapping, as values.
+
+transformers 5 loads a checkpoint through renamings and converters (fused experts, split or permuted projections,
+prefixes). :func:`resolve` runs those rules over names and meta tensors alone, once, and answers one :class:`Recipe` per
+parameter, so that a parameter can be read alone, at any time, without the rest of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from blockwalk.tiers.model_folder.safetensors import StoredTensor
+
+
+View = Callable[["StoredTensor"], torch.Tensor]
+
+
+class _Shapes:
+    """All of a model that a converter may ask for: its parameters' shapes, as meta tensors, and its configuration."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config: Any = model.config
+        self._tensors: dict[str, torch.Tensor] = {
+            name: tensor.detach().to("meta") for name, tensor in model.state_dict(keep_vars=True).items()
+        }
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One of transformers' converters at work on the stored tensors of one place in the model.
+
+    ``patterns`` says for each source which of the converter's patterns it answers to; ``target`` is the name of the
+    first parameter that comes out, by which a converter names its results.
+    """
+
+    converter: Any
+    target: str
+    patterns: tuple[str, ...]
+    model: _Shapes
+
+    @property
+    def stacks(self) -> bool:
+        """Whether experts are stacked along dim 0 (several matrices of one expert above one another along dim 1)."""
+        operations = [(type(op).__name__, getattr(op, "dim", None)) for op in self.converter.operations]
+        return operations in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+    def run(self, sources: Sequence[StoredTensor], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every result by parameter name; meta tensors answer meta tensors."""
+        converter = copy.deepcopy(self.converter)
+        for stored, pattern, tensor in zip(sources, self.patterns, tensors, strict=True):
+            converter.add_tensor(self.target, stored.key, pattern, tensor)
+        results = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+    def shapes(self, sources: Sequence[StoredTensor]) -> dict[str, tuple[int, ...]] | str:
+        """The results' shapes by parameter name, or why these sources cannot be converted."""
+        try:
+            results = self.run(sources, [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources])
+        except Exception as error:  # whatever transformers' operations raise over shapes that do not fit
+            return f"made of {_some([s.key for s in sources], 3)}: {type(error).__name__}: {error}"
+        return {name: tuple(tensor.shape) for name, tensor in results.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one parameter is made: of one stored tensor as it is, or of several by a conversion. Its dtype is theirs.
+
+    ``name`` is the parameter's name in the model, which for a tied weight need not be the canonical one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[StoredTensor, ...]
+    conversion: Conversion | None = None
+
+    def misfit(self) -> str:
+        """Why the sources do not make this parameter, or "" where they do."""
+        found: tuple[int, ...] | str | None = self.sources[0].shape
+        if self.conversion is not None:
+            shapes = self.conversion.shapes(self.sources)
+            found = shapes if isinstance(shapes, str) else shapes.get(self.name)
+        return "" if found == self.shape else f"{self.name} (model {self.shape}, checkpoint {found})"
+
+    def read_into(self, out: torch.Tensor, view: View) -> None:
+        """Write the parameter into ``out`` (of its shape, any floating dtype). Stacking experts takes no memory."""
+        if self.conversion is None:
+            out.copy_(view(self.sources[0]))
+        elif self.conversion.stacks:
+            first_row = 0
+            for pattern in self.conversion.converter.source_patterns:
+                experts = [s for s, p in zip(self.sources, self.conversion.patterns, strict=True) if p == pattern]
+                rows = experts[0].shape[0]
+                for expert, stored in enumerate(experts):
+                    out[expert].narrow(0, first_row, rows).copy_(view(stored))
+                first_row += rows
+        else:
+            out.copy_(self.conversion.run(self.sources, [view(s) for s in self.sources])[self.name])
+
+
+def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, where: str) -> dict[str, Recipe]:
+    """Recipes for every parameter and persistent buffer of ``model``, by canonical name.
+
+    Args:
+        model: a plain transformers model on any device; only names and shapes are read.
+        stored: the checkpoint's tensors, by their names in it.
+        view: reads a stored tensor; used only where a checkpoint holds two tensors that the model ties, to compare.
+        where: the checkpoint's name in messages.
+
+    Raises:
+        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ; numbers that are codes.
+    """
+    wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    recipes, extra = _match(model, wanted, stored)
+    _refuse_codes(wanted, recipes, [stored[key] for key in extra], where)
+    misshaped = [text for text in (recipe.misfit() for recipe in recipes.values()) if text]
+    recipes, missing = _untie(model, wanted, recipes, None if misshaped else view)
+
+    missing = _without(missing, _patterns(model, "_keys_to_ignore_on_load_missing"))
+    extra = _without(extra, _patterns(model, "_keys_to_ignore_on_load_unexpected"))
+    extra = _without(extra, (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"))  # buffers that older versions saved
+    if missing or misshaped:
+        kinds = (("missing", missing), ("misshaped", misshaped), ("unknown to the model", extra))
+        parts = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
+        raise ValueError(f"{where} does not fit {type(model).__name__}: {'; '.join(parts)}")
+    if extra:
+        text = f"{where} has {len(extra)} tensors that {type(model).__name__} does not use: {_some(extra)}"
+        warnings.warn(text, stacklevel=3)
+    return recipes
+
+
+_PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_SCALE = re.compile(r"(.*_)?(scales?|zeros?|zero_points?|absmax)(_inv|_\d)?")
+"""Names of tensors that say what a quantised neighbour's codes stand for."""
+
+
+def _refuse_codes(
+    wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], extra: Sequence[StoredTensor], where: str
+) -> None:
+    """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale that nothing reads. (A
+    buffer is converted, as transformers does it.)"""
+    sources = {source.key: (name, source) for name, recipe in recipes.items() for source in recipe.sources}
+    advice = "give the model in bfloat16, float16 or float32, not a quantised one"
+    for name, source in sources.values():
+        param = wanted[name]
+        if isinstance(param, torch.nn.Parameter) and param.is_floating_point() and source.dtype not in _PLAIN:
+            raise ValueError(
+                f"{where}/{source.file}: {source.key} is stored in {str(source.dtype).removeprefix('torch.')}, and"
+                f" {name} would read its codes as if they were the weights; {advice}"
+            )
+    owners = {key.rpartition(".")[0]: key for key in sources}
+    for scale in extra:
+        owner, _, leaf = scale.key.rpartition(".")
+        if _SCALE.fullmatch(leaf) and owner in owners:
+            raise ValueError(
+                f"{where}/{scale.file}: {scale.key} ({str(scale.dtype).removeprefix('torch.')}) scales {owners[owner]}, which"
+                f" would be read without it; {advice}"
+            )
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
+
+
+def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
+    """A transformers model's list of regular expressions, which may be None."""
+    return tuple(getattr(model, attribute, None) or ())
+
+
+def optional(model: nn.Module, name: str) -> bool:
+    """Whether transformers lets a checkpoint of ``model`` leave a tensor out without a word."""
+    return not _without([name], _patterns(model, "_keys_to_ignore_on_load_missing"))
+
+
+def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
+    """The names that none of the regular expressions finds."""
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _match(
+    model: nn.Module, wanted: dict[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+) -> tuple[dict[str, Recipe], list[str]]:
+    """Give each stored tensor to the parameter that it makes, by transformers' rules and in transformers' order
+    (``convert_and_load_state_dict_in_model``); the second answer names those that make none."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    plain: Any = model
+    mapping = get_model_conversion_mapping(plain)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, shapes = plain.base_model_prefix, _Shapes(model)
+
+    recipes: dict[str, Recipe] = {}
+    groups: dict[str, list[tuple[str, StoredTensor]]] = {}
+    extra: list[str] = []
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+        if name not in wanted:
+            extra.append(key)
+        elif pattern is None:
+            recipes[name] = Recipe(name, tuple(wanted[name].shape), (stored[key],))
+        else:
+            groups.setdefault(name, []).append((pattern, stored[key]))
+
+    for target, members in groups.items():
+        patterns, sources = tuple(p for p, _ in members), tuple(s for _, s in members)
+        conversion = Conversion(by_pattern[patterns[0]], target, patterns, shapes)
+        results = conversion.shapes(sources)
+        for name in (target,) if isinstance(results, str) else results:
+            if name in wanted:
+                recipes[name] = Recipe(name, tuple(wanted[name].shape), sources, conversion)
+    return recipes, extra
+
+
+def _untie(
+    model: nn.Module, wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], view: View | None
+) -> tuple[dict[str, Recipe], list[str]]:
+    """One recipe a tensor, under its canonical name and in the model's order; the second answer names the missing.
+
+    A checkpoint may hold a tied weight under any of its names. Where it holds several they must be equal.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *wanted.items()]:
+        names = aliases.setdefault(id(tensor), [])
+        if name not in names:
+            names.append(name)
+    untied: dict[str, Recipe] = {}
+    missing: list[str] = []
+    for names in aliases.values():
+        found = [recipes[name] for name in names if name in recipes]
+        for other in found[1:]:
+            if view and not _equal(view(found[0].sources[0]), view(other.sources[0])):
+                raise ValueError(
+                    f"the configuration ties {found[0].name} to {other.name}, but the checkpoint holds different "
+                    f"values for them: set tie_word_embeddings to false in its config.json"
+                )
+        if found:
+            untied[names[0]] = found[0]
+        else:
+            missing.append(names[0])
+    return untied, missing
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor, rows: int = 1024) -> bool:
+    """Bitwise equality, a few rows at a time."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return all(torch.equal(a[i : i + rows], b[i : i + rows]) for i in range(0, a.shape[0], rows))

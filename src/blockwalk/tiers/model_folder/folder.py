@@ -1,0 +1,111 @@
+"""A checkpoint folder as others write it: its safetensors files as a source of weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockwalk.plan.model_folder import checkpoint_files
+from blockwalk.tiers.disk import MappedFile, _is_quantised
+from blockwalk.tiers.model_folder.safetensors import StoredTensor, read_header
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from blockwalk.numerics.codecs.weights import Weight
+
+
+class CheckpointFolder:
+    """An unmodified Hugging Face model folder as a read-only tier (WeightSource): codec raw, zero copy.
+
+    Where the stored names or shapes are not the model's, transformers' own conversion mapping says how one becomes the
+    other; such a parameter has several sources and is fused when it is fetched
+    (:mod:`blockwalk.tiers.model_folder.conversion`).
+
+    Args:
+        path: the folder.
+        model: the same transformers model on the meta device; its ``state_dict()`` says which names and shapes are
+            wanted. The dtype is the one stored.
+
+    Raises:
+        ValueError: tensors are missing or of the wrong shape, with their names; a quantised checkpoint; no safetensors;
+            or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module) -> None:
+        from blockwalk.tiers.model_folder import conversion
+
+        self.path = Path(path)
+        if getattr(model.config, "quantization_config", None) is not None or _is_quantised(self.path / "config.json"):
+            raise ValueError(
+                f"{self.path} is quantised already (quantization_config in its config.json): give the original one"
+            )
+        stored: dict[str, StoredTensor] = {}
+        self._files: dict[str, MappedFile] = {}
+        for name in checkpoint_files(self.path):
+            stored |= read_header(self.path / name)
+            self._files[name] = MappedFile(self.path / name)
+        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(model, stored, self._view, str(self.path))
+
+    def _view(self, stored: StoredTensor) -> torch.Tensor:
+        return self._files[stored.file].view(stored.offset, stored.nbytes, stored.dtype, stored.shape)
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._recipes)
+
+    def original_key(self, name: str) -> str | None:
+        """The name that ``name`` has in the files, or None where it is fused from, or cut out of, other tensors."""
+        recipe = self._recipes[name]
+        return recipe.sources[0].key if recipe.conversion is None else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._recipes[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._recipes[name].sources[0].dtype
+
+    def stored_nbytes(self, name: str) -> int:
+        return sum(stored.nbytes for stored in self._recipes[name].sources)
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        out: dict[str, torch.Tensor | Weight] = {}
+        for name in names:
+            recipe = self._recipes[name]
+            if recipe.conversion is None:
+                out[name] = self._view(recipe.sources[0])
+            else:
+                fused = torch.empty(recipe.shape, dtype=recipe.sources[0].dtype)
+                recipe.read_into(fused, self._view)
+                out[name] = fused
+        return out
+
+    def in_place(self, name: str) -> bool:
+        return self._recipes[name].conversion is None
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        recipe = self._recipes[name]
+        if tuple(out.shape) != recipe.shape:
+            raise ValueError(f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}")
+        recipe.read_into(out, self._view)
+
+    def _ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name in names:
+            for stored in self._recipes[name].sources:
+                ranges.setdefault(stored.file, []).append((stored.offset, stored.nbytes))
+        return ranges
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        return sum(self._files[file].will_need(ranges) for file, ranges in self._ranges(names).items())
+
+    def release(self, names: Iterable[str]) -> None:
+        for file, ranges in self._ranges(names).items():
+            self._files[file].dont_need(ranges)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

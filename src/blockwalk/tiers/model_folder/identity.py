@@ -1,0 +1,80 @@
+"""Which weights a folder holds: a digest of its content, remembered for as long as no file of it changes.
+
+A digest costs one read of the weights, on several threads, and is kept in ``$XDG_CACHE_HOME/blockwalk`` beside what the
+kernel says of the files: device, inode, size, and the times of the last write and of the last change of the inode. What is
+trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every write, and no
+program can set it back; but its clock ticks in milliseconds, so that files which were changed within the last seconds are
+not remembered, and are read again next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from blockwalk.plan.model_folder import STORE_INDEX, checkpoint_files
+from blockwalk.system import atomic_files
+from blockwalk.tiers.block_store.store import is_store
+
+_SPAN, _PIECE = 64 << 20, 1 << 20
+"""Bytes that one thread digests, and that it holds of them."""
+_SETTLED = 3.0
+"""Seconds without a change after which a file's times tell every later change."""
+
+
+def weights_digest(folder: str | os.PathLike[str]) -> str:
+    """The content of a model folder (configuration and safetensors) as 32 hexadecimal digits; of a block store its index,
+    which has the checksums of all that was packed.
+
+    Raises:
+        ValueError: the folder holds no model, or one that is being written.
+    """
+    folder = Path(folder).resolve()
+    names = ["config.json", *([STORE_INDEX] if is_store(folder) else checkpoint_files(folder))]
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    seen = _seen(paths)
+    kept = (
+        atomic_files.cache_folder() / f"digest-{hashlib.blake2s(os.fsencode(folder), digest_size=16).hexdigest()}.json"
+    )
+    try:
+        remembered = json.loads(kept.read_text(encoding="utf-8"))
+        if remembered["seen"] == seen:
+            return str(remembered["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    began = time.time()
+    digest = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        for path in paths:
+            starts = range(0, path.stat().st_size, _SPAN)
+            digest.update(json.dumps([path.name, *threads.map(_digest_span, [path] * len(starts), starts)]).encode())
+    if _seen(paths) != seen:
+        raise ValueError(f"{folder} changed while it was read: wait until it is written, and start again")
+    if began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED:
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.write_json(kept, {"seen": seen, "digest": digest.hexdigest()})
+        except OSError:
+            pass  # a read-only home directory costs the read at every start, nothing else
+    return digest.hexdigest()
+
+
+def _seen(paths: list[Path]) -> list[list[int]]:
+    """What the kernel says of files."""
+    found = [path.stat() for path in paths]
+    return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in found]
+
+
+def _digest_span(path: Path, start: int) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        left = _SPAN
+        while left and (piece := file.read(min(_PIECE, left))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()

@@ -1,0 +1,186 @@
+"""The safetensors format (github.com/huggingface/safetensors): 8 bytes little-endian length, a JSON header, the bytes.
+
+Reading gives places in a file, never tensors, so that a map can serve them; writing takes tensors a piece at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from blockwalk.plan.model_folder import INDEX
+from blockwalk.system.atomic_files import naming
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from blockwalk.numerics.codecs.weights import Weight
+
+
+DTYPE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The format's names of dtypes, as torch's."""
+_NAME = {dtype: name for name, dtype in DTYPE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file: its name there, and where its bytes lie (offset from the start of the file)."""
+
+    key: str
+    file: str
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name, without reading them.
+
+    Raises:
+        ValueError: another format, a truncated file, or a dtype that we do not know.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{path} is no safetensors file, or truncated: {size} bytes, header of {length}")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
+    header.pop("__metadata__", None)
+    tensors: dict[str, StoredTensor] = {}
+    for key, entry in header.items():
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in DTYPE:
+            raise ValueError(f"{path}: {key} has dtype {entry['dtype']}, which we cannot read")
+        dtype, shape = DTYPE[entry["dtype"]], tuple(entry["shape"])
+        if stop - start != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: {key} has {stop - start} bytes, but its shape {shape} in {dtype} says otherwise")
+        if 8 + length + stop > size:
+            raise ValueError(f"{path} is truncated: {key} ends at byte {8 + length + stop}, the file has {size}")
+        tensors[key] = StoredTensor(key, path.name, 8 + length + start, stop - start, dtype, shape)
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor to be written: its shape and dtype, known before its values are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write(path: str | os.PathLike[str], entries: Mapping[str, Entry], pieces: Iterable[torch.Tensor]) -> None:
+    """Write a safetensors file in pieces, holding one piece at a time.
+
+    Args:
+        path: the file; it is not synced.
+        entries: the tensors, in the order of the file.
+        pieces: their values in that order, each tensor in one piece or several; a piece is of its tensor's dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, entry in entries.items():
+        stop = offset + entry.nbytes
+        header[name] = {"dtype": _NAME[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    written = 0
+    with naming(path, 8 + len(text) + offset), open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for piece in pieces:
+            flat = piece.detach().to("cpu").contiguous().reshape(-1)
+            written += file.write(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    assert written == offset, f"{path}: {written} bytes of {offset} were given"
+
+
+def shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[tuple[str, dict[str, Entry]]]:
+    """Cut a model into files of at most ``max_bytes`` bytes of tensors (a larger tensor stands alone), in order, under
+    the names that Hugging Face gives them."""
+    parts: list[dict[str, Entry]] = [{}]
+    room = max_bytes
+    for name, entry in entries.items():
+        if parts[-1] and entry.nbytes > room:
+            parts.append({})
+            room = max_bytes
+        parts[-1][name] = entry
+        room -= entry.nbytes
+    for number, part in enumerate(parts, start=1):
+        single = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        yield single, part
+
+
+def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:
+    """What ``model.safetensors.index.json`` says of several files."""
+    total = sum(entry.nbytes for part in files.values() for entry in part.values())
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, part in files.items() for name in part},
+    }
+
+
+def save_model(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor | Weight],
+    max_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
+
+    Args:
+        folder: made where it is not there; nothing in it is synced.
+        model: the transformers model, for its configurations alone.
+        weights: every parameter and persistent buffer once, in the order of the files.
+        max_bytes: of tensors in one file.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    configured: Any = model
+    for config in (configured.config, getattr(configured, "generation_config", None)):
+        if config is not None:
+            config.save_pretrained(folder)
+    entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
+    parts = dict(shards(entries, max_bytes))
+    for file, part in parts.items():
+        write(folder / file, part, (piece for name in part for piece in pieces(weights[name])))
+    if len(parts) > 1:
+        (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
+
+
+def pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+    """A parameter's values, some rows at a time; a tensor is one piece, since writing it takes no copy."""
+    if isinstance(weight, torch.Tensor):
+        yield weight
+        return
+    rows, columns = weight.shape[0], prod(weight.shape[1:])
+    some = max(1, elements // columns)
+    for start in range(0, rows, some):
+        yield weight.rows(start, min(start + some, rows))

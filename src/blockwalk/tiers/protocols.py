@@ -1,0 +1,98 @@
+"""Tiers: the memories that state lives in. This file is what they have in common; it does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from blockwalk.numerics.codecs.weights import Weight
+
+
+class WeightSource(Protocol):
+    """A tier that a model's stored parameters and persistent buffers are read from, by canonical name.
+
+    Unknown names raise KeyError. Every method may be called from any lane.
+    """
+
+    def names(self) -> Sequence[str]:
+        """Every parameter and persistent buffer, by canonical name; a tied weight once."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the parameter that :meth:`weights` gives, decoded."""
+        ...
+
+    def stored_nbytes(self, name: str) -> int:
+        """Bytes that are read from the tier to fetch ``name``."""
+        ...
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        """The named parameters where they lie: zero-copy, read-only views of the map where the stored bytes are the
+        tensor's own (writing to one kills the process), a Weight where a matrix is encoded, and a fresh tensor where
+        :meth:`in_place` is false. Plain tensors are in the dtype that is stored."""
+        ...
+
+    def in_place(self, name: str) -> bool:
+        """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it, and for
+        encoded experts fused in three dimensions. Fetch such a one at its turn, and let go of it after."""
+        ...
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Decode, fuse or copy ``name`` into ``out``: a CPU tensor of the parameter's shape and any floating dtype."""
+        ...
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        """Bring the bytes of ``names`` into memory, blocking (call it from the disk lane); returns their number."""
+        ...
+
+    def release(self, names: Iterable[str]) -> None:
+        """Give the pages of ``names`` back. Views stay valid: reading one again fetches it again."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files. Views that are still alive stay valid."""
+        ...
+
+
+class UnitTier(Protocol):
+    """A tier that buckets are read from and written to, one unit at a time, from any lane.
+
+    On a GPU, work is issued on the current stream; a method may return before it is done.
+    """
+
+    def step(self, unit: int) -> int:
+        """The step after which the unit was last written; 0 as it came."""
+        ...
+
+    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+        """Bring a unit's bytes into ``out_P`` (uint8 [nbytes], device); returns the step of them."""
+        ...
+
+    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+        """Take over a unit's bytes from ``data_P`` (uint8 [nbytes], device), as they are after ``step``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SliceGroup(Protocol):
+    """The ranks of a node that hold one copy of the streamed buckets, each a section."""
+
+    @property
+    def slices(self) -> int:
+        """How many they are."""
+        ...
+
+    @property
+    def place(self) -> int:
+        """This rank among them."""
+        ...
+
+    def gather_(self, stage_P: torch.Tensor) -> None:
+        """Complete a buffer (uint8 [P]) in place, of which this rank's equal share is there; they call this together."""
+        ...

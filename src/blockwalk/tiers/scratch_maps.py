@@ -1,0 +1,193 @@
+"""Working state on disk: tensors in shared file maps, and the activations of one step: checkpoints, and what graphs save.
+
+A dirty page of a shared file map belongs to the file: the kernel writes it out when memory is short, and no swap is
+needed. Nothing here outlives the process; what must survive is written by :mod:`blockwalk.checkpoints.run_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from blockwalk.plan.placement import Tier
+from blockwalk.system.atomic_files import PARTIAL
+from blockwalk.tiers.disk import MappedFile
+
+_ALIGN = 64
+
+
+class ScratchMaps:
+    """Tensors in shared maps of unlinked files, in one folder. All of them read zero at first."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[Hashable, list[MappedFile]] = {}
+        self._bases: dict[int, StorageWeakRef] = {}
+        """The maps by address: another storage may lie where a map was that is closed."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in one of these maps."""
+        found = self._bases.get(tensor.untyped_storage().data_ptr())
+        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
+
+    def zeros(
+        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
+    ) -> dict[str, torch.Tensor]:
+        """One map holding a tensor for each name, side by side. The pages cost no memory until they are written."""
+        offsets, total = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            offsets[name] = total
+            total += -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+        if not total:
+            return {}
+        file = self._new_file(total)
+        self._add(file)
+        self._files.setdefault(group, []).append(file)
+        return {
+            name: file.view(offsets[name], math.prod(shape) * dtype.itemsize, dtype, shape)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """A mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
+        with self._new_file(nbytes) as file:
+            self._add(file)
+            return file.bytes_P
+
+    def _add(self, file: MappedFile) -> None:
+        storage = file.bytes_P.untyped_storage()
+        self._bases[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def will_need(self, group: Hashable) -> None:
+        """Map a group's pages, blocking, so that computing with its tensors takes no page fault."""
+        for file in self._files.get(group, ()):
+            file.will_need([(0, file.nbytes)])
+
+    def dont_need(self, group: Hashable) -> None:
+        """Unmap a group's pages: the kernel writes the dirty ones when it likes, and reading one maps it again."""
+        for file in self._files.get(group, ()):
+            file.dont_need([(0, file.nbytes)])
+
+    def _new_file(self, nbytes: int) -> MappedFile:
+        handle, path = tempfile.mkstemp(prefix=".scratch-", suffix=PARTIAL, dir=self.folder)
+        os.close(handle)
+        try:
+            return MappedFile(path, writable=True, length=nbytes)
+        finally:
+            os.unlink(path)
+
+
+class Activations:
+    """The activation checkpoints of one step, on one tier. Buffers are kept from step to step and grow when they must."""
+
+    def __init__(self, tier: Tier, device: torch.device, scratch: ScratchMaps) -> None:
+        self._tier, self._device, self._scratch = tier, device, scratch
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._held: dict[Hashable, torch.Tensor] = {}
+
+    def save(self, key: Hashable, hidden_BSD: torch.Tensor) -> None:
+        """Copy a block's input to its tier; on the device tier it is kept as it is."""
+        if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and self._device.type == "cpu"):
+            self._held[key] = hidden_BSD
+            return
+        buffer = self._buffers.get(key)
+        nbytes = hidden_BSD.numel() * hidden_BSD.element_size()
+        if buffer is None or buffer.numel() < nbytes:
+            on_disk = self._tier is Tier.DISK
+            buffer = self._scratch.bytes(nbytes) if on_disk else torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._buffers[key] = buffer
+        target = buffer[:nbytes].view(hidden_BSD.dtype).view(hidden_BSD.shape)
+        target.copy_(hidden_BSD, non_blocking=self._tier is Tier.HOST)
+        self._held[key] = target
+
+    def load(self, key: Hashable) -> torch.Tensor:
+        """The saved input on the device. On a CPU it is the map itself: valid until the key is saved again."""
+        return self._held.pop(key).to(self._device, non_blocking=True)
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left."""
+        self._held.clear()
+
+
+_PIECE = 8 << 20
+"""Bytes of the file maps that saved tensors are written to, one after the other."""
+_SMALL = 4096
+"""Bytes below which a saved tensor stays in memory."""
+
+
+class SavedTensors:
+    """What the graph of one block and micro-batch saves for its backward, in file maps that are used again in every step.
+
+    In memory they would be most of what a block needs, and of a graph kept between forward and backward all that is held.
+    Pages of a file are the kernel's to drop, and the backward pass reads them where they lie; copying them there costs a
+    fraction of computing them again.
+    """
+
+    def __init__(self, scratch: ScratchMaps) -> None:
+        self._scratch = scratch
+        self._maps: list[torch.Tensor] = []
+        self._place = (0, 0)
+        self._written: dict[object, tuple[StorageWeakRef, torch.Tensor]] = {}
+
+    def rewind(self) -> None:
+        """Begin a new step: everything that was written may be overwritten."""
+        self._place = (0, 0)
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in a map, with the tensor's strides where it has no gaps; what lies in a scratch map already, as it is."""
+        if self._scratch.holds(tensor):
+            return tensor
+        order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
+        dense = tensor.permute(order)
+        if not dense.is_contiguous():
+            order, dense = list(range(tensor.dim())), tensor
+        copy = self._take(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(dense.shape)
+        copy.copy_(dense)
+        return copy.permute(
+            [order.index(d) for d in range(tensor.dim())]
+        ).data  # what follows it in the map is not its change
+
+    @contextmanager
+    def saving(self, stays: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside, tensors that autograd saves are written. Those that share memory with one of ``stays`` (parameters, and
+        arguments that every block is given) are there anyway and are saved as they are."""
+        there = {tensor.untyped_storage().data_ptr() for tensor in stays}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            small = tensor.numel() * tensor.element_size() < _SMALL
+            if small or storage.data_ptr() in there:
+                return tensor
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # while it lives no other storage takes its number
+            seen = (ref.cdata, tensor._version, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            if seen not in self._written:
+                self._written[seen] = ref, self.write(tensor)
+            return self._written[seen][1]
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
+                yield
+        finally:
+            self._written.clear()
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        number, start = self._place
+        while number < len(self._maps) and start + nbytes > self._maps[number].numel():
+            number, start = number + 1, 0
+        if number == len(self._maps):
+            self._maps.append(self._scratch.bytes(max(nbytes, _PIECE)))
+        stop = start + -(-nbytes // _ALIGN) * _ALIGN
+        self._place = (number, stop)
+        return self._maps[number][start : start + nbytes]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

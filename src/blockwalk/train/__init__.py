@@ -1,0 +1,1 @@
+"""A run from its YAML file to its saved model."""

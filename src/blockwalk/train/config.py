@@ -1,0 +1,171 @@
+"""A run's configuration: a typed value read from YAML, overridden by flags of the same dotted names.
+
+Beside the run's own settings stands every setting of :class:`~blockwalk.plan.plan.Plan`, at top level and under the same
+name: ``optimizer: {learning_rate: 1e-4}`` in YAML is ``--optimizer.learning_rate 1e-4`` on the command line. Unknown
+keys are errors. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from blockwalk.plan import settings as plan_settings
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.parsing import Loader, _resolvers, coerce, did_you_mean, section
+from blockwalk.plan.placement import Placement
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.plan.settings import override
+
+_SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
+PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
+"""Settings that may be given whole (``disk × int4``) or in parts (``frozen.tier``)."""
+_OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
+
+
+def setting_names() -> list[str]:
+    """Every dotted name that a YAML file or a flag may set."""
+    sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
+    return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
+
+
+def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
+    """The configuration in a YAML file (or the defaults), with dotted ``overrides`` winning.
+
+    Raises:
+        ValueError: no valid YAML, an unknown key, a value of the wrong type, or settings that make no sense together.
+        FileNotFoundError: no such file.
+    """
+    if path is None:
+        return from_mapping({}, overrides)
+    try:
+        raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")
+    return from_mapping(raw, overrides)
+
+
+def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
+    """The configuration that nested or dotted settings describe; see :func:`load`."""
+    known = setting_names()
+    settings: dict[str, Any] = {}
+    for key, value in [*_flatten(raw), *(pair for k, v in overrides for pair in _flatten({k: v}))]:
+        is_option = key.startswith("lora.options.") or (key == "lora.options" and isinstance(value, Mapping))
+        parts = [name for name in known if name.startswith(f"{key}.")]
+        if parts and key not in known:
+            raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
+        if key not in known and not is_option:
+            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, known)}")
+        for other in list(settings):  # a later whole replaces earlier parts; a later part changes an earlier placement
+            if other.startswith(f"{key}.") or (key.startswith(f"{other}.") and other not in PLACEMENTS):
+                del settings[other]
+        settings[key] = value
+
+    if str(resume := settings.get("resume_from_checkpoint")).lower() in ("true", "false"):
+        settings["resume_from_checkpoint"] = "latest" if str(resume).lower() == "true" else ""
+    own = {k: coerce(k, settings.pop(k), get_type_hints(RunConfig)[k]) for k in list(settings) if k in _OWN}
+    data = section(DataSettings, "data", settings)
+    lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
+    wants_lora = coerce("lora", settings.pop("lora", True), bool)
+    lora = section(LoraSettings, "lora", settings)
+    name = str(settings.pop("method", "mebp"))
+    if name == "auto":
+        plan = _chosen(own, data, lora if lora_given and wants_lora else None, settings)
+        return RunConfig(plan=plan, data=data, lora=lora if lora_given and wants_lora else None, **own)
+    if name not in METHODS:
+        raise ValueError(
+            f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}"
+        )
+    plan = method(name, **settings)
+    if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
+        codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
+        wants_lora = any(codec.encoded for codec in codecs)
+    return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
+
+
+def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:
+    """The plan of ``method: auto``: the planner's best for the machine that ``blockwalk doctor`` described, with the
+    settings that were given."""
+    from blockwalk.simulate import formula_model as analytic
+    from blockwalk.simulate import hardware, planner
+
+    if not own.get("model"):
+        raise ValueError("method: auto reads the model's configuration; give model")
+    given = override(Plan(), settings)
+    task = planner.Task(
+        config=analytic.read_config(own["model"]),
+        hardware=hardware.load("here"),
+        batch=own.get("batch_size", RunConfig().batch_size) // given.gradient_accumulation_steps,
+        sequence=data.max_length,
+        lora_rank=None if lora is None else lora.rank,
+        budget=given.budget,
+    )
+    return override(planner.choose(task, world=given.mesh.world), settings)
+
+
+def dump(config: RunConfig) -> str:
+    """``config`` as YAML that :func:`load` reads back to an equal value."""
+    return yaml.dump(config.to_mapping(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def parse_flags(arguments: list[str]) -> list[tuple[str, Any]]:
+    """``["--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and value.
+
+    Raises:
+        ValueError: an argument that is no flag, or a flag without a value.
+    """
+    pairs: list[tuple[str, Any]] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("--"):
+            raise ValueError(f"unexpected argument {argument!r}; settings are given as --name value")
+        name, equals, text = argument[2:].partition("=")
+        if not equals:
+            following = next(rest, None)
+            if following is None or following.startswith("--"):
+                raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
+            text = following
+        pairs.append((name, _flag_value(text)))
+    return pairs
+
+
+def _flag_value(text: str) -> Any:
+    """Brackets and braces are read as YAML; anything else stays text, and the setting's type decides."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError:
+        return text  # a template may begin with a brace
+
+
+def _flatten(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in raw.items():
+        if not isinstance(key, str):
+            raise ValueError(f"setting {prefix}{key!r} is no name; settings are words")
+        if isinstance(value, Mapping) and f"{prefix}{key}" != "lora.options":
+            pairs += _flatten(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what :class:`Loader` would read as something other than text."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        unusual = any(mark in data for mark in "\x85\u2028\u2029\ufeff")  # plain, they would be read as line breaks
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if unusual else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.yaml_implicit_resolvers = _resolvers()

@@ -1,0 +1,551 @@
+"""The training loop: data, steps, evaluation, checkpoints, signals. What a step does is the walker's; this decides when.
+
+output_dir/
+    config.yaml            the resolved configuration
+    metrics.jsonl          one line a step
+    evaluations.jsonl      one line an evaluation
+    ledger.jsonl           zeroth order: every scalar that a step's update reads
+    checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
+    adapter/ or model/     what was trained, at the end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints.ledger import NAME as LEDGER
+from blockwalk.checkpoints.ledger import Entry
+from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch, loss_tokens
+from blockwalk.data.encode import Choices, Encoded, Tokenizer, encode_choices, load_tokenizer
+from blockwalk.data.formats import read_records
+from blockwalk.engine.open_model import refuse_rounded, require_weights
+from blockwalk.plan.choices import Estimator
+from blockwalk.plan.placement import Tier
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.settings import override
+from blockwalk.program.program import Shape, human_bytes
+from blockwalk.ranks import place
+from blockwalk.ranks.agreement import facts_of, require_agreement
+from blockwalk.ranks.shared_forwards import first
+from blockwalk.report.advice import next_plan
+from blockwalk.report.forecast import Forecast, foresee, zeroth_order_advice
+from blockwalk.report.record import Record
+from blockwalk.report.room import check_disks, check_memory, close_memory
+from blockwalk.system import atomic_files
+from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
+from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
+from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.train import config
+from blockwalk.train.evaluation import Evaluation, HeldOut, encode_rows, template_of
+from blockwalk.train.metrics_log import MetricsLog
+from blockwalk.train.progress import Progress
+from blockwalk.walk.walker import StepResult, Walker
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    """Optimizer steps done, those before a resume included."""
+    first_loss: float | None
+    last_loss: float | None
+    """Training losses; None before the first step."""
+    before: Evaluation | None
+    after: Evaluation | None
+    peak_bytes: int
+    """The process's peak; see :func:`blockwalk.system.process_memory.process_bytes`."""
+    saved_to: Path
+    stopped_by: signal.Signals | None = None
+    """The signal that ended the run early, after a checkpoint."""
+    resident_bytes: int = 0
+    """The process's peak with the file pages that the kernel can drop; 0 where it is not known."""
+    compared: tuple[str, ...] = ()
+    """Forecast against measured."""
+
+    def lines(self) -> Iterator[str]:
+        """The summary that a run prints last."""
+        if self.before is not None and self.after is not None:
+            if self.before.accuracy is not None and self.after.accuracy is not None:
+                yield f"held-out accuracy  {100 * self.before.accuracy:.1f}% → {100 * self.after.accuracy:.1f}%"
+            yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
+        if self.first_loss is not None and self.last_loss is not None:
+            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
+        yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
+        if self.resident_bytes:
+            yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
+        yield from self.compared
+        yield f"saved to           {self.saved_to}"
+
+
+def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
+    """Train as configured, to the end or until SIGTERM or SIGINT, on which a checkpoint is saved.
+
+    Args:
+        run: the configuration.
+        trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
+
+    Raises:
+        ValueError: settings or data that cannot be trained with; nothing was written.
+        DoesNotFit: the plan needs more than its budget.
+        OutOfMemory: memory was refused while the run went on.
+    """
+    if not run.model or not run.data.train:
+        raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+    refuse_rounded(run.model, run.plan, run.lora)
+    output_dir, device = Path(run.output_dir), "cuda" if torch.cuda.is_available() else "cpu"
+    with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
+        require_weights(run.model)
+        first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
+        start = run_checkpoint.Start(
+            **first(
+                lambda: run_checkpoint.prepare(
+                    run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir
+                ).told()
+            )
+        )
+        tokenizer = load_tokenizer(run.model)
+        rows, choices = read_training_rows(run, tokenizer)
+        batches = Batches(
+            rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=run.data.padding_multiple
+        )
+        held_out = None
+        if run.data.eval:
+            held_out = HeldOut.read(run.data, tokenizer, batch_size=eval_batch_size(run), limit=run.data.eval_limit)
+        total = run.max_steps or run.epochs * batches.batches_per_epoch
+        facts = {**facts_of(run.shared()), "data.train": rows.fingerprint()}
+        require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.fingerprint()})
+        plan = run.plan
+        if not plan.optimizer.total_steps:
+            plan = override(plan, {"optimizer.total_steps": total})
+        lengths = _lengths(rows if choices is None else choices.rows, run)
+        shape = Shape(run.micro_batch_rows, lengths[-1])
+        held, foreseen = process_bytes(), foresee(run, shape, device=device)
+        foreseen.check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
+        weights = first(lambda: weights_digest(run.model))
+        loop = _Loop(run, batches, choices, held_out, total, tokenizer, memory, weights)
+        if start.checkpoint is not None:
+            loop.read(_saved(Path(start.checkpoint)))
+        first(lambda: check_memory(run, foreseen, held))
+        first(lambda: check_disks(run, foreseen, total - (loop.saved.step if loop.saved else 0)))
+        ledger = start.ledger if plan.estimator is Estimator.ZEROTH_ORDER else None
+        opened_at = process_bytes()
+        with Walker(
+            run.model, plan, lora=run.lora, workdir=output_dir / run_checkpoint.SCRATCH, ledger=ledger
+        ) as walker:
+            kinds = min(len(lengths), total)
+            record = Record.of(walker, shape, adapters=run.lora is not None, before=opened_at, lengths=kinds)
+            forecast = Forecast(plan, walker.spec, record.program, walker.device.type)
+            stop.noted = True
+            loop.begin(walker, record, start)
+            if walker.ranks.rank == 0:
+                atomic_files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
+                record.write(output_dir, trace)
+            with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
+                for line in (*record.lines(), *forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
+                    progress.say(line)
+                for line in close_memory(run, forecast, opened_at, record.process_bytes):
+                    progress.say(line)
+                for warning in (*rows.report.warnings(), *start.damaged):
+                    progress.say(f"note: {warning}")
+                if held_out is not None and 0 < run.data.eval_limit < held_out.records:
+                    progress.say(f"evaluates {run.data.eval_limit} of {held_out.records} records (data.eval_limit)")
+                try:
+                    outcome = loop.run(progress, stop)
+                except OSError as error:
+                    if error.errno not in atomic_files.NO_ROOM:
+                        raise
+                    where = f"at step {walker.steps_done}; free some, and go on with --resume_from_checkpoint latest"
+                    raise OSError(error.errno, f"{error.strerror}, {where}", error.filename) from error
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    needed, held = record.tensor_bytes, _grown(walker, memory.highest - opened_at)
+                    raise OutOfMemory(
+                        f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
+                        f" step's peak, {human_bytes(held)} were held when more was refused"
+                        + next_plan(run, min(needed, held), shape, device=walker.device.type)
+                    ) from error
+            return dataclasses.replace(
+                outcome,
+                resident_bytes=peak_resident_bytes(),
+                compared=tuple(record.compared(_grown(walker, outcome.peak_bytes))),
+            )
+
+
+def _grown(walker: Walker, process: int) -> int:
+    """Bytes that training took: on a GPU the allocator's own peak, else these of the process."""
+    if walker.device.type != "cuda":
+        return max(process, 0)
+    return int(torch.cuda.max_memory_allocated(walker.device))
+
+
+def _saved(start: Path) -> run_checkpoint.Checkpoint:
+    """A checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
+
+    def ask() -> dict[str, Any]:
+        found = run_checkpoint.load(start, weights=False)
+        slices = None if found.slices is None else str(found.slices)
+        return {"step": found.step, "data": found.data, "config": found.config, "slices": slices}
+
+    told = first(ask)
+    slices = None if told["slices"] is None else Path(told["slices"])
+    small = run_checkpoint.Checkpoint(**{**told, "walker": {}, "slices": slices})
+    return run_checkpoint.load(start) if start.is_dir() else small
+
+
+def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
+    """``data.train`` as tokens, packed where the settings say so; and with every label word, for an objective that ranks
+    them."""
+    settings, template = run.data, template_of(run.data)
+    records = read_records(settings.train, split=settings.train_split, subset=settings.subset or None)
+    if run.plan.estimator is Estimator.ZEROTH_ORDER and run.plan.zo.objective != "loss":
+        if template is None or settings.packing:
+            raise ValueError(
+                f"zo.objective: {run.plan.zo.objective} ranks label words: set data.template and data.label_words, and"
+                " data.packing: false"
+            )
+        choices = encode_choices(records, tokenizer, template, max_length=settings.max_length)
+        return choices.answered(), choices
+    return encode_rows(settings, records, tokenizer, template), None
+
+
+def eval_batch_size(run: RunConfig) -> int:
+    """Sequences an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
+
+
+def _lengths(rows: Encoded, run: RunConfig) -> list[int]:
+    """Tokens that a batch can be padded to, shortest first."""
+    multiple = run.data.padding_multiple
+    return sorted({-(-length // multiple) * multiple for length in np.diff(rows.starts).tolist()})
+
+
+class _Loop:
+    """A run in progress."""
+
+    walker: Walker
+    record: Record
+    metrics: MetricsLog
+    evaluations: MetricsLog
+
+    def __init__(
+        self,
+        run: RunConfig,
+        batches: Batches,
+        choices: Choices | None,
+        held_out: HeldOut | None,
+        total: int,
+        tokenizer: Tokenizer,
+        memory: PeakMemory,
+        weights: str,
+    ) -> None:
+        self.weights = weights
+        """What the run begins from: see :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
+        self.config, self.batches, self.choices, self.held_out = run, batches, choices, held_out
+        self.total, self.tokenizer, self.memory = total, tokenizer, memory
+        self.output_dir = Path(run.output_dir)
+        self.saved: run_checkpoint.Checkpoint | None = None
+        self.changes: list[str] = []
+        self.evaluated = -1
+        """The step of the last evaluation, on every rank as in rank 0's log."""
+        self.stopped_by: signal.Signals | None = None
+
+    def read(self, saved: run_checkpoint.Checkpoint) -> None:
+        """Take over what a checkpoint has beside weights.
+
+        Raises:
+            ValueError: settings, data or the model's weights differ from those that the saved state builds on.
+        """
+        first_order = saved.slices is not None and self.config.plan.estimator is Estimator.BACKPROP
+        self.changes = run_checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=first_order)
+        began = saved.data.get("weights", self.weights)
+        if self.weights != began:
+            raise ValueError(
+                f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
+                f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
+            )
+        self.batches.load_state_dict(saved.data["batches"])
+        self.saved = saved
+
+    def begin(self, walker: Walker, record: Record, start: run_checkpoint.Start) -> None:
+        """Load the checkpoint's weights, then make the folder this run's: nothing refuses the run from here on."""
+        self.walker, self.record = walker, record
+        if self.saved is not None:
+            self._load(self.saved)
+        rank = walker.ranks.rank
+        if rank == 0:
+            start.clear()
+        if walker.ledger is not None:
+            walker.ledger.rename(self.output_dir / LEDGER)
+        own = Path() if rank == 0 else Path("logs") / f"rank-{rank:04d}"
+        before = Path(start.checkpoint).parent / own if start.checkpoint else None
+        (self.output_dir / own).mkdir(parents=True, exist_ok=True)
+
+        def log(name: str) -> MetricsLog:
+            path = self.output_dir / own / name
+            return MetricsLog(path, source=before and before / name, keep_until=walker.steps_done)
+
+        self.metrics, self.evaluations = log("metrics.jsonl"), log("evaluations.jsonl")
+        self.evaluated = first(lambda: self.evaluations.last_step)
+        if self.saved is not None and walker.ledger is not None:
+            # Steps that the ledger has and the checkpoint not yet; a kill may have come before their lines.
+            for entry in walker.ledger.entries[self.saved.step :]:
+                _, tokens = self._next_batch()
+                if entry.step > self.metrics.last_step:
+                    self.metrics.write(_line(entry, tokens))
+
+    def _load(self, saved: run_checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint's weights."""
+        if saved.slices is not None:
+            self.walker.load_state(saved.slices)
+        elif saved.walker:
+            self.walker.load_state_dict(saved.walker)
+        if self.walker.ranks.world > 1:
+            self.walker.flush()  # ranks may stand at different steps; from here on they have the same
+
+    def run(self, progress: Progress, stop: _Stop) -> Outcome:
+        """Step until the last step or a signal; save at the end either way."""
+        done = self.walker.steps_done
+        self.walker.ranks.signal = lambda: stop.asked
+        if self.saved is not None:
+            progress.say(f"resumed at step {done}")
+        for change in self.changes:
+            progress.say(f"note: changed since the checkpoint: {change}")
+        saved_at = -1 if self.saved is None else done
+        if not self._agreed(stop):
+            self._evaluate(progress, stop)
+            if self.saved is None and self.walker.ledger is not None:
+                self._save()  # without weights: from here on the ledger has every step
+                saved_at = done
+        while self.walker.steps_done < self.total and not self._agreed(stop):
+            self._step(progress)
+            done = self.walker.steps_done
+            if done < self.total:
+                self._evaluate(progress, stop)
+            if self._due(self.config.save_every):
+                self._save()
+                saved_at = done
+        if saved_at != done:
+            self._save()
+        if self.walker.plan.sharded:
+            self.walker.wait_saved()
+            self._prune()
+        if self.stopped_by is None:
+            self._evaluate(progress, stop)
+        self.metrics.close()
+        self.evaluations.close()
+        return self._outcome()
+
+    def _agreed(self, stop: _Stop, *, heard: bool = True) -> bool:
+        """Whether a signal ends the run: one that all ranks know of: over ranks it is told within a step (``heard``)."""
+        ranks = self.walker.ranks
+        if ranks.world == 1:
+            asked = stop.asked
+        elif heard:
+            asked = ranks.heard
+        else:
+            asked = int(max(values[0] for values in ranks.exchange([stop.asked])))
+        if asked:
+            self.stopped_by = signal.Signals(asked)
+        return self.stopped_by is not None
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.walker.steps_done % every == 0
+
+    def _next_batch(self) -> tuple[Batch | LabelWordBatch, Batch]:
+        """What the walker takes next, and its tokens."""
+        if self.choices is None:
+            batch = next(self.batches)
+            return batch, batch
+        words = label_word_batch(
+            self.choices,
+            self.batches.next_rows(),
+            self.batches.padding_multiple,
+            scores=self.config.data.label_scores,
+        )
+        return words, words.batch
+
+    def _step(self, progress: Progress) -> None:
+        batch, tokens = self._next_batch()
+        self.record.before_step(self.walker, self.walker.steps_done + 1, self.total)
+        try:
+            result = self.walker.step(batch)
+        except FloatingPointError:
+            self.walker.wait_saved()  # the last checkpoint may be under way
+            raise
+        self.record.after_step(self.walker, result.seconds)
+        peak = self.memory.take()
+        line = _line(result, tokens)
+        line["tokens_per_second"] = line["tokens"] / result.seconds
+        line |= {"seconds": result.seconds, "peak_bytes": peak}
+        line["bytes_moved"] = {str(lane): nbytes for lane, nbytes in result.bytes.items()}
+        self.metrics.write(line)
+        progress.step(
+            result.step,
+            loss=result.loss,
+            seconds=result.seconds,
+            tokens_per_second=line["tokens_per_second"],
+            peak_bytes=peak,
+        )
+
+    def _evaluate(self, progress: Progress, stop: _Stop) -> None:
+        """Evaluate where it is due and not in the log yet: before the first step, every ``eval_every``, after the last. A
+        signal ends it between two batches, and the resumed run makes it."""
+        step, every = self.walker.steps_done, self.config.eval_every
+        due = step == self.total or (every > 0 and step % every == 0) if step else self.config.eval_first
+        if self.held_out is None or not due or self.evaluated == step:
+            return
+
+        def watch(done: int) -> None:
+            show(done)
+            if self._agreed(stop, heard=False):
+                raise _Interrupted
+
+        began = time.perf_counter()
+        try:
+            with progress.evaluating(len(self.held_out.rows)) as show:
+                found = self.held_out.evaluate(self.walker, watch)
+        except _Interrupted:
+            return
+        seconds = time.perf_counter() - began
+        if self.walker.ranks.rank == 0:
+            self.evaluations.write({"step": step, **dataclasses.asdict(found), "seconds": seconds})
+            self.evaluations.sync()  # it cannot be made any more once the ledger has gone on
+        self.evaluated = step
+        progress.say(f"evaluation at step {step}: {found}")
+
+    def _save(self) -> None:
+        """A checkpoint, with every line about the steps before it on the disk.
+
+        Weights that a zeroth-order run keeps on disk are not written again: with the ledger they are saved in every step.
+        """
+        on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
+        self.metrics.sync()
+        data = {"batches": self.batches.state_dict(), "weights": self.weights}
+        settings, step = self.config.to_mapping(), self.walker.steps_done
+        if self.walker.ledger is None:
+            path = run_checkpoint.path_of(self.output_dir, step)
+            beside = {run_checkpoint.SCALARS: run_checkpoint.scalars_text(step, {"steps_done": step}, data, settings)}
+            self.walker.save_state(path, wait=not self.walker.plan.sharded, beside=beside)
+            self._prune()
+            return
+        weights = self.walker.steps_done > 0 and not on_disk
+        state = self.walker.live_state() if weights else {}
+        if self.walker.ranks.rank:
+            if weights:
+                self.walker.lend()
+            return
+        run_checkpoint.save(
+            self.output_dir,
+            step,
+            walker=state,
+            data=data,
+            config=settings,
+            ledger=self.walker.ledger.mark,
+            keep=self.config.keep_checkpoints,
+        )
+
+    def _prune(self) -> None:
+        """Remove old checkpoints of a run over ranks; the one that is being written counts once it is whole."""
+        if self.walker.ranks.rank == 0:
+            run_checkpoint.prune(self.output_dir, self.config.keep_checkpoints)
+
+    def _outcome(self) -> Outcome:
+        saved_to = self.output_dir / ("model" if self.config.lora is None else "adapter")
+        if self.stopped_by is not None:
+            saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
+        else:
+            first_rank = self.walker.ranks.rank == 0  # the others bring what it writes
+            with atomic_files.atomic_folder(saved_to, replace=True) if first_rank else nullcontext(saved_to) as folder:
+                self.walker.save_pretrained(folder)
+                if first_rank:
+                    self.tokenizer.save_pretrained(folder)
+        began, ended = self.metrics.first_line, self.metrics.last_line
+        before, after = self.evaluations.first_line, self.evaluations.last_line
+        return Outcome(
+            steps=self.walker.steps_done,
+            first_loss=began["loss"] if began else None,
+            last_loss=ended["loss"] if ended else None,
+            before=Evaluation.of(before) if before and before["step"] == 0 else None,
+            after=Evaluation.of(after) if after and after["step"] == self.total else None,
+            peak_bytes=self.memory.highest,
+            saved_to=saved_to,
+            stopped_by=self.stopped_by,
+        )
+
+
+def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says of a step whoever took it: of a step just done, or of one that a ledger has.
+
+    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over; what an estimator does
+    not have is left out.
+    """
+    line = {
+        "step": result.step,
+        "loss": result.loss,
+        "learning_rate": result.learning_rate,
+        "tokens": int(batch["attention_mask"].sum()),
+        "loss_tokens": loss_tokens(batch),
+        "grad_norm": None if isinstance(result, Entry) else result.grad_norm,
+        "projected_grad": result.projected_grad,
+    }
+    return {name: value for name, value in line.items() if value is not None}
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGINT before the run began; nothing was changed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+class _Interrupted(Exception):
+    """A signal came while held-out records were evaluated."""
+
+
+@dataclass(slots=True)
+class _Stop:
+    """What SIGTERM and SIGINT do: end the process where it stands, or be noted for the loop, which ends between two steps."""
+
+    noted: bool = False
+    asked: int = 0
+    """The number of the signal that came; 0: none."""
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    """SIGTERM and SIGINT as a :class:`_Stop` says; a second one acts as it would have."""
+    stop = _Stop()
+
+    def act(number: int, _: FrameType | None) -> None:
+        signal.signal(number, previous[signal.Signals(number)])
+        if not stop.noted:
+            raise Stopped(number)
+        stop.asked = number
+        if place.place().rank == 0:  # not through a buffered writer, which this may have interrupted
+            os.write(
+                2, b"\nstopping after this step, or this batch of an evaluation, with a checkpoint; ^C again to quit\n"
+            )
+
+    watched = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, act) for number in watched}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,51 @@
+"""The line of ``metrics.jsonl`` that each step leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blockwalk.system import atomic_files
+from blockwalk.system.atomic_files import whole_lines
+
+
+class MetricsLog:
+    """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on."""
+
+    def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
+        """
+        Args:
+            path: the file; made if it is not there.
+            source: the log that is gone on with, if any: of this file, or of the run that is resumed in another folder.
+            keep_until: the step that the run goes on from: later lines are dropped.
+        """
+        kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
+        with atomic_files.atomic_open(path, "w") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in kept)
+        self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
+        self.last_line: Mapping[str, Any] | None = kept[-1] if kept else None
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def last_step(self) -> int:
+        """Of the last line; −1 where there is none."""
+        return int(self.last_line["step"]) if self.last_line else -1
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line; it is readable at once and safe after the next :meth:`sync`. Every figure is finite: JSON has no
+        other."""
+        with atomic_files.naming(self._file.name):
+            self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
+        self.first_line, self.last_line = self.first_line or line, line
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()

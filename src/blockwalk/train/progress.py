@@ -1,0 +1,97 @@
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from blockwalk.program.program import human_bytes
+
+QUIET = 10.0
+"""Seconds between plain lines of an evaluation."""
+
+
+class Progress:
+    """Shows each step; :meth:`say` prints a line beside it.
+
+    Args:
+        total: the run's last step.
+        done: steps done when it starts.
+        log_every: steps between plain lines where standard output is no terminal.
+    """
+
+    def __init__(self, total: int, *, done: int, log_every: int) -> None:
+        self._total, self._done, self._log_every = total, done, log_every
+        self._bar: Any = None
+        self._task: Any = None
+        self._first = done
+        self._began: float | None = None
+        """When the first step began: what comes before it (evaluation, compiling) says nothing of those to come."""
+
+    def __enter__(self) -> Progress:
+        if sys.stdout.isatty():
+            from rich import progress
+
+            columns = (
+                progress.TextColumn("{task.fields[what]} {task.completed}/{task.total}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+            )
+            self._bar = progress.Progress(*columns)
+            self._task = self._bar.add_task("", what="step", total=self._total, completed=self._done)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    @contextmanager
+    def evaluating(self, count: int) -> Iterator[Callable[[int], None]]:
+        """Show an evaluation of ``count`` records; what is given here is told how many are done."""
+        began = said = time.perf_counter()
+        task = None if self._bar is None else self._bar.add_task("", what="evaluation", total=count)
+
+        def show(done: int) -> None:
+            nonlocal said
+            now = time.perf_counter()
+            if task is not None:
+                self._bar.update(task, completed=done)
+            elif done and now - said > QUIET:
+                said = now
+                print(f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left", flush=True)
+
+        try:
+            yield show
+        finally:
+            if task is not None:
+                self._bar.remove_task(task)
+
+    def step(self, step: int, *, loss: float, seconds: float, tokens_per_second: float, peak_bytes: int) -> None:
+        """Show that a step is done."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now - seconds
+        figures = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {human_bytes(peak_bytes)} private"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=figures)
+        elif step % self._log_every == 0 or step == self._total:
+            width = int(math.log10(self._total)) + 1
+            left = (now - self._began) / (step - self._first) * (self._total - step)
+            print(f"step {step:>{width}}/{self._total}  {figures}  {left:.0f} s left", flush=True)

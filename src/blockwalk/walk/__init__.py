@@ -1,0 +1,1 @@
+"""The walker, which executes programs on this machine, and what it measures of units."""

@@ -1,0 +1,131 @@
+"""A mode that sees every operation: bytes of the storages that are alive under it, their peak, and the work that is done."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from blockwalk.program.costs import THIN, Work, sizes
+
+_aten = torch.ops.aten
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: 1.0,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 2.5,
+}
+"""Attention on the CPU, which PyTorch's counter leaves out: FLOPs as a multiple of the forward's two products."""
+_UNTOUCHED = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.detach, _aten._reshape_alias)
+"""Operations that touch no data, views apart."""
+
+
+@dataclass
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the storages made under it that are alive, their peak, and FLOPs.
+
+    >>> with Meter() as meter:
+    ...     x = torch.zeros(256); y = x + x; del x
+    >>> meter.live, meter.peak
+    (1024, 2048)
+    """
+
+    live: int = 0
+    peak: int = 0
+    attention: int = 0
+    starts: int = 0
+    products: Counter[int] = field(default_factory=Counter)
+    thin: Counter[int] = field(default_factory=Counter)
+    passes: Counter[int] = field(default_factory=Counter)
+    wide: Counter[int] = field(default_factory=Counter)
+    _known: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
+        if func._overloadpacket is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of the real output.
+            narrow = [a.to(torch.bfloat16) if _floating(a) else a for a in args]
+            out = func(*narrow, **kwargs).to(args[0].dtype)
+        else:
+            out = func(*args, **kwargs)
+        self._count(func, given, args, kwargs, out)
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if tensor.device.type != "meta" and id(storage) not in given and id(storage) not in self._known:
+                self._enter(storage)
+        return out
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        nbytes, key = storage.nbytes(), id(storage)
+        self._known[key] = nbytes
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._leave, key).atexit = False
+
+    def _leave(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+    @property
+    def work(self) -> Work:
+        """What was done under it so far."""
+        products, passes, thin, wide = (
+            sizes(each.items()) for each in (self.products, self.passes, self.thin, self.wide)
+        )
+        return Work(products, passes, self.attention, self.starts, thin, wide)
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
+
+    def _count(self, func: Any, given: set[int], args: Any, kwargs: Any, out: Any) -> None:
+        packet = func._overloadpacket
+        if packet is _aten.addmm_:
+            self._product(args[1:3])[flop_registry[_aten.addmm](*args, **kwargs, out_val=out)] += 1
+        elif packet is _aten._grouped_mm:  # rows by experts, or experts by rows in backward
+            self.products[2 * args[0].numel() * args[1].shape[-1]] += 1
+        elif packet in flop_registry:
+            flops, batch = flop_registry[packet](*args, **kwargs, out_val=out), 1
+            if packet in (_aten.bmm, _aten.baddbmm):
+                batch = args[-1].shape[0]
+            matrices = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            self._product(matrices)[flops // batch] += batch
+        elif packet in _CPU_ATTENTION:
+            factor = _CPU_ATTENTION[packet]
+            first = 0 if factor == 1 else 1  # the backward's first argument is the gradient of the output
+            (batch, heads, queries, width), keys = args[first].shape, args[first + 1].shape[2]
+            self.attention += int(factor * 4 * batch * heads * queries * keys * width)
+        else:
+            made = _tensors(out)
+            view = not func._schema.is_mutable and all(id(t.untyped_storage()) in given for t in made)
+            if view or packet in _UNTOUCHED:
+                self.starts += 1
+            else:
+                read = {} if packet is _aten.copy_ else {id(t): t for t in made}
+                passes = self.wide if any(t.dtype == torch.float32 for t in made) else self.passes
+                passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
+
+    def _product(self, matrices: Sequence[torch.Tensor]) -> Counter[int]:
+        """Where the product of two matrices is counted."""
+        sides = [side for each in matrices for side in each.shape[-2:]]
+        return self.thin if min(sides) < THIN else self.products
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,458 @@
+"""What each kind of unit needs while it computes: transient bytes and FLOPs for one shape, without any weight.
+
+A block's own code runs on fake tensors (shapes and strides without data) under a mode that sees every operation: it adds
+up the storages that are alive and the FLOPs of PyTorch's own formulas. One block of each kind is run, once; the answer is
+kept in ``$XDG_CACHE_HOME/blockwalk``. What kernels allocate inside themselves is not seen.
+
+The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D hidden, V vocabulary,
+N tokens with a label.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.verify import certified
+from blockwalk.numerics import lazy_linear, loss
+from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.plan import sizes as chunks
+from blockwalk.plan.choices import Estimator
+from blockwalk.plan.model_spec import ParamSpec, UnitSpec
+from blockwalk.plan.placement import Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
+from blockwalk.program import costs as work
+from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
+from blockwalk.program.loss_costs import LossMemory, loss_memory, loss_work, own_loss_work
+from blockwalk.program.program import Shape
+from blockwalk.program.residency import computes_in, epilogue_reads
+from blockwalk.walk import meter as metering
+from blockwalk.walk.meter import Meter
+
+if TYPE_CHECKING:
+    from blockwalk.plan.choices import LoraSettings
+
+
+log = logging.getLogger(__name__)
+
+
+def unit_costs(
+    model: str | os.PathLike[str] | Any,
+    plan: Plan,
+    shape: Shape,
+    *,
+    lora: LoraSettings | str | os.PathLike[str] | Any = None,
+    device: str = "cpu",
+    padded: bool = False,
+) -> Costs:
+    """The cost of each kind of unit of a model at the shape of one micro-batch.
+
+    Args:
+        model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed nor read.
+        plan: its dtype, codecs and estimator decide which tensors a block works with.
+        shape: of one micro-batch.
+        lora: the adapters that the run trains, the folder of saved ones, or a ``peft.LoraConfig``; None: none.
+        device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
+        padded: whether batches hold padding, so that a mask [B, 1, S, S] is made.
+
+    Raises:
+        ValueError: the model cannot be cut.
+    """
+    from blockwalk.cutting.skeleton import load_config
+
+    config = load_config(model)
+    key = _key(config, plan, shape, lora, device, padded)
+    known = _read(key)
+    if known is None:
+        try:
+            known = _measure(config, plan, shape, lora, device, padded)
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).partition("\n")[0]
+            log.warning(
+                "what a block needs while it computes is not foreseen: %s on fake tensors (%s)",
+                config.model_type,
+                reason,
+            )
+            return Costs()
+        _keep(key, known)
+    return known
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running the units
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FakeWeight:
+    """A weight that is materialised a range at a time, into scratch that is counted apart."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    out: torch.Tensor
+    """One element, on the device: every range is an expansion of it."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.out.expand(stop - start, self.shape[1])
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self.out.expand(self.shape[0], stop - start)
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return torch.empty(*index.shape, self.shape[1], dtype=self.dtype, device=self.out.device)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A cut model without weights, and what the plan says about its parameters."""
+
+    cut: CutModel
+    plan: Plan
+    shape: Shape
+    device: torch.device
+    dtype: torch.dtype
+    backprop: bool
+
+    def lazily(self, p: ParamSpec) -> bool:
+        """Whether a parameter is decoded, converted or perturbed a range at a time, instead of standing there whole."""
+        if not p.quantizable or len(p.shape) != 2:
+            return False
+        if p.trainable:
+            dense = not self.plan.trainable.codec.encoded
+            as_it_is = self.plan.zo.noise == "mezo" and dense and self.master_dtype(p) == self.dtype
+            return not (self.backprop or as_it_is)
+        frozen = self.plan.frozen
+        if frozen.codec.encoded:
+            return True
+        stored = frozen.codec.dtype_of(p.dtype)
+        return frozen.tier is not Tier.DEVICE and getattr(torch, stored) != self.used_as(p)
+
+    def used_as(self, p: ParamSpec) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32) if p.exact else self.dtype
+
+    def master_dtype(self, p: ParamSpec) -> torch.dtype:
+        codec = self.plan.trainable.codec
+        dtype: torch.dtype = getattr(torch, codec.dtype_of(p.dtype))
+        return dtype
+
+    def frozen_values(self, unit: UnitSpec) -> dict[str, torch.Tensor | Weight]:
+        """What stands in the places of a unit's parameters for the whole of its turn."""
+        values: dict[str, torch.Tensor | Weight] = {}
+        for p in unit.params:
+            if self.lazily(p):
+                one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)
+                values[p.name] = _FakeWeight((p.shape[0], p.shape[1]), one.dtype, one)
+            elif not p.trainable or not self.backprop:
+                dtype = self.used_as(p) if getattr(torch, p.dtype).is_floating_point else getattr(torch, p.dtype)
+                values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
+        return values
+
+    def masters(self, unit: UnitSpec) -> dict[str, torch.Tensor]:
+        if not self.backprop:
+            return {}
+        wanted = [p for p in unit.params if p.trainable]
+        return {p.name: torch.empty(p.shape, dtype=self.master_dtype(p), device=self.device) for p in wanted}
+
+    def live(self, index: int, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Bind trainables as :meth:`blockwalk.engine.engine.Engine.live` does."""
+        used = {p.name: self.used_as(p) for p in self.cut.spec().params()}
+        return self.cut.bind(index, {name: master.detach().to(used[name]) for name, master in masters.items()})
+
+
+def _measure(
+    config: Any, plan: Plan, shape: Shape, lora: LoraSettings | str | os.PathLike[str] | Any, device: str, padded: bool
+) -> Costs:
+    from blockwalk.cutting.skeleton import build_skeleton
+
+    stored = config.dtype or torch.float32
+    stored = stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored))
+    dtype: torch.dtype = getattr(torch, computes_in(plan, str(stored).removeprefix("torch.")))
+    backprop = plan.estimator is Estimator.BACKPROP
+    model = build_skeleton(config, dtype if backprop else stored).model
+    if lora is not None:
+        from blockwalk.cutting.adapters import adapt, add_lora
+
+        model = add_lora(model, config=lora) if hasattr(lora, "peft_type") else adapt(model, lora)
+    model.train(backprop)
+    cut = certified(model)
+    cut.take_parameters()
+    bench = _Bench(cut, plan, shape, torch.device("cpu"), dtype, backprop)
+    prologue, cost = _prologue(bench, padded)
+    costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
+    spec = cut.spec()
+    # without a CUDA build of PyTorch the blocks are run as on a CPU: attention saves its inputs there as well
+    where = torch.device(device if torch.backends.cuda.is_built() else "cpu")  # type: ignore[no-untyped-call]
+    fake = _Bench(cut, plan, shape, where, dtype, backprop)
+    for index, unit in enumerate(spec.blocks, 1):
+        if unit.kind not in costs:
+            costs[unit.kind] = _block(fake, index, unit, prologue)
+    return Costs(tuple(costs.items()), _scratch(bench, device))
+
+
+def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
+    """Run the prologue for real, on parameters of one element each: masks depend on data."""
+    unit, cut, shape = bench.cut.spec().prologue, bench.cut, bench.shape
+    cut.bind(0, {p.name: _blank(p, bench.used_as(p)) for p in unit.params})
+    ids_BS = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
+    mask_BS = torch.ones_like(ids_BS)
+    if padded:
+        mask_BS[0, -1] = 0
+    with torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))), Meter() as meter:
+        prologue = cut.prologue({"input_ids": ids_BS, "attention_mask": mask_BS})
+    cut.unbind(0)
+    trained = unit.numel(trainable=True) if bench.backprop else 0
+    copies = sum(
+        p.numel * bench.dtype.itemsize
+        for p in unit.params
+        if p.trainable and bench.backprop and bench.master_dtype(p) != bench.dtype
+    )
+    return prologue, UnitCost(
+        forward_transient=meter.peak + copies,
+        backward_transient=trained * bench.dtype.itemsize + copies,
+        saved=meter.live + copies,
+        forward_flops=meter.flops,
+        backward_flops=0,
+        forward=meter.work,
+        backward=elementwise(sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize),
+    )
+
+
+def _blank(p: ParamSpec, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter of zeros that takes one element of memory."""
+    return torch.zeros((), dtype=dtype).expand(p.shape)
+
+
+def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> UnitCost:
+    """One block, on fake tensors: without graph, and with it where the estimator differentiates."""
+    cut, shape = bench.cut, bench.shape
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call = _fake_call(prologue.calls[index - 1], bench.device)
+        hidden_BSD = torch.empty(
+            shape.batch, shape.sequence, cut.spec().hidden_size, dtype=bench.dtype, device=bench.device
+        )
+        grad_BSD = torch.empty_like(hidden_BSD)
+        with torch.set_grad_enabled(bench.backprop):
+            values = bench.frozen_values(unit)
+            cut.bind(index, values)
+        masters = bench.masters(unit)
+        with Meter() as forward, torch.no_grad():
+            leaves = bench.live(index, masters)
+            out_BSD = cut.forward(call, hidden_BSD)
+        cut.unbind(index, list(masters))
+        del leaves, out_BSD
+        if not bench.backprop:
+            cut.unbind(index)
+            return UnitCost(forward.peak, 0, 0, forward.flops, 0, forward.work)
+        with Meter() as meter:
+            leaves = bench.live(index, masters)
+            input_BSD = hidden_BSD.detach().requires_grad_()
+            layer = cut.layer_name(index)
+            found = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
+            with lazy_linear.unread([weight for weight in found if isinstance(weight, _FakeWeight)]):
+                out_BSD = cut.forward(call, input_BSD)
+            saved, again = meter.live, meter.work
+            inputs = [input_BSD, *leaves.values(), *call.differentiable]
+            grads = torch.autograd.grad(out_BSD, inputs, grad_BSD, allow_unused=True)
+        cut.unbind(index)
+        del grads
+        return UnitCost(
+            forward_transient=forward.peak,
+            backward_transient=meter.peak,
+            saved=saved,
+            forward_flops=forward.flops,
+            backward_flops=meter.flops - forward.flops,
+            forward=forward.work,
+            backward=meter.work - forward.work,
+            unread=forward.work - again,
+        )
+
+
+def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
+    """The call with fake arguments, on the device at hand."""
+    leaves: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in leaves:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            leaves[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return leaves[id(tensor)]
+
+    args = tuple(rebuild(value, fake, "an argument") for value in call.args)
+    kwargs = {name: rebuild(value, fake, name) for name, value in call.kwargs.items()}
+    differentiable = tuple(fake(leaf) for leaf in call.differentiable)
+    return dataclasses.replace(call, args=args, kwargs=kwargs, differentiable=differentiable)
+
+
+def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
+    """The final norm, run for real; the head and the loss by their formula."""
+    cut, plan, shape = bench.cut, bench.plan, bench.shape
+    spec = cut.spec()
+    reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
+    by_name = {p.name: p for p in reads.params}
+    trains_head = bench.backprop and any(
+        name in by_name and by_name[name].trainable for name in (head.weight, head.bias, *(head.lora or ())[1:2])
+    )
+    size, wide = bench.dtype.itemsize, max(bench.dtype.itemsize, 4)
+    width = spec.hidden_size + (by_name[head.lora[0]].shape[0] if head.lora else 0)
+    tokens = shape.batch * (shape.sequence - 1)
+    hidden_bytes = shape.tokens * spec.hidden_size * size
+    shifted = tokens * spec.hidden_size * size if shape.batch > 1 else 0
+    product = 2 * tokens * spec.hidden_size * spec.vocab_size
+    copies = sum(
+        p.numel * size for p in reads.params if p.trainable and bench.backprop and bench.master_dtype(p) != bench.dtype
+    )
+    flops = (product, (3 * product if trains_head else product) if bench.backprop else 0)
+    if plan.loss != "chunked" or head.custom:
+        # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
+        logits = shape.tokens * spec.vocab_size
+        works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
+        works = works if bench.backprop else (works[0], Work())
+        return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops, *works)
+    cut.bind(
+        last, {p.name: _blank(p, bench.used_as(p)) for p in spec.epilogue.params if p.name in cut._units.slots[last]}
+    )
+    hidden_BSD = torch.zeros(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
+    hidden_BSD.requires_grad_(bench.backprop)
+    batch = {"input_ids": torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)}
+    with torch.set_grad_enabled(bench.backprop), Meter() as meter:
+        normed_BSD = cut.head_input(prologue, hidden_BSD, batch)
+        kept = meter.live
+        if bench.backprop:
+            seed_BSD = torch.zeros_like(normed_BSD)
+            torch.autograd.grad(normed_BSD, [hidden_BSD], seed_BSD)
+    cut.unbind(last)
+    sizes_ = (tokens, width, spec.vocab_size, bench.dtype)
+    soft_cap = head.soft_cap is not None
+    done = meter.work + loss_work(
+        *sizes_, soft_cap=soft_cap, device=device, gradient=bench.backprop, trains_head=trains_head
+    )
+    if not bench.backprop:
+        return UnitCost(max(kept + shifted, meter.peak), 0, 0, *flops, done)
+    taken = loss_memory(*sizes_, soft_cap=soft_cap, device=device, trains_head=trains_head)
+    forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
+    at_loss = forward + taken.gradient_buffers + taken.gradient
+    at_end = kept + shifted + taken.gradient + hidden_bytes
+    peak = max(at_loss, at_end, meter.peak) + copies
+    return UnitCost(max(forward, meter.peak - hidden_bytes), peak, 0, *flops, done)
+
+
+def _loss_memory(bench: _Bench, device: str, trains_head: bool) -> LossMemory:
+    spec, tokens = bench.cut.spec(), bench.shape.batch * (bench.shape.sequence - 1)
+    soft_cap = bench.cut.head.soft_cap is not None
+    return loss_memory(
+        tokens,
+        spec.hidden_size,
+        spec.vocab_size,
+        bench.dtype,
+        soft_cap=soft_cap,
+        device=device,
+        trains_head=trains_head,
+    )
+
+
+def _scratch(bench: _Bench, device: str) -> int:
+    """Bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
+    any, and under zeroth order the loss's and the update's."""
+    spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
+    chunked = bench.plan.loss == "chunked" and not head.custom
+    largest = 0
+    for unit in spec.units:
+        for p in unit.params:
+            if not bench.lazily(p):
+                continue
+            if p.name == head.weight and chunked:
+                largest = max(largest, _loss_memory(bench, device, False).head_rows)
+            elif unit.kind != "prologue":
+                largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
+    if bench.plan.zo.kind == "hizoo" and not bench.backprop:
+        largest += 2 * largest * 4 // size  # z and √H in float32
+    if bench.backprop:
+        return largest
+    if bench.plan.compile:  # a block's trainables whole, under a perturbation
+        largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
+    narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
+    pieces = narrow + (bench.plan.optimizer.name != "sgd" or bench.plan.zo.kind == "hizoo") * 2
+    return (
+        largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was measured once is kept
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: bool) -> str:
+    """Everything that the figures depend on."""
+    import transformers
+
+    dropped = ("_name_or_path", "transformers_version", "architectures", "use_cache")
+    settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
+    settings["dtype"] = str(config.dtype)
+    adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
+    of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind, plan.compile]
+    rooms = (chunks.__file__, lazy_linear.__file__, loss.__file__, metering.__file__, work.__file__, __file__)
+    code = b"".join(Path(str(room)).read_bytes() for room in rooms)
+    facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
+    text = json.dumps([*facts, torch.__version__, transformers.__version__], sort_keys=True, default=str)
+    return hashlib.blake2s(text.encode() + code, digest_size=16).hexdigest()
+
+
+def _folder_digest(folder: Any) -> str:
+    if folder is None:
+        return ""
+    return (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
+
+
+def _file(key: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk" / f"costs-{key}.json"
+
+
+def _read(key: str) -> Costs | None:
+    try:
+        kept = json.loads(_file(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Costs(tuple((kind, _read_cost(cost)) for kind, cost in kept["units"]), kept["scratch"])
+
+
+def _read_cost(cost: dict[str, Any]) -> UnitCost:
+    works = {
+        name: Work(
+            sizes(map(tuple, cost[name]["products"])),
+            sizes(map(tuple, cost[name]["passes"])),
+            cost[name]["attention"],
+            cost[name]["starts"],
+            sizes(map(tuple, cost[name]["thin"])),
+            sizes(map(tuple, cost[name]["wide"])),
+            sizes(map(tuple, cost[name]["hot"])),
+        )
+        for name in ("forward", "backward", "unread")
+    }
+    return UnitCost(**{**cost, **works})
+
+
+def _keep(key: str, costs: Costs) -> None:
+    value = {"units": [(kind, dataclasses.asdict(cost)) for kind, cost in costs.units], "scratch": costs.scratch}
+    try:
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_file(key).parent, delete=False, encoding="utf-8") as file:
+            json.dump(value, file)
+        os.replace(file.name, _file(key))
+    except OSError:
+        pass  # a read-only home directory costs some seconds at the next start, nothing else

@@ -1,0 +1,575 @@
+"""The walker: a model and a plan, ready to train. The user's handle, and the executor of programs on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from blockwalk.checkpoints.ledger import Entry, Ledger, LedgerCopy
+from blockwalk.cutting.adapters import as_lora
+from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
+from blockwalk.engine.engine import Engine
+from blockwalk.estimators.backprop import Backprop
+from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
+from blockwalk.estimators.zeroth_order.ledger_header import header, run_of
+from blockwalk.estimators.zeroth_order.objectives import as_objective
+from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.schedules import make_schedule
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Costs, Pending
+from blockwalk.program.program import Lane, Op, OpKind, Program, Shape, StepKind
+from blockwalk.program.residency import maps_graphs
+from blockwalk.ranks.agreement import facts_of, gather_json, require_agreement, versions, weights_digest
+from blockwalk.ranks.groups import started
+from blockwalk.ranks.shared_forwards import make_ranks
+from blockwalk.ranks.watch import Watch, begin_watch
+from blockwalk.system.process_memory import page_cache
+from blockwalk.walk import generation
+from blockwalk.walk.lanes import Lanes, Mark
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from blockwalk.checkpoints.distributed import Saver
+    from blockwalk.plan.choices import LoraSettings
+
+
+def engine_class(plan: Plan) -> type[Engine]:
+    """The engine that a plan needs."""
+    if not plan.sharded:
+        return Engine
+    from blockwalk.engine.sharded import ShardedEngine
+
+    return ShardedEngine
+
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the step's counted tokens."""
+    tokens: int
+    """Tokens with a label; what the loss is a mean of."""
+    seconds: float
+    learning_rate: float
+    bytes: dict[Lane, int] = field(default_factory=dict)
+    """Bytes moved, by lane."""
+    grad_norm: float | None = None
+    """Before clipping, where the plan clips."""
+    projected_grad: float | None = None
+    """The scalar g of a zeroth-order step."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """A sum, so that batches of different sizes can be added up."""
+
+    loss_sum: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(self.tokens, 1)
+
+
+class Walker:
+    """Trains a model under a plan, one block at a time.
+
+    Args:
+        model: a checkpoint folder, a block store, or a ``transformers`` causal model in memory. Given a path, the weights
+            are never all in memory unless the plan says so.
+        plan: see :func:`blockwalk.method`.
+        lora: train these adapters instead of the model's own parameters: :class:`blockwalk.LoraSettings`, a mapping of its
+            fields, a ``peft.LoraConfig``, or the folder of a saved adapter.
+        device: ``cpu`` or ``cuda``; CUDA where there is one unless given.
+        workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
+        training: False for evaluation and generation alone: nothing is trained, so nothing is kept for it.
+        ledger: zeroth order: the file that every step is written to before it counts. One that is there is taken up: the
+            run goes on after its last step, from the weights that ``workdir`` holds or from the model itself.
+        objective: zeroth order: a function of (logits [B, S, V], batch) whose answer is minimised instead of the loss.
+
+    Raises:
+        ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another run's.
+
+    >>> walker = Walker("Qwen2.5-0.5B", blockwalk.method("mebp"), lora={"rank": 8})  # doctest: +SKIP
+    >>> walker.step(batch).loss                                                               # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module,
+        plan: Plan,
+        *,
+        lora: LoraSettings | Mapping[str, Any] | LoraConfig | str | os.PathLike[str] | None = None,
+        device: str | torch.device | None = None,
+        workdir: str | os.PathLike[str] | None = None,
+        training: bool = True,
+        ledger: str | os.PathLike[str] | None = None,
+        objective: Callable[[torch.Tensor, Batch], Any] | None = None,
+    ) -> None:
+        self.plan = plan
+        rate = plan.optimizer
+        schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
+        lora = as_lora(lora)
+        self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
+        folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
+        zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+        started(plan.mesh)
+        self._begins_watch = plan.mesh.world > 1 and Watch.current is None
+        self._watch = begin_watch(plan.mesh) if self._begins_watch else Watch.current
+        self.ranks = make_ranks(plan, self.device)
+        packs = folder
+        if self.ranks.world > 1:
+            first = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
+            packs = Path(gather_json(os.path.abspath(folder))[first])  # the ranks of a node pack once
+            folder = folder / f"rank-{self.ranks.rank}"
+            digests = {"the model's weights": weights_digest(model)}
+            if isinstance(lora, str | os.PathLike):
+                digests["the adapter's weights"] = weights_digest(lora)
+            require_agreement({**facts_of({"plan": asdict(plan)}), **digests, **versions()})
+        run = self.ranks.first(lambda: run_of(ledger))
+        place: dict[str, Any] = {"slices": self.ranks} if zeroth_order else {}
+        self.engine = engine_class(plan)(
+            model, plan, lora=lora, device=self.device, workdir=folder, packs=packs, run=run, training=training, **place
+        )
+        if self.ranks.world > 1 and zeroth_order:
+            require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
+        self.lanes = Lanes(self.device)
+        self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
+        """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
+        self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
+        self._costs: dict[tuple[Shape, bool], Costs] = {}
+        self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
+        self.steps_done = 0
+        self._saver: Saver | None = None
+        self.ledger: Ledger | None = None
+        self.estimator: Backprop | ZerothOrder
+        if plan.estimator is Estimator.ZEROTH_ORDER:
+            function = None if objective is None else as_objective(objective)
+            self.estimator = ZerothOrder(self.engine, function, self.ranks)
+            if ledger is not None:
+                self._take_up(self._open_ledger(Path(ledger), header(self.engine, lora, run)))
+        elif ledger is not None or objective is not None:
+            raise ValueError(f"method {plan.method!r} differentiates: ledger and objective belong to zeroth order")
+        else:
+            self.estimator = Backprop(self.engine)
+
+    @property
+    def spec(self) -> Any:
+        """The model as the walk sees it: a :class:`~blockwalk.plan.model_spec.ModelSpec`."""
+        return self.engine.spec
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch | LabelWordBatch, *, seed: int | None = None) -> StepResult:
+        """One optimizer step on a whole batch, cut into ``plan.gradient_accumulation_steps`` micro-batches.
+
+        Args:
+            batch: ``input_ids``, ``labels`` and optionally ``attention_mask``, each int64 [B, S]; labels are not shifted,
+                and −100 is ignored. An objective that ranks label words takes classification examples.
+            seed: zeroth order: of this step's noise (0 is a seed too); the plan's unless given, or with ``noise: mezo``
+                one drawn from numpy's generator, as the original does.
+
+        Raises:
+            ValueError: shapes that do not fit, a step without a single label, or other data than on another rank.
+            FloatingPointError: the loss or a gradient is not finite; weights and optimizer states are as they were.
+        """
+        began = time.perf_counter()
+        if self._schedule is None:
+            raise ValueError(
+                "this walker was made with training=False, to evaluate and to generate; make another to train"
+            )
+        learning_rate = self._schedule(self.steps_done)
+        options: dict[str, Any] = {}
+        if isinstance(self.estimator, ZerothOrder):
+            self.engine.module.eval()
+            if self.plan.update.timing is not Timing.DEFERRED:
+                self._catch_up()  # nothing to do, unless the run was taken up again
+            options = {"seed": self.estimator.seed_of(seed)}
+        elif seed is not None:
+            raise ValueError(f"method {self.plan.method!r} draws no noise: seed belongs to zeroth order")
+        else:
+            self.engine.module.train()
+        if isinstance(batch, LabelWordBatch):
+            options["words"], batch = batch, batch.batch
+        if self._watch is not None:
+            self._watch.begin_step()
+        program = self._run(StepKind.TRAIN, batch, learning_rate, **options)
+        state = self.estimator.state
+        assert state is not None
+        self.steps_done += 1
+        together = self.ranks.world > 1 and isinstance(self.estimator, ZerothOrder)
+        if together and self.steps_done % self.plan.mesh.check_every == 0:
+            self.ranks.compare(self.steps_done, *self.engine.buckets.sums())
+        if self._watch is not None:
+            self._watch.end_step()
+        return StepResult(
+            step=self.steps_done,
+            loss=state.loss,
+            tokens=state.tokens,
+            seconds=time.perf_counter() - began,
+            learning_rate=learning_rate,
+            bytes=program.bytes_by_lane(),
+            grad_norm=state.grad_norm,
+            projected_grad=state.projected_grad,
+        )
+
+    def flush(self) -> None:
+        """Zeroth order: apply every update that waits, and write the weights back to their tier. Before the weights are
+        looked at (evaluation, generation, saving) this happens by itself."""
+        if not isinstance(self.estimator, ZerothOrder):
+            return
+        self._catch_up()
+        self.engine.buckets.settle()
+
+    def _catch_up(self) -> None:
+        if isinstance(self.estimator, ZerothOrder) and self.estimator.waiting():
+            self._execute(self.program(StepKind.FLUSH, Shape(1, 1)))
+
+    def _open_ledger(self, path: Path, head: Mapping[str, Any]) -> Ledger:
+        """The run's ledger: rank 0's file, of which the others keep a copy in memory."""
+        opened: list[Ledger] = []
+
+        def ask() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            opened.append(Ledger(path, head))
+            return opened[0].header, [asdict(entry) for entry in opened[0].entries]
+
+        found, entries = self.ranks.first(ask)
+        return opened[0] if opened else LedgerCopy(path, found, entries)
+
+    def _take_up(self, ledger: Ledger) -> None:
+        """Go on where a ledger stands."""
+        assert isinstance(self.estimator, ZerothOrder)
+        estimator, self.ledger, self.steps_done = self.estimator, ledger, ledger.steps
+        buckets = self.engine.buckets
+        ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
+        if ahead > ledger.steps:
+            raise ValueError(
+                f"{ledger.path} has {ledger.steps} steps, and the weights of this run in the working folder have"
+                f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
+            )
+        estimator.resume(ledger.entries)
+
+        def record(entry: Entry) -> None:
+            ledger.append(entry)
+            estimator.entries.append(entry)
+
+        estimator.record = record
+
+    def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """The gradient of the mean loss, float32, by canonical parameter name; nothing is updated.
+
+        Raises:
+            ValueError: the method does not differentiate.
+        """
+        if isinstance(self.estimator, ZerothOrder):
+            raise ValueError(f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or mebp")
+        self.engine.module.train()
+        self._run(StepKind.GRADIENTS, batch, 0.0)
+        return self.engine.take_gradients()
+
+    def evaluate(self, batch: Batch) -> EvalResult:
+        """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with the same
+        batch, each walks its share of the sequences, and all get the same answer: one process's."""
+        return EvalResult(math.fsum(self._evaluated(batch)), loss_tokens(batch))
+
+    def label_losses(self, batch: Batch) -> torch.Tensor:
+        """The loss summed over the labels of each sequence, float64 [B] on the CPU, in evaluation mode: what label words are
+        ranked by. Ranks share the sequences as in :meth:`evaluate`."""
+        rows = len(batch["input_ids"])
+        return torch.tensor(self._evaluated(batch, by_row=True)[:rows], dtype=torch.float64)
+
+    def _evaluated(self, batch: Batch, **options: bool) -> list[float]:
+        """Summed losses of the batch, in its order: of each sequence, or of each rank's where the model's own loss is asked
+        for."""
+        self.flush()
+        self.engine.module.eval()
+        self._run(StepKind.EVALUATE, batch, 0.0, **options)
+        state = self.estimator.state
+        assert state is not None
+        assert state.row_losses_B is not None
+        return [loss for own in self.ranks.exchange(state.row_losses_B.tolist()) for loss in own]
+
+    def next_logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
+        and ``use_cache: True`` continues what that cache holds, and is taken into it."""
+        self.flush()
+        self.engine.module.eval()
+        ids_BS = batch["input_ids"].to(self.device)
+        whole = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
+        self.estimator.begin([whole], step=self.steps_done + 1, learning_rate=0.0, training=False, next_token=True)
+        self._execute(self.program(StepKind.EVALUATE, Shape(*ids_BS.shape)))
+        state = self.estimator.state
+        assert state is not None
+        assert state.logits_BV is not None
+        return state.logits_BV
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        stop_ids: Iterable[int] = (),
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """Continue prompts of equal length, a token a walk, with a key-value cache on the device.
+
+        Args:
+            input_ids: int64 [B, S].
+            max_new_tokens: at most so many are added.
+            temperature: 0 takes the likeliest token; above it tokens are drawn.
+            stop_ids: tokens that end a sequence; one that has ended repeats the first of them.
+            seed: of the draws.
+
+        Returns:
+            Prompts and continuations, int64 [B, S + new].
+
+        Raises:
+            ValueError: no token to start from, or settings out of range.
+        """
+        return generation.generate(
+            self.next_logits,
+            self.engine.module,
+            input_ids,
+            max_new_tokens,
+            temperature=temperature,
+            stop_ids=stop_ids,
+            seed=seed,
+            device=self.device,
+        )
+
+    # ---- the executor -----------------------------------------------------------------------------------------------
+
+    def costs(self, shape: Shape, *, padded: bool = True) -> Costs:
+        """What each kind of unit needs while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
+        weights."""
+        if (shape, padded) not in self._costs:
+            from blockwalk.walk.unit_costs import unit_costs
+
+            config, device = self.engine.cut.base.config, self.device.type
+            self._costs[shape, padded] = unit_costs(
+                config, self.plan, shape, lora=self._lora, device=device, padded=padded
+            )
+        return self._costs[shape, padded]
+
+    def program(self, step_kind: StepKind, shape: Shape, *, foresee: bool = False) -> Program:
+        """The program of one kind of step at the shape of one micro-batch, as the walker now stands; cached.
+
+        ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
+        (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
+        """
+        graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device.type)
+        spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
+        training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+        costs = self.costs(shape) if training and (foresee or spends) else Costs()
+        pending = Pending()
+        if isinstance(self.estimator, ZerothOrder) and self.plan.update.timing is Timing.DEFERRED:
+            entries = self.estimator.waiting()
+            pending = Pending(entries, flush=entries >= self.plan.update.flush_every)
+        elif step_kind is StepKind.FLUSH:
+            pending = Pending(1, flush=True)
+        elif self.plan.sharded:
+            pending = Pending(dirty=self.engine.dirty)
+        return compile(
+            self.plan,
+            self.spec,
+            step_kind,
+            shape,
+            costs=costs,
+            pending=pending,
+            device=self.device.type,
+            page_cache=self._page_cache,
+        )
+
+    def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:
+        training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
+        words = options.get("words")
+        self.ranks.read(batch if words is None else {**batch, "targets": words.targets_B})
+        if self.plan.sharded:
+            self.ranks.begin(self.steps_done + 1)
+        count = self.plan.gradient_accumulation_steps if training else 1
+        if self.plan.sharded or not training:
+            (whole,) = self._micro_batches(batch, 1)
+            batches = share(whole, count, self.ranks.world, self.ranks.rank)
+            if training:
+                options["tokens"] = loss_tokens(whole)
+        else:
+            batches = self._micro_batches(batch, count * self.plan.mesh.data)
+        program = self.program(step_kind, Shape(*batches[0]["input_ids"].shape))
+        self.estimator.begin(
+            batches, step=self.steps_done + 1, learning_rate=learning_rate, training=training, **options
+        )
+        try:
+            self._execute(program)
+        except BaseException:
+            self.engine.undo()
+            raise
+        return program
+
+    def _execute(self, program: Program) -> list[Mark]:
+        """Run a program's ops, each on its lane, in the program's order."""
+        movers = {
+            OpKind.FETCH: self.engine.fetch,
+            OpKind.EVICT: self.engine.evict,
+            OpKind.STORE: self.engine.store,
+            OpKind.GATHER: self.engine.gather,
+            OpKind.CACHE: self.engine.cache,
+        }
+        marks: list[Mark] = []
+        self.lanes.begin()
+        try:
+            for op in program.ops:
+                sums = op.kind is OpKind.REDUCE and op.span is not None
+                work = (self.engine.reduce if sums else movers.get(op.kind, self.estimator.prepare))(op)
+                marks.append(self.lanes.submit(op.lane, work, (marks[dep] for dep in op.deps)))
+                if self._watch is not None:
+                    self._watch.progress()
+        finally:
+            self.lanes.drain(marks)
+        self.engine.dirty = program.dirty
+        if self.timeline is not None:
+            done = [(op, mark.began, mark.ended) for op, mark in zip(program.ops, marks, strict=True)]
+            self.timeline.append((program, done))
+        return marks
+
+    def _micro_batches(self, batch: Batch, count: int) -> list[dict[str, torch.Tensor]]:
+        """The batch on the device, cut into ``count`` equal parts."""
+        parts = micro_batches(batch, count)
+        return [{key: value.to(self.device, non_blocking=True) for key, value in part.items()} for part in parts]
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the trainables' masters, of optimizer states and of the step counter: all that a resumed run needs of the
+        walker. What the ranks of a node hold together comes while rank 0 reads it, block by block: the others :meth:`lend`."""
+        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.live_state().items()}
+
+    def live_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` copies, the tensors themselves: for a writer that is done before the next step.
+
+        Raises:
+            FloatingPointError: first order: a value is not finite.
+        """
+        self.flush()
+        self._require_finite()
+        return {"steps_done": self.steps_done, **self.engine.state_dict()}
+
+    def _require_finite(self) -> None:
+        """First order, all ranks together: masters and optimizer states have no NaN and no infinity. Raises FloatingPointError
+        on every rank where one has."""
+        if isinstance(self.estimator, ZerothOrder):
+            return
+        wrong = self.engine.not_finite()
+        (count,) = self.engine.total([float(len(wrong))])
+        if count:
+            raise FloatingPointError(
+                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step {self.steps_done}: an update"
+                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a lower optimizer.learning_rate"
+            )
+
+    def lend(self) -> None:
+        """Zeroth order, on ranks other than 0: bring this rank's share of what rank 0 saves."""
+        if self.ranks.rank < self.ranks.slices:
+            self.engine.buckets.lend()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave. With a ledger that has gone further, so does the walker: ``steps_done`` is
+        then the ledger's.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape.
+        """
+        steps = int(state["steps_done"])
+        if isinstance(self.estimator, ZerothOrder):
+            if self.ledger is not None and self.ledger.steps < steps:
+                raise ValueError(
+                    f"{self.ledger.path} has {self.ledger.steps} steps, the saved state {steps}: not of one run"
+                )
+            if self.ledger is None:
+                self.estimator.resume([], after=steps)
+        self.engine.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
+        self.steps_done = steps if self.ledger is None else self.ledger.steps
+
+    def save_state(
+        self, folder: str | os.PathLike[str], *, wait: bool = True, beside: Mapping[str, str] | None = None
+    ) -> None:
+        """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
+        False it is written behind the next steps; ``beside`` are further files of it, by name. See
+        :class:`blockwalk.checkpoints.distributed.Saver`."""
+        saver = self._state_saver()
+        self._require_finite()
+        saver.save(folder, self.steps_done, wait=wait, beside=beside)
+
+    def wait_saved(self) -> None:
+        """Until a checkpoint that is being written behind the steps is whole."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load_state(self, folder: str | os.PathLike[str]) -> None:
+        """First order: go on from what :meth:`save_state` wrote, on any mesh."""
+        self.steps_done = self._state_saver().load(folder)
+
+    def _state_saver(self) -> Saver:
+        if isinstance(self.estimator, ZerothOrder):
+            raise ValueError(f"method {self.plan.method!r} is zeroth-order: its ledger is its checkpoint")
+        if self._saver is None:
+            from blockwalk.checkpoints.distributed import Saver
+
+            self._saver = Saver(self.engine)
+        return self._saver
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors.
+
+        Raises:
+            FloatingPointError: first order: a value is not finite.
+        """
+        self.flush()
+        self._require_finite()
+        if self.ranks.rank and isinstance(self.estimator, ZerothOrder):
+            self.lend()
+        else:
+            self.engine.save_pretrained(Path(folder))
+
+    def close(self) -> None:
+        """Let go of threads, files and scratch; all ranks together."""
+        if self._watch is not None and self._begins_watch:
+            self._watch.close()
+        self.lanes.close()
+        if self._saver is not None:
+            self._saver.close()
+        self.engine.close()
+        self.ranks.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Walker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or self.plan.mesh.world == 1:
+            self.close()  # a rank that failed does not wait for others: its process ends, and their watch ends them
