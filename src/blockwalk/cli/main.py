@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                _configured(command, values, [*config.parse_flags(given), *there.settings()])
+                _configured(command, values, [*config.parse_flags(given), *there.settings()], runs_here=values.nnodes == 1)
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
             run = _configured(command, values, [*config.parse_flags(given), *here.settings()])
             return command.function()(run, values)
@@ -231,12 +231,16 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _configured(command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]]) -> run_config.RunConfig:
-    """The run's configuration; what the command needs of it is there, the model's folder included."""
+def _configured(
+    command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]], *, runs_here: bool = True
+) -> run_config.RunConfig:
+    """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     run = config.load(values.config, overrides)
     for name in command.needs:
         if not operator.attrgetter(name)(run):
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
+    if not runs_here:
+        return run
     if command.reads_weights:
         model_folder.require_weights(run.model)
     elif not os.path.isfile(run.model):  # a config.json is enough
