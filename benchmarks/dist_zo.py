@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, median, parser, random_batch
 
 from blockwalk import method
-from blockwalk.ranks.shared_forwards import Ranks
+from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.walk.walker import Walker
 from tests.ranks.cluster import cluster, sent_bytes
 from tests.ranks.processes import run_ranks
@@ -76,15 +76,15 @@ class Work:
         return walker
 
 
-class DataInside(Ranks):
+class DataInside(SharedForwards):
     """Ranks whose neighbours share the batch; those that share the forwards are further apart."""
 
     __slots__ = ()
 
-    def passes_of(self, rank: int, passes: int) -> range:
-        return super().passes_of(rank // self.mesh.data, passes)
+    def forwards_of(self, rank: int, passes: int) -> range:
+        return super().forwards_of(rank // self.mesh.data, passes)
 
-    def cuts_of(self, rank: int, cuts: int) -> range:
+    def micro_batches_of(self, rank: int, cuts: int) -> range:
         return range(rank % self.mesh.data, cuts, self.mesh.data)
 
 

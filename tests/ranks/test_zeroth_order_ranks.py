@@ -15,7 +15,7 @@ import torch.distributed as dist
 from blockwalk import method
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.ranks.shared_forwards import Ranks
+from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -115,15 +115,15 @@ def test_every_forward_of_every_part_is_one_ranks(seed: int) -> None:
     draw = random.Random(seed)
     mesh = MeshSettings(data=draw.randint(1, 4), perturb=draw.randint(1, 5))
     passes, cuts = draw.randint(mesh.perturb, 12), mesh.data * draw.randint(1, 3)
-    ranks = Ranks(mesh)
+    ranks = SharedForwards(mesh)
     shares = [
         (p, cut)
         for rank in range(mesh.data * mesh.perturb)
-        for p in ranks.passes_of(rank, passes)
-        for cut in ranks.cuts_of(rank, cuts)
+        for p in ranks.forwards_of(rank, passes)
+        for cut in ranks.micro_batches_of(rank, cuts)
     ]
     assert sorted(shares) == list(itertools.product(range(passes), range(cuts)))
-    sizes = [len(ranks.passes_of(rank, passes)) for rank in range(mesh.perturb)]
+    sizes = [len(ranks.forwards_of(rank, passes)) for rank in range(mesh.perturb)]
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == -(-passes // mesh.perturb)
 
@@ -220,10 +220,10 @@ def test_a_new_node_joins_by_replaying_the_ledger(tmp_path: Path) -> None:
 def _signalled(rank: int) -> list[int]:
     with Walker(tiny_model("llama"), method("distzo2", mesh={"world": 2}), device="cpu") as walker:
         walker.step(random_batch(8))
-        before = walker.ranks.heard
-        walker.ranks.signal = lambda: 15 if rank == 1 else 0
+        before = walker.ranks.stop_signal_of_any_rank
+        walker.ranks.own_stop_signal = lambda: 15 if rank == 1 else 0
         walker.step(random_batch(8))
-        return [before, walker.ranks.heard]
+        return [before, walker.ranks.stop_signal_of_any_rank]
 
 
 def test_a_signal_to_one_rank_is_heard_by_all_with_the_steps_losses() -> None:

@@ -1,6 +1,6 @@
 """Checkpoints of first-order runs, which every rank writes its own part of and any mesh and method reads.
 
-What is saved does not know how it was spread: each trainable's master and optimizer states are one-dimensional tensors by
+A checkpoint does not record how state was spread: each trainable's master and optimizer states are one-dimensional tensors by
 canonical name, and a rank brings the pieces of them that lie in its slices (see :mod:`blockwalk.checkpoints.pieces`). So a
 run saved under one method on four ranks goes on under another on two, or under ``plain`` on one; at the same world size
 with the same bits. Which rank writes what follows from the layout: nothing is planned together, and ranks tell one another
@@ -28,19 +28,20 @@ from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync_folder
 
 
 class HasPieces(Protocol):
-    """An engine as a checkpoint sees it."""
+    """The interface of an engine that a checkpoint uses."""
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         """Every tensor that a resumed run needs, as far as this rank holds it, by name and kind."""
         ...
 
     def masters_changed(self) -> None:
-        """The masters were written to: what is derived from them is out of date."""
+        """Tell the engine that its masters were written to, so that bytes derived from them are made again."""
         ...
 
 
 class Saver:
-    """Writes checkpoints of one engine, in the background if asked. Every rank makes one and calls it together."""
+    """A writer and reader of one engine's checkpoints, in the background if asked. Every rank makes one and calls it
+    together."""
 
     def __init__(self, engine: HasPieces) -> None:
         self.engine = engine
@@ -81,7 +82,8 @@ class Saver:
             self.wait()
 
     def load(self, folder: str | os.PathLike[str]) -> int:
-        """Copy a checkpoint's masters and optimizer states in, whatever mesh and method saved it: the steps it had done.
+        """Copy a checkpoint's masters and optimizer states into the engine, whatever mesh and method saved it; returns the
+        number of steps that the run had done.
 
         Raises:
             Damaged: on every rank, what one of them found missing or changed.
@@ -101,7 +103,7 @@ class Saver:
         return steps_done
 
     def _read(self, folder: Path) -> int:
-        """Copy in what is this rank's: the steps that had been done."""
+        """Copy this rank's pieces into the engine; returns the number of steps that had been done."""
         own = self.engine.pieces()
         with pieces.Saved(folder) as saved:
             numel = {name: piece.numel for name, piece in own.items()}
@@ -113,7 +115,7 @@ class Saver:
         return saved.steps_done
 
     def wait(self) -> None:
-        """Until what was begun is written. Raises what went wrong."""
+        """Wait until the save that is under way is written, and raise its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -161,6 +163,6 @@ class Saver:
         self._told("")
 
     def _told(self, text: str) -> dict[int, str]:
-        """Every rank's text, on every rank, where it has one; all wait for one another."""
+        """Every rank's text that is not empty, by rank and on every rank; all ranks wait for one another."""
         said = [text] if self._group is None else gather_json(text, self._group)
         return {rank: each for rank, each in enumerate(said) if each}

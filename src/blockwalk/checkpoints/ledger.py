@@ -33,7 +33,7 @@ from blockwalk.system.atomic_files import Damaged
 FORMAT, VERSION = "blockwalk-ledger", 2
 NAME = "ledger.jsonl"
 UNREAD = ("losses",)
-"""What no update reads of an entry."""
+"""Names of an entry's fields that no update reads."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -43,12 +43,12 @@ class Entry:
     """One step: every scalar that its update reads."""
 
     step: int
-    """From 1."""
+    """The step's number, from 1."""
     seed: int
     learning_rate: float
     epsilon: float
     losses: tuple[float, ...]
-    """In the order of the forwards; the first is the step's reported loss."""
+    """Losses in the order of the forwards; the first is the step's reported loss."""
     projected_grads: tuple[float, ...]
     """gᵢ, one for each query; the update's direction is their mean-weighted noise (1/q)·Σ gᵢ·zᵢ."""
     curvatures: tuple[float, ...] = ()
@@ -61,12 +61,12 @@ class Entry:
 
     @property
     def projected_grad(self) -> float:
-        """g; of several queries their mean."""
+        """The projected gradient g: the mean of the queries' gᵢ."""
         return statistics.fmean(self.projected_grads)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """What each query's noise is multiplied with in the direction: gᵢ/q."""
+        """Factors gᵢ/q of the queries' noise in the update's direction."""
         return tuple(g / len(self.projected_grads) for g in self.projected_grads)
 
 
@@ -115,7 +115,7 @@ class Ledger:
 
     @property
     def mark(self) -> Mark:
-        """Where the ledger stands."""
+        """The place after the ledger's last entry."""
         return Mark(self.steps, self._digests[-1])
 
     def rename(self, path: Path) -> None:
@@ -149,7 +149,7 @@ class Ledger:
 
 
 class LedgerCopy(Ledger):
-    """What a rank other than the first keeps of the run's ledger: in memory, each step compared by its caller."""
+    """The copy of the run's ledger that a rank other than the first keeps in memory; its caller compares each step."""
 
     def __init__(self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
         self.path, self.header, self._fd = path, header, -1
@@ -279,5 +279,5 @@ def _lines(values: Iterable[Mapping[str, Any]], digest: str = "") -> tuple[bytes
 
 
 def _plain(value: Any) -> Any:
-    """As it is read back."""
+    """The value as JSON reads it back."""
     return json.loads(json.dumps(value))

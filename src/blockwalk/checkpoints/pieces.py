@@ -4,7 +4,7 @@
     rank-00000.json           steps done, ranks that wrote, and of each piece: its tensor, that tensor's elements, the first
                               of the piece's, its dtype and place in the file, and a CRC-32 of each 4 MiB
 
-What was saved does not say how it will be read: a rank that wants a range of a tensor copies what overlaps it. Nothing of it is
+The files do not say how they will be read: a rank that wants a range of a tensor copies what overlaps it. Nothing of it is
 code, and every byte that is read is compared with its checksum first.
 """
 
@@ -27,15 +27,15 @@ from blockwalk.tiers.model_folder import safetensors
 from blockwalk.tiers.model_folder.safetensors import Entry
 
 FORMAT = 2
-"""Of a checkpoint's folder; format 1 had torch.distributed.checkpoint's pickles in it, and no checksums."""
+"""The version of a checkpoint folder's format; version 1 had torch.distributed.checkpoint's pickles in it, and no checksums."""
 CHUNK = 1 << 22
-"""Bytes to a checksum."""
+"""Bytes that one checksum covers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The parts of a tensor of ``numel`` elements that this rank holds: flat, by their first element. What is only
-    written may be a Weight, whose rows are read one after the other."""
+    """The ranges of a tensor of ``numel`` elements that this rank holds: flat tensors by the number of their first element. A
+    range that is written and never read into may be a Weight, whose rows are read one after the other."""
 
     numel: int
     held: Mapping[int, Any]
@@ -99,7 +99,7 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One piece in a file."""
+    """One piece of a tensor in a file: ``nbytes`` bytes from ``offset`` on, the tensor's elements from ``first`` on."""
 
     file: MappedFile
     name: str
@@ -198,7 +198,7 @@ class Saved:
         return place.elements(0, self.numel[name])
 
     def verify(self) -> None:
-        """Read everything. Raises Damaged where a checksum differs."""
+        """Read every byte. Raises Damaged where a checksum differs."""
         for places in self._places.values():
             for place in places:
                 place.elements(place.first, place.stop)

@@ -30,9 +30,9 @@ FORMAT = 2
 SCRATCH = "scratch"
 """The walker's working folder below the run's: packed weights, and those of a zeroth-order run on disk."""
 REPLACED = "replaced"
-"""Where a run that another one replaces stays until that one's first checkpoint is whole."""
+"""The folder in which a run that another one replaces stays until that one's first checkpoint is whole."""
 LOGS = ("metrics.jsonl", "evaluations.jsonl", "config.yaml", "forecast.json", "trace.json")
-"""What a run writes of itself beside its checkpoints and its ledger."""
+"""Files that a run writes beside its checkpoints and its ledger."""
 SCALARS = "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
@@ -44,7 +44,7 @@ evaluated (``data.eval...``) too."""
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What :func:`load` reads: ``walker`` for ``Walker.load_state_dict``, ``data`` for the loader's."""
+    """A checkpoint as :func:`load` reads it: ``walker`` for ``Walker.load_state_dict``, ``data`` for the loader's."""
 
     step: int
     walker: dict[str, Any]
@@ -52,9 +52,9 @@ class Checkpoint:
     config: dict[str, Any]
     """The resolved configuration of the run that wrote it."""
     slices: Path | None = None
-    """Of a first-order run the folder for ``Walker.load_state``; ``walker`` then holds scalars alone."""
+    """The folder for ``Walker.load_state``, of a first-order run; ``walker`` then holds scalars alone."""
     ledger: ledger_module.Mark | None = None
-    """Of a zeroth-order run where its ledger stood."""
+    """The place of the ledger's last entry, of a zeroth-order run."""
 
 
 def save(
@@ -104,7 +104,7 @@ def scalars_text(
     config: Mapping[str, Any],
     ledger: ledger_module.Mark | None = None,
 ) -> str:
-    """What :data:`SCALARS` holds, as sealed JSON; arguments as :func:`save`, of the walker without tensors."""
+    """The text of the file :data:`SCALARS`, as sealed JSON; arguments as :func:`save`, ``walker`` without tensors."""
     state = {
         "format": FORMAT,
         "step": step,
@@ -148,7 +148,7 @@ def load(path: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _scalars(path: Path) -> dict[str, Any]:
-    """What :func:`scalars_text` made."""
+    """The values that :func:`scalars_text` wrote to a checkpoint."""
     from blockwalk.checkpoints import pieces
 
     pieces.refuse_format_1(path)
@@ -199,17 +199,17 @@ def step_of(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts, and what of an earlier run stands in its way; nothing has been touched yet."""
+    """The point where a run starts, and the earlier run's files that stand in its way; nothing has been touched yet."""
 
     output_dir: str
     checkpoint: str | None
-    """Where it resumes; None: a fresh start."""
+    """The checkpoint from which the run resumes; None: a fresh start."""
     in_the_way: Sequence[str]
     damaged: Sequence[str] = ()
-    """What is wrong with each newer checkpoint than the one where it resumes."""
+    """A message about each damaged checkpoint that is newer than ``checkpoint``."""
 
     def told(self) -> dict[str, Any]:
-        """What rank 0 tells the others, as JSON values."""
+        """The fields as JSON values: rank 0 sends them to the others."""
         return asdict(self)
 
     @property

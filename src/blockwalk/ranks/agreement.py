@@ -1,4 +1,4 @@
-"""The same run on every rank: facts, files and values that ranks compare or tell each other before they train."""
+"""Agreement between ranks: facts, files and values that they compare, or tell each other, before they train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = 16 << 20
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all ranks whatever they compute."""
+    """Versions, by package, that must be equal on all ranks whatever they compute."""
     found = {"python": platform.python_version()}
     for package in ("blockwalk", "torch", "transformers", "peft"):
         try:
@@ -33,8 +33,8 @@ def versions() -> dict[str, str]:
 
 
 def gather_json(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's value, by rank; every rank calls this together. What other ranks send is parsed, never unpickled: a pickle
-    from another machine would run code here."""
+    """Every rank's value, by rank; every rank calls this together. Values of other ranks are parsed, never unpickled: a
+    pickle from another machine would run code here."""
     text = json.dumps(value).encode()
     where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=where)

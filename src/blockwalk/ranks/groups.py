@@ -21,7 +21,7 @@ from blockwalk.ranks.place import place
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By their names of torch 2.13, or by those before."""
+"""Torch's collectives over one tensor, by their names of torch 2.13 or by those before."""
 
 
 @dataclass(slots=True)
@@ -36,21 +36,21 @@ class Groups:
     _scratch: dict[Lane, torch.Tensor] = field(default_factory=dict)
 
     def slice(self, numel: int, size: int) -> slice:
-        """This rank's slice of a buffer over its group of ``size`` ranks."""
+        """This rank's slice, as a range of elements, of a buffer of ``numel`` elements over its group of ``size`` ranks."""
         return slice(*slice_of(self.axes, self.rank, numel, size))
 
     def gather_(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
-        """Complete ``full`` in place. The piece that this rank brings, its slice of ``full`` over these axes, is already
-        where it belongs; the outermost axis goes first.
+        """Complete ``full`` in place. This rank's slice of ``full`` over these axes is already where it belongs; the
+        outermost axis goes first.
 
         Args:
             full: [P], contiguous: this rank's slice over the group inside the innermost of ``axes``.
             direct: on a CPU, send to each rank by itself: as many bytes, and no second buffer of P as gloo's gather has.
         """
-        pieces = [full]
+        slices = [full]
         for axis in axes:
-            pieces.append(pieces[-1].chunk(axis.length)[axis.coordinate(self.rank)])
-        for axis, out in reversed(list(zip(axes, pieces, strict=False))):
+            slices.append(slices[-1].chunk(axis.length)[axis.coordinate(self.rank)])
+        for axis, out in reversed(list(zip(axes, slices, strict=False))):
             own = out.chunk(axis.length)[axis.coordinate(self.rank)]
             if direct and not out.is_cuda:
                 self._swap(out, axis, lane)
@@ -58,21 +58,19 @@ class Groups:
                 all_gather(out, own, group=self._groups[axis, lane])
 
     def _swap(self, out: torch.Tensor, axis: Axis, lane: Lane) -> None:
-        """Send this rank's piece of ``out`` to the others of an axis, and take theirs into place."""
-        group, pieces = self._groups[axis, lane], out.chunk(axis.length)
-        others = [
-            (each, piece) for each, piece in zip(axis.members(self.rank), pieces, strict=True) if each != self.rank
-        ]
-        own = pieces[axis.coordinate(self.rank)]
-        works = [dist.irecv(piece, each, group=group) for each, piece in others]
+        """Send this rank's slice of ``out`` [P] to the others of an axis, and receive their slices into place."""
+        group, slices = self._groups[axis, lane], out.chunk(axis.length)
+        others = [(each, its) for each, its in zip(axis.members(self.rank), slices, strict=True) if each != self.rank]
+        own = slices[axis.coordinate(self.rank)]
+        works = [dist.irecv(its, each, group=group) for each, its in others]
         works += [dist.isend(own, each, group=group) for each, _ in others]
         for work in works:
             assert work is not None
             work.wait()
 
     def reduce(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> torch.Tensor:
-        """The sum over the ranks of these axes of this rank's slice of ``full``, innermost axis first: a part of ``full``
-        itself, whose other parts are used up. Float32, added in the order of the ranks (on NCCL in its own fixed order).
+        """This rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these axes, innermost axis first. The slice
+        is a view of ``full``, whose other elements are overwritten. Addition is in the order of the ranks (on NCCL in its own).
 
         gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move half of them.
         """
@@ -93,19 +91,19 @@ class Groups:
         return full
 
     def sum_(self, slice_P: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> None:
-        """Sum in place over ranks that hold the same slice."""
+        """Sum ``slice_P`` (float32 [P]) in place over the ranks that hold it too."""
         self.reduce(slice_P, axes, lane)
         self.gather_(slice_P, axes, lane)
 
     def lane(self, axis: Axis) -> Lane:
-        """The lane whose process group an axis has."""
+        """The lane whose process group serves an axis."""
         return Lane.INTER if axis.crosses_nodes else Lane.INTRA
 
     def between(self, inner: int, outer: int) -> tuple[Axis, ...]:
         return between(self.axes, inner, outer)
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Everybody's values, float64, by rank."""
+        """Every rank's values, float64, by rank."""
         if self.mesh.world == 1:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -114,7 +112,8 @@ class Groups:
         return [row.tolist() for row in out.chunk(self.mesh.world)]
 
     def close(self) -> None:
-        """Let go of the process groups, together: a rank that leaves early breaks what the others still send."""
+        """Destroy the process groups; every rank calls this together: one that leaves early breaks what the others still
+        send."""
         if self._groups:
             dist.barrier()
             for group in self._groups.values():

@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks of a run: read from torchrun's or SLURM's variables, or started here.
+"""The start of a run's ranks: their place is read from torchrun's or SLURM's variables, or they are started here.
 
     blockwalk train run.yaml --nproc-per-node 4             starts ranks on this machine
     torchrun ... -m blockwalk train run.yaml                one of these on each node of a cluster
@@ -125,8 +125,8 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
-    """What to say, and to exit with, where ranks failed: (rank, process, exit code) of each. One that only lost the others, or
-    was stopped because of them, is not the cause."""
+    """The message and the exit code of a run whose ranks failed with these (rank, process, exit code). A rank that only lost
+    the others, or was stopped because of them, is not the cause."""
     causes = [each for each in failures if each[2] not in (LOST, -signal.SIGTERM)]
     rank, process, code = min(causes or failures)
     who = f"rank {rank} (process {process})"
@@ -148,7 +148,7 @@ def _rendezvous(nodes: int, node: int) -> list[str]:
 
 
 def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
-    """What a broken collective means, said so that it helps; None where the error is another one."""
+    """A broken collective's error as a :class:`LostRank` that says what to do; None where the error is another one."""
     from torch.distributed import DistError
 
     if not isinstance(error, DistError) and "gloo" not in str(error):
@@ -248,7 +248,7 @@ def _store(here: Place, timeout: float) -> Any:
 
 
 def _master() -> None:
-    """Under SLURM, say where rank 0 is: its first node, and a port of the job's own."""
+    """Set the variables that say where rank 0 is under SLURM: the first node, and a port of the job's own."""
     if "MASTER_ADDR" not in os.environ:
         nodes = os.environ["SLURM_STEP_NODELIST"]
         found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)

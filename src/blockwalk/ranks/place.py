@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks of a run, read from the variables of its launcher."""
+"""A process's place among the ranks of a run, read from the variables of its launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LOST = 13
-"""What a rank exits with when others are gone."""
+"""The exit code of a rank that ends because others are gone."""
 
 
 class LostRank(RuntimeError):
@@ -25,7 +25,7 @@ class Place:
     ranks_per_node: int = 1
 
     def settings(self) -> list[tuple[str, int]]:
-        """What the configuration must say of the mesh; nothing where there is one rank."""
+        """The mesh's settings, by name, that the configuration must have; none where there is one rank."""
         if self.world == 1:
             return []
         return [("mesh.world", self.world), ("mesh.ranks_per_node", self.ranks_per_node)]

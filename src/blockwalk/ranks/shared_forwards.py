@@ -27,19 +27,19 @@ from blockwalk.ranks.scalars import Scalars, make_scalars
 
 
 @dataclass(slots=True)
-class Ranks:
+class SharedForwards:
     """This rank among the others of a zeroth-order run; also where there are none."""
 
     mesh: MeshSettings
     rank: int = 0
     _groups: Groups | None = None
     _scalars: Scalars | None = None
-    signal: Callable[[], int] = lambda: 0
-    """What this rank tells with its losses: the number of a signal that it got, or 0."""
-    heard: int = 0
-    """The highest such number that any rank told with the last losses."""
-    _told: float = 0.0
-    """A digest of the last entry, which goes with the next losses."""
+    own_stop_signal: Callable[[], int] = lambda: 0
+    """The number of the signal that asks this rank to stop, or 0; it goes with this rank's losses."""
+    stop_signal_of_any_rank: int = 0
+    """The highest such number that any rank sent with the last losses."""
+    _last_entry_digest: float = 0.0
+    """A digest of the last entry of the ledger, which goes with the next losses."""
     _read: float = 0.0
     """A digest of the global batch that this rank was given."""
 
@@ -49,7 +49,7 @@ class Ranks:
 
     # ---- who does what ----------------------------------------------------------------------------------------------
 
-    def passes_of(self, rank: int, passes: int) -> range:
+    def forwards_of(self, rank: int, passes: int) -> range:
         """The forwards of a step that a rank runs: consecutive ones, as many as its neighbours' or one less."""
         place, ranks = rank % self.mesh.perturb, self.mesh.perturb
         most = -(-passes // ranks)
@@ -57,7 +57,7 @@ class Ranks:
         first = place * most - max(0, place - longer)
         return range(first, first + most - (place >= longer))
 
-    def cuts_of(self, rank: int, cuts: int) -> range:
+    def micro_batches_of(self, rank: int, cuts: int) -> range:
         """The parts of the global batch that a rank takes, where it was cut into ``cuts``: one of each micro-batch."""
         return range(rank // self.mesh.perturb % self.mesh.data, cuts, self.mesh.data)
 
@@ -70,13 +70,13 @@ class Ranks:
 
     @property
     def place(self) -> int:
-        """This rank among them."""
+        """The number of this rank among the ranks that hold one copy."""
         return self.rank % self.slices
 
-    def gather_(self, stage_P: torch.Tensor) -> None:
-        """Complete a buffer in place, of which this rank's share is there; the ranks of its copy call this together."""
+    def gather_(self, bucket_P: torch.Tensor) -> None:
+        """Complete a bucket (uint8 [P]) in place from this rank's slice in it; the ranks of its copy call this together."""
         if self._groups is not None and self.slices > 1:
-            self._groups.gather_(stage_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
+            self._groups.gather_(bucket_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
 
     # ---- one batch ----------------------------------------------------------------------------------------------------
 
@@ -95,8 +95,8 @@ class Ranks:
         Raises:
             ValueError: on every rank: they were given different batches.
         """
-        everyone = self.exchange([self._read, float(self.signal())])
-        self.heard = max(int(told) for _, told in everyone)
+        everyone = self.exchange([self._read, float(self.own_stop_signal())])
+        self.stop_signal_of_any_rank = max(int(told) for _, told in everyone)
         self._require_one_batch(step, [read for read, _ in everyone])
 
     def _require_one_batch(self, step: int, read: Sequence[float]) -> None:
@@ -111,7 +111,7 @@ class Ranks:
     def losses(
         self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
     ) -> list[list[float]]:
-        """What every forward answered on every part of the global batch, the same bits on every rank.
+        """Losses of every forward on every part of the global batch, the same bits on every rank.
 
         Args:
             own: this rank's numbers, float64, by forward, part and row, in that order.
@@ -127,22 +127,29 @@ class Ranks:
             RuntimeError: their steps before differ.
         """
         cuts = len(counted)
-        most = -(-passes // self.mesh.perturb) * len(self.cuts_of(0, cuts)) * rows
-        ours = [counted[cut] for cut in self.cuts_of(self.rank, cuts)]
-        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), self._read, self._told, float(self.signal())]
+        most = -(-passes // self.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
+        ours = [counted[cut] for cut in self.micro_batches_of(self.rank, cuts)]
+        sent = [
+            *own,
+            *[0.0] * (most - len(own)),
+            *map(float, ours),
+            self._read,
+            self._last_entry_digest,
+            float(self.own_stop_signal()),
+        ]
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
         everyone = self.exchange(sent)
-        self.heard = max(int(values.pop()) for values in everyone)
+        self.stop_signal_of_any_rank = max(int(values.pop()) for values in everyone)
         told = [values.pop() for values in everyone]
         self._require_one_batch(step, [values.pop() for values in everyone])
         for rank, values in enumerate(everyone):
             at = iter(values)
-            for p in self.passes_of(rank, passes):
-                for cut in self.cuts_of(rank, cuts):
+            for p in self.forwards_of(rank, passes):
+                for cut in self.micro_batches_of(rank, cuts):
                     for row in range(rows):
                         table[p][cut * rows + row] = next(at)
-            theirs = [counted[cut] for cut in self.cuts_of(rank, cuts)]
-            if told[rank] != self._told:
+            theirs = [counted[cut] for cut in self.micro_batches_of(rank, cuts)]
+            if told[rank] != self._last_entry_digest:
                 raise RuntimeError(
                     f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the step before differs"
                 )
@@ -157,10 +164,10 @@ class Ranks:
         return rows
 
     def first(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 answers, on every rank: a value that JSON carries, as small as a ledger.
+        """Rank 0's answer, on every rank: a value that JSON carries, as small as a ledger.
 
         Raises:
-            ValueError: on every rank, what rank 0 raised.
+            ValueError: on every rank, as rank 0 raised it.
         """
         return first(ask) if self.world > 1 else ask()
 
@@ -179,7 +186,7 @@ class Ranks:
             return
         digest = hashlib.blake2b(repr(entry).encode(), digest_size=6).digest()
         ours = int.from_bytes(digest, "little")
-        self._told = float(ours)  # 48 bits: exact
+        self._last_entry_digest = float(ours)  # 48 bits: exact
         if wait and self.first_seed(ours) != ours:
             raise RuntimeError(f"step {step}: rank {self.rank} has another ledger entry than rank 0: {entry}")
 
@@ -205,11 +212,11 @@ class Ranks:
                     )
 
     def _all(self, own_N: torch.Tensor) -> torch.Tensor:
-        """Everybody's numbers, [W, N]."""
+        """Every rank's numbers, [W, N], from this rank's [N]."""
         return own_N[None] if self._scalars is None else self._scalars.gather(own_N)
 
     def close(self) -> None:
-        """Let go of the process groups, together."""
+        """Destroy the process groups; every rank calls this together."""
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -219,7 +226,7 @@ class Ranks:
 
 
 def first(ask: Callable[[], Any]) -> Any:
-    """What rank 0 answers, on every rank; see :meth:`Ranks.first`."""
+    """Rank 0's answer, on every rank; see :meth:`SharedForwards.first`."""
     if not dist.is_initialized():
         return ask()
     told: list[Any] = [None, None]
@@ -234,7 +241,7 @@ def first(ask: Callable[[], Any]) -> Any:
     return answer
 
 
-def make_ranks(plan: Plan, device: torch.device) -> Ranks:
+def make_ranks(plan: Plan, device: torch.device) -> SharedForwards:
     """The ranks of a plan; every rank calls this together.
 
     Raises:
@@ -242,8 +249,8 @@ def make_ranks(plan: Plan, device: torch.device) -> Ranks:
     """
     mesh = plan.mesh
     if started(mesh) == 1:
-        return Ranks(mesh)
+        return SharedForwards(mesh)
     if plan.sharded:  # its slices have groups of their own
-        return Ranks(mesh, dist.get_rank(), None, make_scalars(mesh, dist.get_rank()))
+        return SharedForwards(mesh, dist.get_rank(), None, make_scalars(mesh, dist.get_rank()))
     groups = make_groups(replace(mesh, z1=mesh.slice, z2=mesh.slice, z3=mesh.slice), device)
-    return Ranks(mesh, groups.rank, groups, make_scalars(mesh, groups.rank))
+    return SharedForwards(mesh, groups.rank, groups, make_scalars(mesh, groups.rank))

@@ -42,8 +42,8 @@ def _end_process(message: str) -> None:
 
 
 class Watch:
-    """Ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store over a
-    connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
+    """A watch that ends this process when another rank is dead, or when this one is stuck. Two threads: one talks to the store
+    over a connection of its own, where a link that is down can hold it for minutes; the other looks at the clock.
 
     It begins when every rank has come, which it waits for. Every three seconds a rank counts its own beat up and reads the
     others'. A rank whose beat stands still for :data:`DEAD_AFTER` seconds is dead, stopped or unreachable; so is the store's
@@ -91,9 +91,9 @@ class Watch:
         first = here.rank // here.ranks_per_node * here.ranks_per_node
         self._node = range(first, first + here.ranks_per_node)
         self._seen: dict[int, tuple[bytes, float]] = {}
-        """Of each rank its newest beat, and when that was first seen."""
+        """Each rank's newest beat, and when that was first seen."""
         self._used: dict[int, int] = {}
-        """Of silent ranks of this node the processor time that they had used when that was last looked at."""
+        """Processor time that each silent rank of this node had used when it was last looked at."""
         self._trouble = ""
         self._store = store.clone()
         self._meet(start_timeout)
@@ -101,7 +101,7 @@ class Watch:
         self._lived = 0.0
         """Seconds on this rank's clock: while its process is stopped, or no thread of it gets to run, it stands still."""
         self._answered = 0.0
-        """When the store last answered, on that clock; so are all times below."""
+        """Seconds on that clock at which the store last answered; all times below are on it."""
         self._threads = [
             threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in (self._beat, self._look)
         ]
@@ -110,7 +110,7 @@ class Watch:
         Watch.current = self
 
     def _meet(self, timeout: float) -> None:
-        """Wait until every rank has come. What one rank says of those that are missing, all say."""
+        """Wait until every rank has come. All ranks name the same missing ones."""
         here, store, missing = self._here, self._store, f"{self._about}/missing"
         count, wait, deadline = f"{self._about}/present", 0.01, time.monotonic() + timeout
         try:
@@ -133,7 +133,7 @@ class Watch:
             ) from None
 
     def _absent(self, timeout: float) -> str:
-        """What to say of the ranks that have not come."""
+        """The message that names the ranks that have not come."""
         each = self._here.ranks_per_node
         there = {rank for rank in range(self._here.world) if self._store.check([self._process(rank)])}
         hosts = {rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there}
@@ -166,7 +166,7 @@ class Watch:
             Watch.current = None
 
     def stuck(self) -> str | None:
-        """What to say where this rank's step is stuck."""
+        """The message that ends a rank whose step is stuck; None where it is not."""
         progress, steps = self._progress, self._steps
         if progress is None or not steps:
             return None
@@ -217,7 +217,7 @@ class Watch:
                 return
 
     def unheard(self) -> str | None:
-        """What to say where other ranks are silent; those of this node are killed."""
+        """The message that ends this rank where others are silent, or None; silent ranks of this node are killed."""
         now = self._lived
         silence = now - self._answered
         if silence > self.dead_after:
@@ -249,7 +249,7 @@ def begin_watch(mesh: MeshSettings) -> Watch:
 
 
 def _stat(process: int) -> list[str]:
-    """What the kernel says of a process of this machine, from the third field of proc(5)'s stat; nothing where it is gone."""
+    """The kernel's fields about a process of this machine, from the third field of proc(5)'s stat; nothing where it is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -257,7 +257,8 @@ def _stat(process: int) -> list[str]:
 
 
 def _began(process: int) -> str:
-    """When a process of this machine began, in the kernel's ticks: with its number, it is that process and no other."""
+    """The time, in the kernel's ticks, at which a process of this machine began: with its number, it is that process and no
+    other."""
     return (_stat(process) or [""] * 20)[19]
 
 

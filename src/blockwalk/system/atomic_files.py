@@ -59,7 +59,7 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def naming(path: str | os.PathLike[str], nbytes: int | None = None) -> Iterator[None]:
-    """Where there is no room for a file, say which it is, how many bytes it was to have, and how many are free."""
+    """Add to an error about a full disk the file's path, the bytes that it was to have, and the bytes that are free."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ _SEAL = ', "digest": "'
 
 def seal(text: str, before: str = "") -> tuple[str, str]:
     """A JSON object's text with its digest as its last value, and that digest: 16 hexadecimal digits, of ``before`` and of the
-    text. What ``before`` is the digest of is sealed with it, so that lines make a chain."""
+    text. The text that ``before`` is the digest of is sealed with it, so that lines make a chain."""
     digest = hashlib.blake2b((before + text).encode(), digest_size=8).hexdigest()
     return text[:-1] + _SEAL + digest + '"}', digest
 
@@ -138,7 +138,7 @@ def write_sealed(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :func:`write_sealed` wrote.
+    """The JSON object in a file of :func:`write_sealed`, compared with its digest.
 
     Raises:
         Damaged: the file is missing, or is not as it was written.

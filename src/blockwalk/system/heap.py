@@ -15,8 +15,9 @@ from collections.abc import Callable
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
 MARGIN = 3 << 20
-"""... and beyond a block's working set: given back sooner, each block would fault its own in again (a 0.5B step: 150,000
-page faults and 0.7 s of the kernel's time, 8,000 and 0.1 s when it is kept)."""
+"""Bytes that anonymous memory may grow by beyond a block's working set, at least. If free heap were given back sooner, each
+block would fault its own pages in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time; 8,000 and 0.1 s
+when they are kept)."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER = 1 << 30
@@ -49,27 +50,31 @@ def _keep_freed() -> None:
 
 
 class Slack:
-    """Keeps free heap for the next block, and bounds how much of it stays backed by memory; cheap enough to be asked after
-    every block. The allocator's settings are the process's: they stay when this object is gone."""
+    """A bound on the free heap that the process keeps for its next block. :meth:`bound` is cheap enough to be called after
+    every block. The allocator's settings are the process's: they stay when this object is gone.
+
+    Args:
+        share: the quantile of the recent blocks' heap growth that is kept untrimmed. Rare blocks beyond it, such as a loss once
+            a step, fault their pages in again.
+        spare: the fraction of that growth, at least :data:`MARGIN` bytes, that is allowed on top before the heap is trimmed.
+    """
 
     def __init__(self, share: float = 0.8, spare: float = 0.125) -> None:
-        """``share`` of the blocks find their working set kept (for those beyond it, such as a loss once a step, memory matters
-        more than its faults), and ``spare`` of that, or :data:`MARGIN`, for the holes between."""
         self._share, self._spare = share, spare
         self._floor = 0
         self._left: deque[int] = deque(maxlen=32)
-        """What one block has left behind on a heap without slack, of late."""
+        """Bytes by which anonymous memory grew over single blocks that began with a trimmed heap, the newest 32."""
         self._is_fresh = False
         _keep_freed()
 
     @property
     def _working_set(self) -> int:
-        """What that share of the blocks need."""
+        """Bytes of heap growth that ``share`` of the recent blocks stay below; 0 before any was seen."""
         count = len(self._left)
         return sorted(self._left)[int((count - 1) * self._share)] if count else 0
 
     def bound(self) -> None:
-        """Give free heap back if anonymous memory has grown, since it last was, by more than a block needs."""
+        """Give free heap back if anonymous memory has grown, since the last time, by more than a block needs."""
         if (trim := _trimmer()) is None:
             return
         grown = _anonymous_bytes() - self._floor
@@ -83,7 +88,7 @@ class Slack:
 
 
 def _anonymous_bytes() -> int:
-    """Resident bytes that no file stands behind."""
+    """Bytes of resident memory that no file stands behind."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
-"""What a run measures of itself: memory of the process, and the line of ``metrics.jsonl`` that a step leaves.
+"""Memory of this process: what it holds, its peak, and the limits that it is under.
 
-Memory is what the kernel cannot drop: RssAnon + RssShmem + VmSwap + VmPTE of ``/proc/self/status``, of the whole
-process. Pages of mapped files are not counted; they are there as long as there is room for them. Nothing here imports
+Memory here means the bytes that the kernel cannot drop: RssAnon + RssShmem + VmSwap + VmPTE of ``/proc/self/status``, of the
+whole process. Pages of mapped files are not counted; they are there as long as there is room for them. Nothing here imports
 torch.
 """
 
@@ -47,19 +47,19 @@ def peak_resident_bytes() -> int:
 
 
 COUNTED = "private memory of the whole process, which the kernel cannot drop"
-"""What :func:`process_bytes` counts, in words."""
+"""The memory that :func:`process_bytes` counts, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Memory that something allows this process."""
+    """Bytes of memory that the machine, a control group or ``ulimit`` allows this process."""
 
     nbytes: int
     where: str
     swap: int = 0
-    """Bytes that may go to swap beside them."""
+    """Bytes that may go to swap beside ``nbytes``."""
     of_process: bool = False
-    """It counts this process alone, not others of its group or machine."""
+    """Whether the limit counts this process alone, not others of its group or machine."""
 
 
 def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[Limit]:
@@ -90,7 +90,7 @@ def host_memory() -> tuple[int, bool]:
 
 
 def _number(path: Path) -> int | None:
-    """What a file of a control group says; None where there is no such file, or no limit (``max``)."""
+    """The number in a file of a control group; None where there is no such file, or no limit (``max``)."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -99,7 +99,8 @@ def _number(path: Path) -> int | None:
 
 
 def _limit_files(root: Path, groups: Path) -> Iterator[Path]:
-    """Where the memory limits of this process may stand: of its own control group and of those around it, either version."""
+    """The files in which memory limits of this process may stand: those of its own control group and of the groups around it,
+    of either version of control groups."""
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -133,17 +134,16 @@ class PeakMemory:
     >>> with PeakMemory() as memory:
     ...     held = bytearray(1 << 20)
     ...     peak = memory.take()
+
+    Args:
+        interval: seconds between samples.
     """
 
     def __init__(self, interval: float = 0.005) -> None:
-        """
-        Args:
-            interval: seconds between samples.
-        """
         self._interval = interval
         self._peak = 0
         self.highest = 0
-        """Bytes: the highest sample since the start."""
+        """Bytes of the highest sample since the start."""
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="blockwalk-memory", daemon=True)

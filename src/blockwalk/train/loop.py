@@ -320,7 +320,7 @@ class _Loop:
     def run(self, progress: Progress, stop: _Stop) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""
         done = self.walker.steps_done
-        self.walker.ranks.signal = lambda: stop.asked
+        self.walker.ranks.own_stop_signal = lambda: stop.asked
         if self.saved is not None:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
@@ -356,7 +356,7 @@ class _Loop:
         if ranks.world == 1:
             asked = stop.asked
         elif heard:
-            asked = ranks.heard
+            asked = ranks.stop_signal_of_any_rank
         else:
             asked = int(max(values[0] for values in ranks.exchange([stop.asked])))
         if asked:

@@ -41,7 +41,7 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.program.program import Op, OpKind
-from blockwalk.ranks.shared_forwards import Ranks
+from blockwalk.ranks.shared_forwards import SharedForwards
 
 
 class ZerothOrder:
@@ -53,9 +53,9 @@ class ZerothOrder:
         ranks: those that share a step's forwards and its batch; this process alone unless given.
     """
 
-    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: SharedForwards | None = None) -> None:
         self.engine, self.function = engine, objective
-        self.ranks = ranks or Ranks(MeshSettings())
+        self.ranks = ranks or SharedForwards(MeshSettings())
         self.plan = engine.plan
         self.rule = ZerothOrderRule.of(self.plan)
         self.entries: list[Entry] = []
@@ -156,8 +156,8 @@ class ZerothOrder:
         assert self.state is not None
         state = self.state
         if op.kind in (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS) and state.training:
-            passes = self.ranks.passes_of(self.ranks.rank, len(state.passes))
-            cuts = self.ranks.cuts_of(self.ranks.rank, len(state.batches))
+            passes = self.ranks.forwards_of(self.ranks.rank, len(state.passes))
+            cuts = self.ranks.micro_batches_of(self.ranks.rank, len(state.batches))
             if op.forward_pass >= len(passes):
                 return lambda: None  # a rank with one forward less than others
             op = replace(op, micro_batch=cuts[op.micro_batch], forward_pass=passes[op.forward_pass])
