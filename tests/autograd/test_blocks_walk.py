@@ -11,7 +11,7 @@ from torch import nn
 
 from blockwalk.cutting import verify
 from blockwalk.cutting import verify as verification
-from blockwalk.cutting.anatomy import Trace, dissect, layer_candidates, watch
+from blockwalk.cutting.anatomy import CallTrace, dissect, layer_candidates, watch
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
@@ -214,7 +214,7 @@ def _toy_cut(forward) -> CutModel:
     from transformers import LlamaConfig
 
     model = _toy(LlamaConfig(vocab_size=9, hidden_size=4, num_attention_heads=1), forward)
-    trace = Trace()
+    trace = CallTrace()
     layers = layer_candidates(model)
     handles = watch(model, layers, trace)
     model(input_ids=torch.arange(3)[None])

@@ -216,7 +216,9 @@ def main(argv: list[str] | None = None) -> int:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                _configured(command, values, [*config.parse_flags(given), *there.settings()], runs_here=values.nnodes == 1)
+                _configured(
+                    command, values, [*config.parse_flags(given), *there.settings()], runs_here=values.nnodes == 1
+                )
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
             run = _configured(command, values, [*config.parse_flags(given), *here.settings()])
             return command.function()(run, values)

@@ -1,7 +1,7 @@
 """LoRA adapters and prefixes through PEFT, on models whose base weights are not there.
 
-Any ``LoraConfig`` that leaves the base weights alone; what would read or change them is refused, with the reason. A model
-that is given with a prefix (``PrefixTuningConfig``) keeps it.
+Any ``LoraConfig`` that leaves the base weights alone is accepted; one that would read or change them is refused, with the
+reason. A model that is given with a prefix (``PrefixTuningConfig``) keeps it.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def _only_reached(config: Any, model: nn.Module) -> Any:
 
 
 def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
-    """What a caller gives as adapters, in one form: settings, a mapping of their fields or a ``peft.LoraConfig`` as settings; a
-    folder as it is; None for none.
+    """A caller's adapters in one form: settings, a mapping of their fields or a ``peft.LoraConfig`` as settings; a folder as
+    it is; None for none.
 
     Raises:
         ValueError: something else, or a field that Blockwalk cannot honour.
@@ -319,7 +319,7 @@ def _prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
 
 
 def _prompt(model: Any, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
+    """The tensor that PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
     (name,) = model.peft_config
     encoder, config = model.prompt_encoder[name], model.peft_config[name]
     values = {n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))] for n, _ in encoder.named_parameters()}

@@ -1,6 +1,6 @@
-"""Where a model's prologue ends, which layers follow in which order, and what comes after them: read off one real run.
+"""A model's anatomy, read off one real run: where its prologue ends, which layers follow, and what comes after them.
 
-The run is that of a small instance (:func:`blockwalk.cutting.shrink.shrink`); what it shows holds for every size of the same
+The run is that of a small instance (:func:`blockwalk.cutting.shrink.shrink`); the anatomy holds for every size of the same
 configuration and is a plain value that can be kept in a file.
 """
 
@@ -39,7 +39,7 @@ class Anatomy:
 
 
 def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model.") -> str:
-    """A parameter's or module's name in the plain model: without what PEFT puts around and between.
+    """A parameter's or module's name in the plain model: without the parts that PEFT puts around and between.
 
     ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An
     adapter's own parameters keep ``base_layer``, which tells apart the adapters of several fused expert weights of one
@@ -83,18 +83,20 @@ def pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[tuple[
 
 
 @dataclass
-class Trace:
-    """What hooks saw during one real run."""
+class CallTrace:
+    """The module calls that hooks recorded during one real run."""
 
     calls: list[str] = field(default_factory=list)
-    """Layers, in the order of their calls."""
+    """Names of the layers, in the order of their calls."""
     returns: dict[str, int] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
-    """Pieces called before the first layer."""
+    """Names of the pieces called before the first layer."""
     after: list[str] = field(default_factory=list)
 
 
-def watch(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> list[torch.utils.hooks.RemovableHandle]:
+def watch(
+    model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace
+) -> list[torch.utils.hooks.RemovableHandle]:
     """Hook every layer and piece so that the next run fills ``trace``; the caller removes the handles."""
     handles = []
 
@@ -123,7 +125,7 @@ def watch(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> li
     return handles
 
 
-def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: Trace) -> Anatomy:
+def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace) -> Anatomy:
     """The anatomy that a trace shows. Raises ValueError for a model that is no sequence of layers, with the reason."""
     if not trace.calls:
         raise ValueError("no layer of it is called: it has no list of decoder layers")

@@ -17,7 +17,7 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """What one block is called with for one batch: an explicit value, to be run any number of times in any order."""
+    """The arguments of one block for one batch: an explicit value, to be run any number of times in any order."""
 
     unit: int
     module: nn.Module
@@ -51,9 +51,9 @@ class Prologue:
     sources: tuple[torch.Tensor, ...]
     """Tensors of the prologue's graph that blocks take as arguments, beside the hidden state."""
     leaves: tuple[torch.Tensor, ...]
-    """Their stand-ins in the calls, in the same order."""
+    """The stand-ins of ``sources`` in the blocks' calls, in the same order."""
     stand_ins: Mapping[str, tuple[Any, ...]]
-    """What the prologue's modules answered, on the meta device: the epilogue's pass runs on zeros of these shapes."""
+    """The answers of the prologue's modules, on the meta device: the epilogue's pass runs on zeros of these shapes."""
 
     def backward(
         self, grad_hidden_BSD: torch.Tensor | None, grad_leaves: Sequence[torch.Tensor | None] | None = None
@@ -142,7 +142,7 @@ def tensors_of(value: Any, *, caches: bool = True) -> list[torch.Tensor]:
 
 
 def containers_of(value: Any) -> list[tuple[str, int]]:
-    """(path, length) of every dict and list that is not part of a cache: what a call must leave as it was."""
+    """(path, length) of every dict and list that is not part of a cache: a call must leave them as they were."""
     if isinstance(value, Mapping):
         inner = [(f"[{key!r}]{path}", size) for key, item in value.items() for path, size in containers_of(item)]
         return [("", len(value)), *inner]

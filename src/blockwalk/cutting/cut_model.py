@@ -1,4 +1,4 @@
-"""Cut a model into prologue, blocks and epilogue, without code of any model's own.
+"""A model cut into prologue, blocks and epilogue, without code of any model's own.
 
 One skeleton pass suffices: every decoder layer's forward gives way to a stub that records its arguments, and the model's
 own forward runs. It yields what each layer would have been called with for this batch. The prologue is that pass up to the
@@ -28,7 +28,7 @@ Batch = Mapping[str, Any]
 
 
 class _Stop(Exception):
-    """Ends a skeleton pass where nothing after it is wanted."""
+    """The exception that ends a skeleton pass where nothing after it is wanted."""
 
 
 def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class CutModel:
                 taken[name] = param.detach()
                 held[name] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         for unit in range(self.epilogue_index + 1):
-            self._put_back(unit, self._units.slots[unit])
+            self._put_back(unit, self._units.places[unit])
         return taken
 
     def bind(self, unit: int, values: Mapping[str, torch.Tensor | Weight]) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ class CutModel:
         Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'. A tensor that does not
         require a gradient is given a leaf that does, over the same memory. The epilogue accepts a tied head's weight.
         """
-        slots, trainable = self._units.slots[unit], self._units.trainable
+        places, trainable = self._units.places[unit], self._units.trainable
         leaves: dict[str, torch.Tensor] = {}
         self._bound.add(unit)
         for name, value in values.items():
@@ -173,8 +173,8 @@ class CutModel:
                 # A Parameter, as PEFT's parametrizations of expert weights ask for. They count as writes to it, which must not
                 # count for its neighbours in the file: .data has a version of its own.
                 placed = nn.Parameter(value.data, requires_grad=False)
-            for slot in slots[name]:
-                slot.module._parameters[slot.leaf] = placed  # type: ignore[assignment]
+            for place in places[name]:
+                place.module._parameters[place.leaf] = placed  # type: ignore[assignment]
         return leaves
 
     def unbind(self, unit: int, names: Sequence[str] | None = None) -> None:
@@ -183,12 +183,12 @@ class CutModel:
             return
         if names is None:
             self._bound.remove(unit)
-        self._put_back(unit, self._units.slots[unit] if names is None else names)
+        self._put_back(unit, self._units.places[unit] if names is None else names)
 
     def _put_back(self, unit: int, names: Iterable[str]) -> None:
         for name in names:
-            for slot in self._units.slots[unit][name]:
-                slot.module._parameters[slot.leaf] = self._units.placeholders[name]
+            for place in self._units.places[unit][name]:
+                place.module._parameters[place.leaf] = self._units.placeholders[name]
 
     def layer_name(self, unit: int) -> str:
         """The canonical name of a block's module."""
@@ -235,19 +235,19 @@ class CutModel:
         The epilogue's pass repeats what the model does before its layers, on stand-ins, and forgets the outcome.
         """
         empty = [
-            (slot, param)
-            for slots in self._units.slots[0].values()
-            for slot in slots
-            if (param := slot.module._parameters[slot.leaf]) is not None and param.is_meta
+            (place, param)
+            for places in self._units.places[0].values()
+            for place in places
+            if (param := place.module._parameters[place.leaf]) is not None and param.is_meta
         ]
         try:
-            for slot, param in empty:
+            for place, param in empty:
                 zeros = torch.zeros((), dtype=param.dtype, device=self.device).expand(param.shape)
-                slot.module._parameters[slot.leaf] = zeros  # type: ignore[assignment]
+                place.module._parameters[place.leaf] = zeros  # type: ignore[assignment]
             yield
         finally:
-            for slot, param in empty:
-                slot.module._parameters[slot.leaf] = param
+            for place, param in empty:
+                place.module._parameters[place.leaf] = param
 
     def _answer(self, module: nn.Module, hidden_BSD: torch.Tensor) -> Any:
         length = self.anatomy.returns[type(module).__name__]
@@ -337,7 +337,8 @@ class CutModel:
 
     @staticmethod
     def _hidden_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], first: list[torch.Tensor], name: str) -> int | str:
-        """Where the hidden state goes; from the second layer on it must be the very tensor that the first was given."""
+        """The position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the very
+        tensor that the first was given."""
         if first:
             places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             for place, value in places:
@@ -418,7 +419,7 @@ class CutModel:
     def head_input(
         self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
     ) -> torch.Tensor:
-        """What the output embedding is given: the last block's hidden state [B, S, D] after the final norm.
+        """The output embedding's input: the last block's hidden state [B, S, D] after the final norm.
 
         The epilogue's own parameters must be bound; neither the embedding's nor the head's weight is needed.
         """

@@ -1,6 +1,6 @@
-"""Which parameter belongs to which unit, and where in the modules it sits.
+"""The unit that owns each parameter, and the places in the modules where the parameter sits.
 
-Resolved once, when a model is cut, so that binding is a look-up.
+Both are resolved once, when a model is cut, so that binding is a look-up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _IDS_OF_PLACE = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """One place where a parameter sits."""
+class ParameterPlace:
+    """One attribute of a module (``leaf``) where a parameter sits."""
 
     module: nn.Module
     leaf: str
@@ -47,10 +47,11 @@ class Units:
     layers: list[Part]
     pieces: list[Part]
     """Outermost modules outside the layers."""
-    slots: list[dict[str, list[Slot]]]
-    """For every unit: canonical name → places. A tied parameter is the prologue's and has a place in the epilogue too."""
+    places: list[dict[str, list[ParameterPlace]]]
+    """Each unit's parameters: canonical name → places. A tied parameter is the prologue's and has a place in the epilogue
+    too."""
     placeholders: dict[str, nn.Parameter] = field(default_factory=dict)
-    """What stands in the modules where nothing is bound."""
+    """Parameters by canonical name that stand in the modules where nothing is bound."""
     trainable: set[str] = field(default_factory=set)
 
     @property
@@ -84,14 +85,14 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     name_of: dict[int, str] = {}
-    places: dict[str, list[tuple[str, int, Slot]]] = {}
+    places: dict[str, list[tuple[str, int, ParameterPlace]]] = {}
     tied: list[tuple[str, str]] = []
     for name, param in model.named_parameters(remove_duplicate=False):
         prefix, _, leaf = name.rpartition(".")
         alias = canonical(name)
         plain = name_of.setdefault(id(param), alias)
         assert units.placeholders.setdefault(plain, param) is param, f"two parameters are named {plain}"
-        places.setdefault(plain, []).append((name, units.owner(name), Slot(modules[prefix], leaf)))
+        places.setdefault(plain, []).append((name, units.owner(name), ParameterPlace(modules[prefix], leaf)))
         if alias != plain:
             tied.append((alias, plain))
     dtypes = Counter(param.dtype for name, param in units.placeholders.items() if "lora_" not in name)
@@ -101,16 +102,16 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         for name, param in units.placeholders.items()
         if "lora_" not in name and (param.dtype == torch.float32 != most or stays_float32(base, torch.bfloat16, name))
     }
-    specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.slots]
+    specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.places]
     for plain, found in places.items():
         param = units.placeholders[plain]
         home, last = min(unit for _, unit, _ in found), max(unit for _, unit, _ in found)
         if home != last and (home, last) != (0, units.epilogue):
             raise ValueError(f"{plain} is one parameter in two blocks: the model is no sequence of layers")
-        for _, unit, slot in found:
-            units.slots[unit].setdefault(plain, []).append(slot)
-        name, slot = next((name, slot) for name, unit, slot in found if unit == home)
-        specs[home].append((name, _param_spec(plain, param, slot, plain in exact)))
+        for _, unit, place in found:
+            units.places[unit].setdefault(plain, []).append(place)
+        name, place = next((name, place) for name, unit, place in found if unit == home)
+        specs[home].append((name, _param_spec(plain, param, place, plain in exact)))
         if param.requires_grad:
             units.trainable.add(plain)
     config = base.config.get_text_config()
@@ -126,21 +127,22 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
     )
 
 
-def _param_spec(name: str, param: torch.Tensor, slot: Slot, exact: bool) -> ParamSpec:
+def _param_spec(name: str, param: torch.Tensor, place: ParameterPlace, exact: bool) -> ParamSpec:
     dtype = str(param.dtype).removeprefix("torch.")
-    quantizable = _quantizable(slot, param, name)
+    quantizable = _quantizable(place, param, name)
     fused = quantizable and param.ndim == 3
     return ParamSpec(name, tuple(param.shape), dtype, param.requires_grad, quantizable, assembled=fused, exact=exact)
 
 
-def _quantizable(slot: Slot, param: torch.Tensor, name: str) -> bool:
-    """Weights of linear and embedding layers of the base model, and fused experts [E, N, D]."""
+def _quantizable(place: ParameterPlace, param: torch.Tensor, name: str) -> bool:
+    """Whether a codec may encode the parameter: weights of linear and embedding layers of the base model, and fused experts
+    [E, N, D]."""
     if ".lora_" in name or not param.is_floating_point():
         return False
     if param.ndim == 3:
-        return "expert" in name and "bias" not in slot.leaf
-    matrix = isinstance(slot.module, nn.Linear | nn.Embedding) or type(slot.module).__name__ == "Conv1D"
-    return matrix and slot.leaf == "weight" and param.ndim == 2
+        return "expert" in name and "bias" not in place.leaf
+    matrix = isinstance(place.module, nn.Linear | nn.Embedding) or type(place.module).__name__ == "Conv1D"
+    return matrix and place.leaf == "weight" and param.ndim == 2
 
 
 def _block_spec(part: Part, specs: Sequence[tuple[str, ParamSpec]]) -> UnitSpec:
@@ -149,7 +151,8 @@ def _block_spec(part: Part, specs: Sequence[tuple[str, ParamSpec]]) -> UnitSpec:
 
 
 def _kind(module: nn.Module, params: Sequence[tuple[str, ParamSpec]]) -> str:
-    """Equal for blocks that run the same code on the same shapes: class, parameters and every whole-number setting."""
+    """A name that is equal for blocks that run the same code on the same shapes: class, parameters and every whole-number
+    setting."""
     facts = [(local, spec.shape, spec.dtype, spec.trainable) for local, spec in params]
     settings = [
         (type(child).__name__, key, str(value))

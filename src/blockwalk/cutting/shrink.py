@@ -43,7 +43,7 @@ _OF_LAYERS = ("full_attn_idxs", "mlp_only_layers", "moe_layers", "hybrid_layer_i
 
 
 def shrink(config: Any) -> Any:
-    """The same configuration with small dimensions (hidden size 64, 4 heads), with a layer of every kind.
+    """A copy of the configuration with small dimensions (hidden size 64, 4 heads), with a layer of every kind.
 
     Numbers that shape no tensor (caps, scales, dropout, rotary bases, ...) stay as they are. Lists with an entry for each
     layer lose the entries of layers that are like one kept.

@@ -23,7 +23,7 @@ _LARGE = 1 << 16
 
 
 class Skeleton(NamedTuple):
-    """What :func:`build_skeleton` answers."""
+    """A model without weights, as :func:`build_skeleton` makes it."""
 
     model: nn.Module
     """The ``transformers`` causal language model; its parameters are on the meta device."""

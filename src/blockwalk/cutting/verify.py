@@ -26,7 +26,7 @@ from torch import nn
 
 from blockwalk.cutting import anatomy as anatomy_room
 from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
-from blockwalk.cutting.anatomy import Anatomy, Trace, dissect, layer_candidates, watch
+from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
 from blockwalk.system import atomic_files
 from blockwalk.system.out_of_memory import is_out_of_memory
@@ -149,7 +149,7 @@ def study(cls: Any, config: Any, *, verify: bool = True) -> Anatomy:
         batch = small_batch(model.config)
         model.eval()
         candidates = layer_candidates(model)
-        trace = Trace()
+        trace = CallTrace()
         handles = watch(model, candidates, trace)
         with torch.no_grad():
             model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False)
@@ -168,7 +168,7 @@ def study(cls: Any, config: Any, *, verify: bool = True) -> Anatomy:
 
 
 def _find_head_form(cut: CutModel, batch: Mapping[str, torch.Tensor]) -> Anatomy:
-    """Which soft cap and scale, out of the configuration's numbers, turn W·h + b into the model's own logits and loss.
+    """The soft cap and the scale, out of the configuration's numbers, that turn W·h + b into the model's own logits and loss.
 
     The head's weight is enlarged for the time of the test: only large logits show a cap.
     """
@@ -260,7 +260,8 @@ def control_run(model: Any, cut: CutModel, batch: Mapping[str, torch.Tensor]) ->
 
 
 def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Run:
-    """The same, block by block: forward without a graph, then every block recomputed with one, last to first.
+    """The run block by block, to be compared with :func:`control_run`: forward without a graph, then every block recomputed
+    with one, last to first.
 
     ``params`` are the parameters by canonical name, out of the modules; each unit holds its own only while at work.
     """
@@ -376,7 +377,7 @@ def unread_outputs(cut: CutModel, batch: Mapping[str, torch.Tensor], seed: int) 
 
 
 def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
-    """Of a block's input, parameters and differentiable arguments."""
+    """Gradients of a block's input, parameters and differentiable arguments, in that order."""
     leaf_BSD = hidden_BSD.clone().requires_grad_()
     inputs = [leaf_BSD, *(p for p in call.module.parameters() if p.requires_grad), *call.differentiable]
     output_BSD = cut.forward(call, leaf_BSD, seed)

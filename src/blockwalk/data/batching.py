@@ -1,6 +1,6 @@
 """Batches in an order that is a pure function of (seed, epoch): resumable, and the same for any number of ranks.
 
-The *global* batch is the unit. It is padded to its own longest row before it is cut into shards or micro-batches, so
+The *global* batch is the unit. It is padded to its own longest row before it is cut over ranks or micro-batches, so
 each rank's rows hold the same values whatever the world size. B batch, S sequence, C classes.
 """
 
@@ -67,7 +67,7 @@ class Batches(Iterator[Batch]):
         return collate(self.dataset, self.next_rows(), self.padding_multiple)
 
     def next_rows(self) -> list[int]:
-        """The example numbers of the next batch; moves on."""
+        """The example numbers of the next batch; the iterator moves past them."""
         rows: list[int] = []
         while len(rows) < self.batch_size:
             if self.position == len(self.dataset):
@@ -79,7 +79,7 @@ class Batches(Iterator[Batch]):
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator stands, as JSON values, with what the order depends on."""
+        """The iterator's place, as JSON values, with the settings that the order depends on."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -182,13 +182,14 @@ class LabelWordBatch:
     """mean or sum of the log-probabilities of a label word's tokens."""
 
     def scores(self, row_losses: torch.Tensor) -> torch.Tensor:
-        """[B, C] what the label words are ranked by, from the loss summed over each row's label word, [B · C] on the CPU."""
+        """Scores [B, C] that the label words are ranked by, from the loss summed over each row's label word, [B · C] on the
+        CPU."""
         if self.ranked_by == "mean":
             row_losses = row_losses / (self.batch["labels"][:, 1:] != IGNORE).sum(1)
         return -row_losses.view(-1, self.classes)
 
     def correct(self, row_losses: torch.Tensor) -> int:
-        """How many of the B examples have their right class ranked first."""
+        """The number of the B examples whose right class is ranked first."""
         return int((self.scores(row_losses).argmax(dim=1) == self.targets_B).sum())
 
 
@@ -202,7 +203,7 @@ def label_word_batch(
 
 
 def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """[B] the cross-entropy summed over each row's learnt tokens, in float32."""
+    """Cross-entropy [B], summed over each row's learnt tokens, in float32."""
     losses = torch.nn.functional.cross_entropy(
         logits_BSV[:, :-1].float().transpose(1, 2), labels_BS[:, 1:], ignore_index=IGNORE, reduction="none"
     )
@@ -212,7 +213,7 @@ def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
 def share(
     batch: Mapping[str, torch.Tensor], micro_batches: int, world: int, rank: int
 ) -> list[dict[str, torch.Tensor]]:
-    """A rank's share of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
+    """A rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
 
     Where B is no multiple of micro-batches × ranks, copies of its last rows with every label ignored make up for it.
     """

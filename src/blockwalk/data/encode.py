@@ -30,7 +30,7 @@ Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
 
 CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
-"""Texts that are tokenised in one call, and their characters."""
+"""The most texts that are tokenised in one call, and the most characters in them."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -46,7 +46,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 @dataclass(slots=True)
 class EncodeReport:
-    """What happened to a data set's records on their way to tokens (counts of records, turns and tokens)."""
+    """Counts of the records, turns and tokens that were kept, cut or dropped when a data set became tokens."""
 
     records: int = 0
     truncated: int = 0
@@ -81,11 +81,11 @@ class Encoded:
     """Examples as tokens, end to end in flat arrays (T tokens in all, n examples)."""
 
     token_ids: npt.NDArray[np.int32]
-    """[T] the ids."""
+    """Token ids [T]."""
     in_loss: npt.NDArray[np.bool_]
-    """[T] whether the token is learnt."""
+    """Booleans [T]: whether the token is learnt."""
     starts: npt.NDArray[np.int64]
-    """[n + 1] example i is the slice ``starts[i]:starts[i + 1]``."""
+    """Offsets [n + 1] in tokens: example i is the slice ``starts[i]:starts[i + 1]``."""
     pad_id: int
     report: EncodeReport = field(default_factory=EncodeReport, compare=False)
 
@@ -118,7 +118,7 @@ class Choices:
 
     rows: Encoded
     targets: npt.NDArray[np.int64]
-    """[n] the right class of each example."""
+    """The right class of each example, [n]."""
     classes: int
 
     def __len__(self) -> int:
@@ -334,7 +334,7 @@ def _tokenize(
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
-    """What fills rows up; masked, so any id will do where a tokenizer names none."""
+    """The token id that fills rows up; it is masked, so any id will do where a tokenizer names none."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)

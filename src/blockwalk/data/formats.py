@@ -52,10 +52,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Template:
-    """How a classification record becomes text, in the style of MeZO's SST-2 prompt (Malladi et al. 2023, Table 14).
+    """The text that a classification record becomes, in the style of MeZO's SST-2 prompt (Malladi et al. 2023, Table 14).
 
     ``text`` names fields of the record in braces and the label's place as ``{label}``: ``"{text} It was {label}."``.
-    ``words`` holds the label word of each class. A record's label is a class number or one of the words. What follows
+    ``words`` holds the label word of each class. A record's label is a class number or one of the words. Text after
     ``{label}`` is left off: a causal model's word does not depend on it. The blank before ``{label}`` is the word's.
     """
 

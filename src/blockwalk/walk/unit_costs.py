@@ -324,7 +324,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
         works = works if bench.backprop else (works[0], Work())
         return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops, *works)
     cut.bind(
-        last, {p.name: _blank(p, bench.used_as(p)) for p in spec.epilogue.params if p.name in cut._units.slots[last]}
+        last, {p.name: _blank(p, bench.used_as(p)) for p in spec.epilogue.params if p.name in cut._units.places[last]}
     )
     hidden_BSD = torch.zeros(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)
