@@ -24,7 +24,7 @@ _ALIGN = 64
 
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
-"""Weights whose products' values nobody reads for now; by identity. Of the thread that recomputes, and of no other."""
+"""Weights, by identity, whose products' values nobody reads for now: those of the thread that recomputes, and of no other."""
 
 
 @contextmanager
@@ -189,9 +189,9 @@ def _product(
 
 
 def _borders(n_in: int, n_out: int, a_PI: torch.Tensor, chunk_bytes: int | None) -> list[int]:
-    """Where the chunks of output features begin and end.
+    """Borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
 
-    They are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so
+    Chunks are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so
     narrow that another kernel, with another order of additions, would take it.
     """
     if chunk_bytes is None:

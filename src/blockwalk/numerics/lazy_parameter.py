@@ -59,7 +59,7 @@ class LazyParameter(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Beneath the torch functions there is no data to work on."""
+        """Refuse the operation: beneath the torch functions there is no data to work on."""
         raise AssertionError(f"{func} reached a lazily decoded weight")
 
     @classmethod

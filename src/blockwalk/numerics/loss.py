@@ -65,11 +65,11 @@ def head_logits(
 
 
 _LOWEST = -1e30
-"""Where running maxima start: finite, so that m − m is 0 for a token that has seen nothing but −∞."""
+"""The value at which running maxima start: finite, so that m − m is 0 for a token that has seen nothing but −∞."""
 
 _NEGLIGIBLE = -80.0
-"""Logits this far below the maximum are taken as this far (1.8e-35 of its share): an exp whose result is subnormal takes 10
-to 30 times as long."""
+"""The distance below the maximum at which logits are cut off (1.8e-35 of its probability): an exp whose result is subnormal
+takes 10 to 30 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class _Head:
         return l_nv.sub_(maximum_n.unsqueeze(1)).clamp_(min=_NEGLIGIBLE).exp_()
 
     def add_product(self, into: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-        """into += alpha·left·right, a product in the compute dtype added up in the wide one, without a temporary."""
+        """Add alpha·left·right to ``into``: a product in the compute dtype added up in the wide one, without a temporary."""
         if left.dtype == self.wide:
             into.addmm_(left, right, alpha=alpha)
             return
@@ -129,7 +129,7 @@ class _Head:
             onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
 
     def narrowed(self, l_nv: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same matrix in the compute dtype, in the buffer that the logits' product no longer needs."""
+        """A copy of the matrix in the compute dtype, in the buffer that the logits' product no longer needs."""
         if dtype == self.wide:
             return l_nv
         return self.scratch.take("narrow", *l_nv.shape, like=l_nv, dtype=dtype).copy_(l_nv)
@@ -137,7 +137,7 @@ class _Head:
 
 @dataclass(slots=True)
 class _Rows:
-    """What a pass over the vocabulary has gathered on n tokens."""
+    """Sums that a pass over the vocabulary has gathered on n tokens."""
 
     maximum_n: Tensor
     rest_n: Tensor
@@ -146,7 +146,7 @@ class _Rows:
 
     @classmethod
     def of(cls, like: Tensor, tokens: int, wide: torch.dtype) -> _Rows:
-        """Of tokens that have seen nothing yet, on ``like``'s device."""
+        """Sums of tokens that have seen nothing yet, on ``like``'s device."""
         maximum_n = torch.full((tokens,), _LOWEST, dtype=wide, device=like.device)
         return cls(maximum_n, torch.zeros_like(maximum_n, dtype=torch.float64), torch.empty_like(maximum_n))
 
@@ -167,7 +167,7 @@ class _Rows:
 
     @property
     def weight_n(self) -> Tensor:
-        """What turns exp(l_j − maximum) into p_j: q/rest, float64."""
+        """Factors q/rest, float64, that turn exp(l_j − maximum) into p_j."""
         return self.miss_n / self.rest_n
 
 

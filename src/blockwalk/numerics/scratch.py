@@ -33,8 +33,8 @@ class LossScratch:
 class Scratch:
     """One buffer that weights decode into, for all of them: each call takes it anew.
 
-    It grows to the largest range asked for and is kept: give ``nbytes`` to have it so from the start. What it hands out
-    holds until the next call on any weight that shares it. One thread (on CUDA, one stream) at a time.
+    It grows to the largest range asked for and is kept: give ``nbytes`` to have it so from the start. The memory that it hands
+    out holds until the next call on any weight that shares it. One thread (on CUDA, one stream) at a time.
     """
 
     def __init__(self, nbytes: int = 0, device: torch.device | str = "cpu") -> None:

@@ -30,7 +30,7 @@ UPDATE_CHUNK = 1 << 16
 """Elements updated at a time on a processor, with 256 KiB of scratch: what stays in cache."""
 
 DEVICE_UPDATE_CHUNK = 1 << 22
-"""The same on an accelerator, where each chunk costs a few kernel launches."""
+"""Elements of a chunk on an accelerator, where each chunk costs a few kernel launches."""
 
 NORM_CHUNK = 1 << 14
 """Elements under one float64 sum of squares. Below the size from which torch spreads a reduction over threads, so that the
@@ -244,8 +244,8 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied with, as ``torch.nn.utils.clip_grad_norm_``: max_norm/(norm + 1e-6), at most
-    1. A NaN stays one."""
+    """The factor that gradients of this norm are multiplied with, as ``torch.nn.utils.clip_grad_norm_``: max_norm/(norm +
+    1e-6), at most 1. A NaN stays one."""
     coefficient = max_norm / (norm + 1e-6)
     return 1.0 if coefficient > 1.0 else coefficient
 
@@ -254,7 +254,7 @@ def _chunks(
     rounding: NoiseKey | None, param: Tensor, grad: Tensor, *state: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """Scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
-    their owners. Of a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
+    their owners. For a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
     for tensor in (grad, *state):
         assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"
         assert tensor.numel() == param.numel(), f"{tensor.numel()} elements for {param.numel()} of a parameter"

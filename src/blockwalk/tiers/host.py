@@ -30,14 +30,14 @@ class HostTier:
         self._stored: list[torch.cuda.Event | None] = [None] * len(sizes)
 
     def bucket(self, unit: int) -> torch.Tensor:
-        """A unit's bytes (CPU uint8): to be filled at the start, and read when nothing is in flight."""
+        """A unit's bytes (CPU uint8 [nbytes]): to be filled at the start, and read when nothing is in flight."""
         return self._buckets[unit]
 
     def step(self, unit: int) -> int:
         return self._steps[unit]
 
     def set_step(self, unit: int, step: int) -> None:
-        """Say of which step the bytes are, after they were put here from outside."""
+        """Record the step after which the bytes were written, when they were put here from outside."""
         self._steps[unit] = step
 
     def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
@@ -56,7 +56,7 @@ class HostTier:
         self._steps[unit] = step
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: the tier holds memory alone, which goes with it."""
 
 
 class Staged:

@@ -51,7 +51,7 @@ class WeightSource(Protocol):
         ...
 
     def release(self, names: Iterable[str]) -> None:
-        """Give the pages of ``names`` back. Views stay valid: reading one again fetches it again."""
+        """Give the pages of ``names`` back to the kernel. Views stay valid: reading one again fetches it again."""
         ...
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class UnitTier(Protocol):
         ...
 
     def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
-        """Bring a unit's bytes into ``out_P`` (uint8 [nbytes], device); returns the step of them."""
+        """Read a unit's bytes into ``out_P`` (uint8 [nbytes], device); returns the step after which they were written."""
         ...
 
     def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
@@ -81,18 +81,18 @@ class UnitTier(Protocol):
 
 
 class SliceGroup(Protocol):
-    """The ranks of a node that hold one copy of the streamed buckets, each a section."""
+    """The ranks of a node that hold one copy of the streamed buckets, each rank a slice of every bucket."""
 
     @property
     def slices(self) -> int:
-        """How many they are."""
+        """The number of slices of a bucket, and of ranks."""
         ...
 
     @property
     def place(self) -> int:
-        """This rank among them."""
+        """The number of this rank's slice."""
         ...
 
-    def gather_(self, stage_P: torch.Tensor) -> None:
-        """Complete a buffer (uint8 [P]) in place, of which this rank's equal share is there; they call this together."""
+    def gather_(self, bucket_P: torch.Tensor) -> None:
+        """Complete a bucket (uint8 [P]) in place from this rank's slice in it; the ranks call this together."""
         ...

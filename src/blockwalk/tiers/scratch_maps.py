@@ -113,7 +113,7 @@ class Activations:
         return self._held.pop(key).to(self._device, non_blocking=True)
 
     def clear(self) -> None:
-        """Forget what a step that failed has left."""
+        """Forget the activations that a failed step has left."""
         self._held.clear()
 
 
@@ -124,9 +124,10 @@ _SMALL = 4096
 
 
 class SavedTensors:
-    """What the graph of one block and micro-batch saves for its backward, in file maps that are used again in every step.
+    """The tensors that the graph of one block and micro-batch saves for its backward, in file maps that are used again in every
+    step.
 
-    In memory they would be most of what a block needs, and of a graph kept between forward and backward all that is held.
+    In memory they would be most of the bytes that a block needs, and all that a graph kept between forward and backward holds.
     Pages of a file are the kernel's to drop, and the backward pass reads them where they lie; copying them there costs a
     fraction of computing them again.
     """
@@ -142,7 +143,8 @@ class SavedTensors:
         self._place = (0, 0)
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in a map, with the tensor's strides where it has no gaps; what lies in a scratch map already, as it is."""
+        """A copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map already is
+        answered as it is."""
         if self._scratch.holds(tensor):
             return tensor
         order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)

@@ -81,7 +81,7 @@ def encode_rows(
 ) -> torch.Tensor:
     """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
 
-    ``origin`` is the place in the parameter of the layout's first element, where the layout is a piece of one.
+    ``origin`` is the place in the parameter of the layout's first element, where the layout is that of a range of rows.
     Scales are computed anew from the values. Memory beyond the arguments is a few MB, however many rows there are.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How an encoded parameter lies in its bytes.
+"""The layout of an encoded parameter's bytes.
 
 **Layout** (format version 1). A parameter of shape [..., D] is R rows of D elements (R = product of the leading
 dimensions; a 1-D parameter is one row). Its bytes are the scales of all rows, then the codes of all rows, with no padding
@@ -26,12 +26,12 @@ from blockwalk.plan.model_spec import ParamSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
 
 FORMAT_VERSION = 1
-"""Of the layout above: stands in every file that holds encoded parameters."""
+"""The version of the layout above; it stands in every file that holds encoded parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one parameter lies in its bytes.
+    """The layout of one parameter's bytes.
 
     ``dtype`` (torch's name without ``torch.``) is that of the raw codec; ``group_size`` is that of codecs with groups.
     """

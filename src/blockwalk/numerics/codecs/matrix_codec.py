@@ -1,7 +1,7 @@
-"""What a codec's own file says: how rows become scales and codes, and back.
+"""The parts of a codec's own file: how rows become scales and codes, and back.
 
 A file ``<codec>.py`` beside this one exports ``CODEC``, a :class:`MatrixCodec`; :func:`matrix_codec` finds it by the
-codec's name. Pieces, checks and the C kernels' calls are :mod:`blockwalk.numerics.codecs.codecs`'; conformance is a test
+codec's name. Chunks, checks and the C kernels' calls are :mod:`blockwalk.numerics.codecs.codecs`'; conformance is a test
 class to inherit."""
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from blockwalk.numerics.scratch import Scratch, shared_scratch
 class Weight(Protocol):
     """One 2-D parameter that is materialised a range at a time, in ``dtype``: the weight provider of the design.
 
-    What :meth:`rows` and :meth:`columns` return is scratch: it holds until the next call.
+    The tensors that :meth:`rows` and :meth:`columns` return are scratch: they hold until the next call.
     """
 
     @property
@@ -67,7 +67,7 @@ class EncodedWeight:
         return self.buffer.device
 
     def to(self, dtype: torch.dtype, scratch: Scratch | None = None) -> EncodedWeight:
-        """The same bytes, decoded to another dtype."""
+        """A weight over these bytes, [R, D], that decodes to another dtype."""
         return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:

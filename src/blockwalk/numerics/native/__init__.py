@@ -141,14 +141,15 @@ def _compiler() -> tuple[str, ...] | None:
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
-    """What the compiler says of itself: a new compiler builds anew."""
+    """The compiler's own version line: a new compiler builds anew."""
     answer = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True, timeout=30)
     return " ".join(compiler) + answer.stdout
 
 
 @functools.cache
 def _processor() -> str:
-    """What ``-march=native`` depends on: a cache folder may be shared by machines of different processors."""
+    """The processor's facts that ``-march=native`` depends on: a cache folder may be shared by machines of different
+    processors."""
     text = f"{platform.system()} {platform.machine()} {platform.processor()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

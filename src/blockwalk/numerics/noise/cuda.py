@@ -34,7 +34,7 @@ _COUNTERS = {0: 128, 1: 128, 2: 16}
 """Counters of one program, by kind: 2048 or 4096 elements, each thread a few of them in a row."""
 
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
-"""Of every kernel that computes in floating point."""
+"""Triton's options of every kernel that computes in floating point."""
 
 _KEYS = ("k0", "k1", "r0", "r1", "u0", "u1", "start")
 """Arguments whose values change all the time: compiled once for all of them."""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 GENERATOR_VERSION = 1
-"""Of the words, the table and the key's derivation together: stands in every ledger, and in every key."""
+"""The version of the words, the table and the key's derivation together; it stands in every ledger, and in every key."""
 
 NoiseKind = Literal["gaussian", "rademacher"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
-    """What one parameter's noise depends on.
+    """The values that one parameter's noise depends on.
 
     ``name`` is the canonical parameter name. ``domain`` keeps uses apart that share the rest: ``"noise"`` for
     perturbations, ``"rounding"`` for stochastic rounding. ``seed`` is any integer from 0 to 2^64 − 1; 0 is a seed.
@@ -58,7 +58,7 @@ def derive_seed(*parts: int | str | bytes) -> int:
 
 
 class Window(NamedTuple):
-    """How a tensor's memory lies in its parameter: ``rows`` × ``width`` elements, in elements throughout."""
+    """The place of a tensor's memory in its parameter: ``rows`` × ``width`` elements, in elements throughout."""
 
     rows: int
     width: int

@@ -2,13 +2,13 @@
 
 A :class:`NoiseKey` is hashed to the key of a Philox 4x64-10 generator, whose counter is the index of the element in its
 parameter's flattened order over the draws that one counter gives. So any slice of any parameter can be had alone, on any
-tier, device, shard or thread. Values are Gaussian (16 bits a draw through an inverse-CDF table with variance 1, no tail
+tier, device, slice or thread. Values are Gaussian (16 bits a draw through an inverse-CDF table with variance 1, no tail
 beyond 4.325) or Rademacher (one bit a sign): ``noise_numpy.py`` defines the words, the table and the rounding, and says
 what the table does to the tails.
 
 Everywhere ``start`` is the index of the tensor's first element in the flattened parameter. With ``pitch`` (the length of
 the parameter's rows) a 2-D tensor [R, W] is a window: row r begins at ``start + r·pitch``, or at ``start +
-rows[r]·pitch`` where ``rows`` (int64 [R], same device) names rows. Of a parameter [N, D], columns a:b are ``start=a,
+rows[r]·pitch`` where ``rows`` (int64 [R], same device) names rows. In a parameter [N, D], columns a:b are ``start=a,
 pitch=D``, rows a:b are ``start=a·D``, and the rows of an embedding's tokens are ``start=0, pitch=D, rows=tokens``.
 
 On a CPU a C kernel does the work, or numpy where there is no compiler (``native=False`` forces it); on CUDA, Triton.
@@ -28,7 +28,7 @@ from blockwalk.numerics.noise.numpy_words import KINDS, cubic_coefficients, gaus
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 3, torch.int32: 4}
 _THREAD_ELEMENTS = 1 << 14
-"""Below this many elements for each thread, sharing them out costs more than it saves."""
+"""Elements for each thread below which sharing them out costs more than it saves."""
 
 
 def fill_(
@@ -101,7 +101,7 @@ def update_perturb_(
 ) -> torch.Tensor:
     """``weight`` += update_scale·z(update_key), rounded as :func:`add_scaled_` does; ``out`` = weight + scale·z(key).
 
-    ``out`` sees the rounded weight, and is itself rounded to nearest even. The same bits as the two calls, which is what
+    ``out`` sees the rounded weight, and is itself rounded to nearest even. Its bits are those of the two calls, which is what
     a CPU does; on CUDA one kernel reads and writes each weight once. Both contiguous. Returns ``out``.
     """
     if weight.device.type == "cuda":
@@ -238,7 +238,7 @@ def _write_numpy(
     place: Window,
     rows: torch.Tensor | None,
 ) -> None:
-    """The same bits row by row, through numpy's Philox."""
+    """The words row by row through numpy's Philox: bit for bit those of the kernels."""
     for r in range(place.rows):
         first = start + (int(rows[r]) if rows is not None else r) * place.pitch
         into = out[r] if place.pitch else out.view(-1)

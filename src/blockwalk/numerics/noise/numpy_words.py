@@ -8,8 +8,8 @@ m, stand for the quantile p = (2m + 1) / 2^17 < 1/2, and z = ±Φ⁻¹(p) out of
 by a library's logarithm (these differ between builds) but by 32 cubics, two for each power of two of 2m + 1, in float32
 with every product and sum rounded by itself, so that a processor may as well evaluate them in registers, where the table
 would miss the cache, and get the same bits. Each cubic goes through −Φ⁻¹ at the two borders and the two inner Chebyshev
-extrema of its segment; all are scaled by 1.0000128587 so that the variance is 1. What that does to the normal
-distribution, by exact summation over the table:
+extrema of its segment; all are scaled by 1.0000128587 so that the variance is 1. The distribution
+beside a normal one, by exact summation over the table:
 
     mean 0, variance 1 + 1.0e-9, kurtosis 2.99926 (3 for a normal), E z^6 14.973 (15)
     65,536 distinct values, |z| from 1.9e-5 to 4.32497, each within 6.3e-5 of the quantile
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 KINDS = {None: 0, "gaussian": 1, "rademacher": 2}
-"""What the kernels call each kind of noise; None is rounding without noise."""
+"""The kernels' number of each kind of noise; None is rounding without noise."""
 
 DRAWS = {"gaussian": 16, "rademacher": 256}
 """Draws that one counter gives."""

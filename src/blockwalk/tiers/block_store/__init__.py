@@ -1,1 +1,1 @@
-"""The block store: a model's parameters encoded in one file a unit's section."""
+"""The block store: a model folder with one file for each unit, its parameters encoded."""

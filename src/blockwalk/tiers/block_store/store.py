@@ -39,7 +39,7 @@ MAGIC = b"BLKWUNIT"
 ALIGN = 64
 """Bytes that a parameter's offset in its unit is a multiple of."""
 HEADER_PAGE = 4096
-"""Bytes of a header page, and what the areas of a unit file are multiples of."""
+"""Bytes of a header page; the areas of a unit file are multiples of it."""
 DATA_START = 2 * HEADER_PAGE
 _HEADER = struct.Struct("<8sIIIIQqQI")  # magic, version, then UnitHeader's fields; then a crc32
 BUFFERS = "buffers"
@@ -54,13 +54,13 @@ class StoredParam:
     codec: Codec
     shape: tuple[int, ...]
     dtype: str
-    """Torch's name of the dtype before encoding: what RAW bytes are in, and what int8, int4 and fp8 decode to."""
+    """Torch's name of the dtype before encoding: raw bytes are in it, and int8, int4 and fp8 decode to it."""
     offset: int
     nbytes: int
     crc32: int
 
     def layout(self, group_size: int) -> Layout:
-        """How its bytes are laid out."""
+        """The layout of the parameter's bytes."""
         return Layout(self.shape, self.codec, self.dtype, group_size)
 
     @property
@@ -69,7 +69,7 @@ class StoredParam:
         return not self.codec.encoded
 
     def decoded_dtype(self) -> torch.dtype:
-        """The dtype that it has when it is used as it lies."""
+        """The dtype that the parameter has when it is used as it lies."""
         dtype: torch.dtype = getattr(torch, self.codec.dtype_of(self.dtype))
         return dtype
 
@@ -107,8 +107,8 @@ class StoredUnit:
 
 @dataclass(frozen=True, slots=True)
 class UnitHeader:
-    """What a unit file says of its contents: the area that holds them, and the step after which they were written. The CRC-32
-    of what training wrote is here; as packed (sequence 1) it is 0, and the index has one of each parameter."""
+    """A unit file's header: the area that holds its contents, and the step after which they were written. ``crc32`` is that of
+    the bytes that training wrote; as packed (sequence 1) it is 0, and the index has one of each parameter."""
 
     unit: int
     generations: int
@@ -179,7 +179,7 @@ def part_of(unit: StoredUnit, header: UnitHeader, param: StoredParam) -> Checked
 
 @dataclass(frozen=True, slots=True)
 class StoreIndex:
-    """What ``store.json`` says."""
+    """The contents of ``store.json``."""
 
     model: str
     codec: Codec
@@ -257,7 +257,7 @@ class BlockStore:
         self.path = Path(path)
         self.index = read_index(self.path)
         self.steps: list[int] = []
-        """For each unit, the step after which it was written; 0 as it was packed."""
+        """The step after which each unit was written; 0 as it was packed."""
         self._files: list[MappedFile] = []
         self._headers: list[UnitHeader] = []
         self._where: dict[str, tuple[int, int, StoredParam]] = {}

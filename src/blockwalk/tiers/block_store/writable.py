@@ -46,7 +46,7 @@ Transfer = Callable[[int, list[memoryview], int], int]
 """``os.preadv`` or ``os.pwritev``."""
 
 DIRECT_BYTES = 1 << 20
-"""From this size on a unit moves past the page cache: smaller ones cost more in waiting than they save in copying."""
+"""Bytes from which on a unit moves past the page cache: smaller ones cost more in waiting than they save in copying."""
 
 
 class WritableStore:
@@ -137,7 +137,8 @@ class WritableStore:
         return self._headers[unit].step
 
     def tensors(self, unit: int, bytes_P: torch.Tensor) -> dict[str, torch.Tensor | Weight]:
-        """What a unit's bytes hold: views of ``bytes_P`` (uint8 [nbytes]) for dense codecs, Weights over it for others."""
+        """A unit's parameters in its bytes, by name: views of ``bytes_P`` (uint8 [nbytes]) for dense codecs, Weights over it
+        for others."""
         return {
             param.name: param.open(bytes_P[param.offset : param.offset + param.nbytes], self.index.group_size)
             for param in self.units[unit].params

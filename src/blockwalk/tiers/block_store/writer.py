@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 CHUNK_ELEMENTS = 1 << 20
 """Elements of a parameter that are encoded between two releases of pages."""
 COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")
-"""What is copied beside the weights: configuration, chat template, vocabulary. Never weights, nor their index."""
+"""Endings of files that are copied beside the weights: configuration, chat template, vocabulary. Never weights, nor their
+index."""
 
 
 def param_codec(param: ParamSpec, codec: Codec) -> Codec:
@@ -46,7 +47,8 @@ def param_codec(param: ParamSpec, codec: Codec) -> Codec:
 
 
 def plan_units(source: WeightSource, spec: ModelSpec, codec: Codec, group_size: int) -> tuple[StoredUnit, ...]:
-    """Where everything will lie: the units of ``spec`` in order, then what else ``source`` has, the persistent buffers.
+    """The units of a store, with the place of every parameter: those of ``spec`` in order, then one of the other tensors that
+    ``source`` has, the persistent buffers.
 
     Raises:
         ValueError: the source lacks a parameter of the model, by name.

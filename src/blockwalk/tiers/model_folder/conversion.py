@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's parameters: transformers' own conversion mapping, as values.
+"""The conversion of a checkpoint's tensors to a model's parameters: transformers' own mapping, as values.
 
 transformers 5 loads a checkpoint through renamings and converters (fused experts, split or permuted projections,
 prefixes). :func:`resolve` runs those rules over names and meta tensors alone, once, and answers one :class:`Recipe` per
@@ -26,7 +26,7 @@ View = Callable[["StoredTensor"], torch.Tensor]
 
 
 class _Shapes:
-    """All of a model that a converter may ask for: its parameters' shapes, as meta tensors, and its configuration."""
+    """The facts of a model that a converter may ask for: its parameters' shapes, as meta tensors, and its configuration."""
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = model.config
@@ -76,7 +76,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one parameter is made: of one stored tensor as it is, or of several by a conversion. Its dtype is theirs.
+    """The sources of one parameter: one stored tensor as it is, or several that a conversion joins. Its dtype is theirs.
 
     ``name`` is the parameter's name in the model, which for a tied weight need not be the canonical one.
     """
@@ -87,7 +87,7 @@ class Recipe:
     conversion: Conversion | None = None
 
     def misfit(self) -> str:
-        """Why the sources do not make this parameter, or "" where they do."""
+        """The reason why the sources do not make this parameter, or "" where they do."""
         found: tuple[int, ...] | str | None = self.sources[0].shape
         if self.conversion is not None:
             shapes = self.conversion.shapes(self.sources)
@@ -149,8 +149,8 @@ _SCALE = re.compile(r"(.*_)?(scales?|zeros?|zero_points?|absmax)(_inv|_\d)?")
 def _refuse_codes(
     wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], extra: Sequence[StoredTensor], where: str
 ) -> None:
-    """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale that nothing reads. (A
-    buffer is converted, as transformers does it.)"""
+    """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale that nothing reads. A
+    buffer is converted instead, as transformers does it."""
     sources = {source.key: (name, source) for name, recipe in recipes.items() for source in recipe.sources}
     advice = "give the model in bfloat16, float16 or float32, not a quantised one"
     for name, source in sources.values():

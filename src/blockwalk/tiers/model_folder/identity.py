@@ -1,8 +1,8 @@
-"""Which weights a folder holds: a digest of its content, remembered for as long as no file of it changes.
+"""The identity of a folder's weights: a digest of its content, remembered for as long as no file of it changes.
 
 A digest costs one read of the weights, on several threads, and is kept in ``$XDG_CACHE_HOME/blockwalk`` beside what the
-kernel says of the files: device, inode, size, and the times of the last write and of the last change of the inode. What is
-trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every write, and no
+kernel says of the files: device, inode, size, and the times of the last write and of the last change of the inode. One thing
+is trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every write, and no
 program can set it back; but its clock ticks in milliseconds, so that files which were changed within the last seconds are
 not remembered, and are read again next time.
 """
@@ -20,8 +20,8 @@ from blockwalk.plan.model_folder import STORE_INDEX, checkpoint_files
 from blockwalk.system import atomic_files
 from blockwalk.tiers.block_store.store import is_store
 
-_SPAN, _PIECE = 64 << 20, 1 << 20
-"""Bytes that one thread digests, and that it holds of them."""
+_SPAN, _CHUNK = 64 << 20, 1 << 20
+"""Bytes that one thread digests, and bytes of them that it holds at a time."""
 _SETTLED = 3.0
 """Seconds without a change after which a file's times tell every later change."""
 
@@ -64,7 +64,7 @@ def weights_digest(folder: str | os.PathLike[str]) -> str:
 
 
 def _seen(paths: list[Path]) -> list[list[int]]:
-    """What the kernel says of files."""
+    """Device, inode, size and times of each file, as the kernel has them."""
     found = [path.stat() for path in paths]
     return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in found]
 
@@ -74,7 +74,7 @@ def _digest_span(path: Path, start: int) -> str:
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         left = _SPAN
-        while left and (piece := file.read(min(_PIECE, left))):
-            digest.update(piece)
-            left -= len(piece)
+        while left and (chunk := file.read(min(_CHUNK, left))):
+            digest.update(chunk)
+            left -= len(chunk)
     return digest.hexdigest()

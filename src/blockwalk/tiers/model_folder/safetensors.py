@@ -139,7 +139,7 @@ def shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[tuple[str, 
 
 
 def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:
-    """What ``model.safetensors.index.json`` says of several files."""
+    """The contents of ``model.safetensors.index.json`` for several files."""
     total = sum(entry.nbytes for part in files.values() for entry in part.values())
     return {
         "metadata": {"total_size": total},
@@ -176,7 +176,8 @@ def save_model(
 
 
 def pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
-    """A parameter's values, some rows at a time; a tensor is one piece, since writing it takes no copy."""
+    """A parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one piece, since writing it takes no
+    copy."""
     if isinstance(weight, torch.Tensor):
         yield weight
         return
