@@ -28,7 +28,6 @@ from blockwalk.numerics.noise.noise import (
     perturbed,
     random_uint16,
     stochastic_round,
-    update_perturb_,
 )
 
 KEY = NoiseKey(seed=0, step=7, query=0, name="model.layers.0.self_attn.q_proj.weight")
@@ -287,19 +286,6 @@ def test_special_values() -> None:
                 assert got[3:6].abs().max() <= 1e-44
 
 
-@pytest.mark.parametrize("rounding", [None, ROUNDING], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_update_then_perturb_is_both(dtype: torch.dtype, rounding: NoiseKey | None) -> None:
-    """Oracle: the two operations one after the other."""
-    pending = NoiseKey(0, 6, 0, KEY.name)
-    weight = awkward(1000, dtype)
-    want_weight = add_scaled_(weight.clone(), pending, 3, -1e-2, rounding=rounding)
-    want = perturbed(want_weight, torch.empty(1000, dtype=dtype), KEY, 3, 1e-3)
-    out = update_perturb_(weight, torch.empty(1000, dtype=dtype), pending, -1e-2, KEY, 1e-3, 3, rounding=rounding)
-    assert torch.equal(bits(weight), bits(want_weight))
-    assert torch.equal(bits(out), bits(want))
-
-
 @pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 def test_threads_change_nothing() -> None:
     """Oracle: one thread."""
@@ -408,13 +394,6 @@ def compare_triton(device: str) -> None:
                     want = perturbed(source, out.cpu().clone(), KEY, start, 1e-3, kind, rounding=rounding)
                     place = noise_key.Window(1, n, 0)
                     same(noise_cuda.write(on_device, out, KEY, start, 1e-3, kind, rounding, place, None), want)
-                    if source_dtype != out_dtype:
-                        continue
-                    keys = NoiseKey(0, 6, 0, KEY.name), -1e-2, KEY, 1e-3, start, kind
-                    want = update_perturb_(source, want, *keys, rounding=rounding)
-                    noise_cuda.update_perturb_(on_device, out, *keys, rounding=rounding)
-                    same(on_device, source)
-                    same(out, want)
         start = 512
         out = noise_cuda.write(None, torch.empty(n, device=device), KEY, start, 1.0, kind, None, place, None)
         same(out, fill_(torch.empty(n), KEY, start, kind))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.cutting.verify import certified
+from blockwalk.engine.whole_parameters import whole
 from blockwalk.plan.methods import method
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
@@ -26,7 +27,9 @@ def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
 
 def weights(walker: Walker) -> dict[str, torch.Tensor]:
     engine: Any = walker.engine
-    return engine.whole_masters() if walker.plan.sharded else {n: m.clone() for n, m in engine.masters.items()}
+    if walker.plan.sharded:
+        return whole(engine, lambda shard: shard.master)
+    return {name: master.clone() for name, master in engine.masters.items()}
 
 
 def _interrupted(rank: int, folder: Path) -> Any:

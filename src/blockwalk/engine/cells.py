@@ -13,6 +13,8 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
+from blockwalk.tiers.block_store.store import crc32
+from blockwalk.tiers.block_store.writer import encode
 
 if TYPE_CHECKING:
     from blockwalk.numerics.codecs.weights import Weight
@@ -21,9 +23,6 @@ if TYPE_CHECKING:
     from blockwalk.tiers.block_store.store import StoredUnit
     from blockwalk.tiers.protocols import WeightSource
 
-
-FILL_ELEMENTS = 1 << 20
-"""Elements of a parameter that are encoded at a time."""
 
 STATE = "\0"
 """Between a parameter's name and that of a state kept beside it."""
@@ -200,18 +199,11 @@ class Initial:
 
 def fill(unit: StoredUnit, source: WeightSource, out_P: torch.Tensor, group_size: int = 32) -> StoredUnit:
     """Encode a unit's parameters from ``source`` into ``out_P`` (CPU uint8); returns the unit with their checksums."""
-    from blockwalk.tiers.block_store.store import crc32
-
     filled = []
     for param in unit.params:
         part_P = out_P[param.offset : param.offset + param.nbytes]
-        layout, weight = param.layout(group_size), source.weights([param.name])[param.name]
-        some = max(1, FILL_ELEMENTS // max(1, layout.columns))
-        rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, torch.Tensor) else weight
-        for first in range(0, layout.rows, some):
-            last = min(first + some, layout.rows)
-            some_RD = rows_RD[first:last] if isinstance(rows_RD, torch.Tensor) else rows_RD.rows(first, last)
-            codecs.encode_rows(some_RD, part_P, layout, first, name=param.name)
+        for _ in encode(source, param, group_size, part_P):
+            pass
         source.release([param.name])
         filled.append(replace(param, crc32=crc32(part_P)))
     return replace(unit, params=tuple(filled))

@@ -489,7 +489,7 @@ class Engine:
         return {**self.masters, **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy in what :meth:`state_dict` gave. Raises ValueError where names or shapes differ."""
+        """Copy in what :meth:`state_dict` gave. Raises ValueError where names or shapes differ: another model or mesh."""
         if self._buckets is not None:
             self._buckets.load_state_dict(state)
             return
@@ -502,6 +502,7 @@ class Engine:
                     f"{name!r} is {tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
                 )
             tensor.copy_(state[name])
+        self.masters_changed()
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT's format, or every parameter as safetensors beside the configuration."""

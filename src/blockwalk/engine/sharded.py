@@ -8,7 +8,7 @@ are in :mod:`blockwalk.ranks.groups`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -336,10 +336,6 @@ class ShardedEngine(Engine):
         """The whole gradients, on every rank."""
         return whole_parameters.whole(self, lambda shard: shard.gradient)
 
-    def whole_masters(self) -> dict[str, torch.Tensor]:
-        """The whole trainables in float32, on every rank: for small models and tests."""
-        return whole_parameters.whole(self, lambda shard: shard.master)
-
     def save_pretrained(self, folder: Path) -> None:
         whole_parameters.save_pretrained(self, folder)
 
@@ -394,19 +390,6 @@ class ShardedEngine(Engine):
             if part is StateKind.TRAINABLE
             for kind, piece in shard.held().items()
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = self.state_dict()
-        if missing := sorted(own.keys() ^ state.keys()):
-            raise ValueError(f"the saved slices do not fit this model and plan; they differ in {missing[:5]}")
-        for name, tensor in own.items():
-            if tensor.shape != state[name].shape:
-                raise ValueError(
-                    f"{name!r} is {tuple(state[name].shape)} in the saved slices and {tuple(tensor.shape)} here: they"
-                    " are another mesh's"
-                )
-            tensor.copy_(state[name])
-        self.masters_changed()
 
     def masters_changed(self) -> None:
         """What gathers begin with follows the masters, and every node slice is out of date."""

@@ -12,7 +12,6 @@ them."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,8 +90,3 @@ def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
         total += piece * (axis.length - 1) // axis.length
         piece //= axis.length
     return total
-
-
-def ranks_of(axes: Sequence[Axis]) -> int:
-    """Ranks that differ in these coordinates."""
-    return math.prod(axis.length for axis in axes)

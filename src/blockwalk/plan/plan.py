@@ -95,11 +95,6 @@ class Plan:
         away = self.trainable.tier is not Tier.DEVICE and self.update.timing is Timing.DEFERRED
         return away and self.zo.kind != "hizoo"
 
-    @property
-    def streams_parameters(self) -> bool:
-        """True where a block's frozen or trainable parameters are fetched when its turn comes."""
-        return any(p.tier is not Tier.DEVICE or p.group is not Group.NOBODY for p in (self.frozen, self.trainable))
-
 
 SPREAD_OVER = {"optimizer_state": "z1", "gradient": "z2", "trainable": "z3", "frozen": "z3"}
 """The size of the mesh that each kind of state is spread over, where parameters are sharded."""

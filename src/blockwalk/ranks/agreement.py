@@ -113,7 +113,7 @@ def files_digest(folder: Path) -> str:
     return hashlib.blake2b(repr((names, total)).encode(), digest_size=8).hexdigest()
 
 
-def weights_digest(model: str | os.PathLike[str] | nn.Module) -> str:
+def model_digest(model: str | os.PathLike[str] | nn.Module) -> str:
     """A digest of a model's weights: of the files in its folder, or of a module's parameters and buffers. Every rank calls this
     together."""
     if not isinstance(model, nn.Module):

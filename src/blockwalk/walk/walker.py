@@ -30,7 +30,7 @@ from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, OpKind, Program, Shape, StepKind
 from blockwalk.program.residency import maps_graphs
-from blockwalk.ranks.agreement import facts_of, gather_json, require_agreement, versions, weights_digest
+from blockwalk.ranks.agreement import facts_of, gather_json, model_digest, require_agreement, versions
 from blockwalk.ranks.groups import started
 from blockwalk.ranks.shared_forwards import make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch
@@ -142,9 +142,9 @@ class Walker:
             first = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
             packs = Path(gather_json(os.path.abspath(folder))[first])  # the ranks of a node pack once
             folder = folder / f"rank-{self.ranks.rank}"
-            digests = {"the model's weights": weights_digest(model)}
+            digests = {"the model's weights": model_digest(model)}
             if isinstance(lora, str | os.PathLike):
-                digests["the adapter's weights"] = weights_digest(lora)
+                digests["the adapter's weights"] = model_digest(lora)
             require_agreement({**facts_of({"plan": asdict(plan)}), **digests, **versions()})
         run = self.ranks.first(lambda: run_of(ledger))
         place: dict[str, Any] = {"slices": self.ranks} if zeroth_order else {}

@@ -12,9 +12,6 @@ from blockwalk.data.batching import LabelWordBatch
 Objective = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 """Logits [B, S, V] and the micro-batch to a 0-d tensor, a mean over the micro-batch's sequences; it is minimised."""
 
-RANKED = ("label_words", "accuracy", "f1")
-"""The objectives that rank the label words of classification examples."""
-
 
 def as_objective(function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Any]) -> Objective:
     """A Python function of (logits [B, S, V], batch) that answers a number, as an objective."""

@@ -186,42 +186,6 @@ def _write_kernel(
 
 
 @triton.jit(do_not_specialize=_KEYS)
-def _update_perturb_kernel(
-    weight,  # float [count]: updated
-    out,  # float [count]: the updated weight, perturbed
-    cubics,  # float32 [4, 32]
-    start,
-    count,
-    u0,
-    u1,
-    update_scale,  # float32
-    k0,
-    k1,
-    scale,  # float32
-    r0,
-    r1,
-    KIND: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COUNTERS: tl.constexpr,
-    DRAWS: tl.constexpr,
-):
-    SIZE: tl.constexpr = COUNTERS * DRAWS
-    program = tl.program_id(0).to(tl.int64)
-    position = program * SIZE + tl.arange(0, SIZE)
-    counter = start.to(tl.int64) // DRAWS + program * COUNTERS
-    if not ALIGNED:
-        position -= start.to(tl.int64) % DRAWS
-    inside = (position >= 0) & (position < count)
-    x = tl.load(weight + position, mask=inside, other=0.0).to(tl.float32)
-    x += _values(counter, u0, u1, cubics, KIND, COUNTERS) * update_scale
-    updated = _cast(x, counter * DRAWS, r0, r1, weight.dtype.element_ty, ROUNDING, SIZE)
-    tl.store(weight + position, updated, mask=inside)
-    x = updated.to(tl.float32) + _values(counter, k0, k1, cubics, KIND, COUNTERS) * scale
-    tl.store(out + position, _cast(x, counter * DRAWS, 0, 0, out.dtype.element_ty, False, SIZE), mask=inside)
-
-
-@triton.jit(do_not_specialize=_KEYS)
 def _draws_kernel(out, start, count, k0, k1, COUNTERS: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     draws = _draws(start.to(tl.int64) // 16 + program * COUNTERS, k0, k1, COUNTERS)
@@ -264,43 +228,6 @@ def write(
             KIND=code,
             HAS_SOURCE=source is not None,
             HAS_ROWS=rows is not None,
-            ROUNDING=rounding is not None,
-            ALIGNED=aligned,
-            COUNTERS=_COUNTERS[code],
-            DRAWS=draws,
-            **COMPILE_OPTIONS,
-        )
-    return out
-
-
-def update_perturb_(
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    update_key: NoiseKey,
-    update_scale: float,
-    key: NoiseKey,
-    scale: float,
-    start: int,
-    kind: NoiseKind,
-    *,
-    rounding: NoiseKey | None,
-) -> torch.Tensor:
-    """``noise.update_perturb_`` in one kernel; its arguments are checked there."""
-    code, draws = KINDS[kind], DRAWS[kind]
-    aligned = start % draws == 0
-    with _on(out):
-        _update_perturb_kernel[(_programs(weight.numel(), draws, _COUNTERS[code], aligned),)](
-            weight,
-            out,
-            _cubics(out.device),
-            start,
-            weight.numel(),
-            *_key_words(update_key),
-            update_scale,
-            *_key_words(key),
-            scale,
-            *_key_words(rounding),
-            KIND=code,
             ROUNDING=rounding is not None,
             ALIGNED=aligned,
             COUNTERS=_COUNTERS[code],

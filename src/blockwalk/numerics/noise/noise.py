@@ -87,36 +87,6 @@ def perturbed(
     return _write(source, out, key, start, scale, kind, rounding, pitch, rows, native)
 
 
-def update_perturb_(
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    update_key: NoiseKey,
-    update_scale: float,
-    key: NoiseKey,
-    scale: float,
-    start: int = 0,
-    kind: NoiseKind = "gaussian",
-    *,
-    rounding: NoiseKey | None = None,
-) -> torch.Tensor:
-    """``weight`` += update_scale·z(update_key), rounded as :func:`add_scaled_` does; ``out`` = weight + scale·z(key).
-
-    ``out`` sees the rounded weight, and is itself rounded to nearest even. Its bits are those of the two calls, which is what
-    a CPU does; on CUDA one kernel reads and writes each weight once. Both contiguous. Returns ``out``.
-    """
-    if weight.device.type == "cuda":
-        from blockwalk.numerics.noise import cuda as noise_cuda
-
-        _check_kind(kind)
-        _check_start(start)
-        window(weight, out, None, None)
-        return noise_cuda.update_perturb_(
-            weight, out, update_key, update_scale, key, scale, start, kind, rounding=rounding
-        )
-    add_scaled_(weight, update_key, start, update_scale, kind, rounding=rounding)
-    return perturbed(weight, out, key, start, scale, kind)
-
-
 def stochastic_round(
     source: torch.Tensor,
     out: torch.Tensor,

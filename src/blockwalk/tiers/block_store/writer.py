@@ -117,8 +117,9 @@ def write_store(
                 params = []
                 for param in unit.params:
                     area = (unit.area_offset(0) + param.offset, param.nbytes)
-                    for rows in _encode(source, param, group_size, file.bytes_P[area[0] : sum(area)]):
+                    for rows in encode(source, param, group_size, file.bytes_P[area[0] : sum(area)]):
                         file.dont_need([area])
+                        source.release([param.name])
                         if progress is not None:
                             progress(done + param.nbytes * rows // max(1, param.layout(group_size).rows), total)
                     done += param.nbytes
@@ -130,8 +131,8 @@ def write_store(
         atomic_files.write_sealed(folder / INDEX, {"format": FORMAT, "version": VERSION, **value})
 
 
-def _encode(source: WeightSource, param: StoredParam, group_size: int, bytes_P: torch.Tensor) -> Iterator[int]:
-    """Write one parameter into its bytes, a few rows at a time; yields the number of rows done."""
+def encode(source: WeightSource, param: StoredParam, group_size: int, bytes_P: torch.Tensor) -> Iterator[int]:
+    """One parameter of ``source`` encoded into its bytes (CPU uint8), a few rows at a time; yields the number of rows done."""
     layout = param.layout(group_size)
     weight = source.weights([param.name])[param.name]
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
@@ -140,7 +141,6 @@ def _encode(source: WeightSource, param: StoredParam, group_size: int, bytes_P: 
         stop = min(start + some, layout.rows)
         part_RD = rows_RD[start:stop] if isinstance(rows_RD, torch.Tensor) else rows_RD.rows(start, stop)
         codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name)
-        source.release([param.name])
         yield stop
 
 
