@@ -90,18 +90,28 @@ def zo2_plans(dtype: str) -> dict[str, Plan]:
     return {"mezo": method("mezo", loss="model", zo={"noise": "mezo"}), "zo2": method("zo2", loss="model")}
 
 
+def multiplied(machine: Hardware, factor: float) -> Hardware:
+    """The machine with every matrix product ``factor`` times as fast."""
+    return dataclasses.replace(
+        machine,
+        flops={dtype: value * factor for dtype, value in machine.flops.items()},
+        products={dtype: curve.faster(factor) for dtype, curve in machine.products.items()},
+        thin={dtype: curve.faster(factor) for dtype, curve in machine.thin.items()},
+    )
+
+
 def fitted(machine: Hardware, config: dict[str, Any], shape: Shape, published: float, *, fused: bool) -> Hardware:
     """The machine with the matrix throughput at which resident MeZO runs as published."""
     low, high, dtype = 0.05, 3.0, str(config["dtype"])
     for _ in range(30):
         middle = (low + high) / 2
-        faster = machine.with_efficiency(middle)
+        faster = multiplied(machine, middle)
         speed = run(config, zo2_plans(dtype)["mezo"], shape, faster, fused=fused).tokens_per_second
         low, high = (middle, high) if speed < published else (low, middle)
-    reached = machine.with_efficiency(low).flops_of(dtype)
+    reached = multiplied(machine, low).flops_of(dtype)
     share = 100 * reached / machine.peak_of(dtype)
     print(f"  fitted on MeZO OPT-6.7B: products at {reached / 1e12:.1f} TFLOP/s in {dtype}, {share:.0f}% of the peak")
-    return machine.with_efficiency(low)
+    return multiplied(machine, low)
 
 
 def explain(config: dict[str, Any], shape: Shape, *, streams: bool, fused: bool, both: bool = True) -> None:
@@ -361,9 +371,9 @@ def mebp_table() -> Iterator[dict[str, Any]]:
     low, high = 0.01, 10.0
     for _ in range(30):
         middle = (low * high) ** 0.5
-        seconds = found("mebp", "Qwen2.5-1.5B", 256, PHONE.with_efficiency(middle)).seconds
+        seconds = found("mebp", "Qwen2.5-1.5B", 256, multiplied(PHONE, middle)).seconds
         low, high = (middle, high) if seconds > target else (low, middle)
-    machine = PHONE.with_efficiency(low)
+    machine = multiplied(PHONE, low)
     small = published["Qwen2.5-0.5B"]
     base = float(small["mebp_MB"]) - sum(phone_terms(MODELS["Qwen2.5-0.5B"], 256, checkpoints=True).values())
     print(f"  fitted on MeBP Qwen2.5-1.5B: {machine.flops_of('bfloat16') / 1e9:.0f} GFLOP/s")

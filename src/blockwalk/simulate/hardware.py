@@ -150,15 +150,6 @@ class Hardware:
         """The promised FLOP/s in a dtype, or what is reached."""
         return self.peak_flops.get(dtype) or self.flops_of(dtype)
 
-    def with_efficiency(self, factor: float) -> Hardware:
-        """The same machine with every matrix product ``factor`` times as fast."""
-        return dataclasses.replace(
-            self,
-            flops={dtype: value * factor for dtype, value in self.flops.items()},
-            products={dtype: curve.faster(factor) for dtype, curve in self.products.items()},
-            thin={dtype: curve.faster(factor) for dtype, curve in self.thin.items()},
-        )
-
 
 _FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "fresh_bandwidth")
 _CURVES = ("products", "thin", "passes")
