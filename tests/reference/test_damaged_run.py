@@ -161,6 +161,19 @@ def test_a_ledger_that_is_not_the_checkpoints(
     assert weights(folder) == expected
 
 
+def test_a_ledger_without_its_checkpoints(
+    train: Train, half: Callable[[str], tuple[Path, bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the ledger's own bytes, which a run that began anew would replace."""
+    folder, _ = half("mezo")
+    for path in folder.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    before = (folder / ledger.NAME).read_bytes()
+    assert train(folder, "mezo", 6, "--resume_from_checkpoint", "latest") == 2
+    assert "has 4 steps, and no checkpoint stands beside it" in capsys.readouterr().err
+    assert (folder / ledger.NAME).read_bytes() == before
+
+
 def test_a_damaged_pack_is_made_again(train: Train, half: Callable[[str], tuple[Path, bytes]]) -> None:
     """Oracle: also the bytes of the pack before."""
     folder, expected = half("mebp")

@@ -283,6 +283,11 @@ def prepare(folder: str | os.PathLike[str], resume_from_checkpoint: str, overwri
     damaged: dict[Path, str] = {}
     if resume_from_checkpoint == "latest":
         start, damaged = _newest_undamaged(output_dir)
+        if start is None and not overwrite and ledger.exists() and (steps := len(ledger_module.read_ledger(ledger)[1])):
+            raise ValueError(
+                f"{ledger} has {steps} steps, and no checkpoint stands beside it, which says where the data go on; put the"
+                " checkpoints back, rebuild the weights with blockwalk replay, or begin again with overwrite_output_dir: true"
+            )
     elif resume_from_checkpoint:
         start = Path(resume_from_checkpoint)
         if not start.is_dir():
