@@ -17,7 +17,7 @@ from blockwalk.engine.whole_parameters import whole
 from blockwalk.plan.methods import method
 from blockwalk.program.invariants import over_budget
 from blockwalk.program.program import Pool, Shape, StepKind
-from blockwalk.report.record import Record
+from blockwalk.report.step_forecast import StepForecast
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -206,7 +206,7 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
         budget = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
     plan = method("fcdp", mesh=mesh, budget=budget, **{"cache.threshold": 1.0})
     with Walker(make("llama", False), plan, device="cpu") as walker:
-        foreseen = Record.of(walker, Shape(2, 10), adapters=False).program
+        foreseen = StepForecast.of(walker, Shape(2, 10), adapters=False).program
         walker.timeline = []
         walker.step(batch)
         ran = walker.timeline[0][0]

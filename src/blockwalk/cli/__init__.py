@@ -1,1 +1,1 @@
-"""What the subcommands of :mod:`blockwalk.cli.main` do. Each function answers its exit code."""
+"""The subcommands of :mod:`blockwalk.cli.main`: each is a function that answers its exit code."""

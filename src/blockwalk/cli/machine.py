@@ -14,7 +14,7 @@ from blockwalk.program.program import human_bytes
 
 
 def environment(arguments: argparse.Namespace) -> int:
-    """Print what a bug report needs."""
+    """Print the versions and the hardware, for a bug report."""
     found = describe()
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -48,11 +48,12 @@ class Command:
     target: str
     options: tuple[Option, ...] = ()
     takes_settings: bool = False
-    """It takes every setting of :mod:`blockwalk.train.config` as a flag, and is called with the resolved configuration."""
+    """Whether the subcommand takes every setting of :mod:`blockwalk.train.config` as a flag, and is called with the resolved
+    configuration."""
     needs: tuple[str, ...] = ("model",)
-    """Of these the settings that must be given."""
+    """Names of the settings that must be given."""
     reads_weights: bool = True
-    """Of these whether the model's weights must be there, or its configuration alone."""
+    """Whether the model's weights must be there, or its configuration alone."""
 
     def function(self) -> Callable[..., int]:
         module, _, name = self.target.partition(":")

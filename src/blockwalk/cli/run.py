@@ -22,7 +22,7 @@ from blockwalk.system import atomic_files
 
 
 def train(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Train, and print what came of it. 0, or 128 + the number of the signal that ended the run early."""
+    """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk.train import loop as training
 
     here = place.place()
@@ -144,7 +144,7 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def task_of(run: RunConfig, machine: str) -> planner.Task:
-    """What a run's settings ask for, on a machine by name or file."""
+    """The task that a run's settings ask for, on a machine by name or file."""
     found = hardware.load(machine)
     return planner.Task(
         config=formula_model.read_config(run.model),

@@ -70,7 +70,7 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 
 
 def lines(command: str) -> Iterator[str]:
-    """What ``blockwalk COMMAND --help`` says of the settings that the command reads."""
+    """Lines of ``blockwalk COMMAND --help`` on the settings that the command reads."""
     width = min(shutil.get_terminal_size().columns, 120)
     defaults = dict(_flat(config.from_mapping({}).to_mapping()))
     yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
@@ -97,7 +97,7 @@ def settings_of(names: str) -> Iterator[str]:
 
 
 def described(name: str) -> tuple[str, str]:
-    """What a setting takes, in one word, and its sentence."""
+    """One word for the values that a setting takes, and the sentence of its field."""
     section, _, field = name.rpartition(".")
     (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
     hint = bool if name == "lora" else _hints(cls)[field]

@@ -89,7 +89,7 @@ def merge(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter does to one parameter [N, D]: replace it, then add scaling · left [N, R] · right [R, D]."""
+    """The change that an adapter makes to one parameter [N, D]: replace it, then add scaling · left [N, R] · right [R, D]."""
 
     replacement: torch.Tensor | None = None
     left_NR: torch.Tensor | None = None
@@ -119,7 +119,7 @@ _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<fact
 
 
 def read_adapter(adapter_dir: str | os.PathLike[str], model: nn.Module) -> dict[str, Change]:
-    """What an adapter in PEFT's format changes in ``model`` (a skeleton will do), by parameter name.
+    """Changes that an adapter in PEFT's format makes to ``model`` (a skeleton will do), by parameter name.
 
     Ranks, alphas and their patterns, rslora, Conv1D and embedding layers, ``lora_bias``, trained biases and
     ``modules_to_save`` are honoured.

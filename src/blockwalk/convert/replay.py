@@ -40,7 +40,7 @@ from blockwalk.tiers.model_folder import safetensors
 Progress = Callable[[int, int], None]
 
 SHARD_BYTES = 5_000_000_000
-"""Of tensors in one file, as Hugging Face cuts them."""
+"""Bytes of tensors in one file, as Hugging Face cuts them."""
 
 
 def replay(
@@ -72,13 +72,13 @@ def replay(
     """
     found, entries = read_for(ledger, until)
     atomic_files.refuse_existing(out)
-    past = Past(Path(base), found, entries)
+    replayed = ReplayedRun(Path(base), found, entries)
     try:
         with atomic_files.atomic_folder(out) as folder:
-            past.write(folder, progress)
+            replayed.write(folder, progress)
     finally:
-        past.close()
-    return len(past.entries)
+        replayed.close()
+    return len(replayed.entries)
 
 
 def export(
@@ -110,16 +110,16 @@ def export(
             " hand on the adapter that it trained"
         )
     if rebuild:
-        past = Past(Path(base), found, entries)
-        done, total = 0, sum(unit.nbytes for unit in past.units)
+        replayed = ReplayedRun(Path(base), found, entries)
+        done, total = 0, sum(unit.nbytes for unit in replayed.units)
         try:
-            for number, _ in enumerate(past.units_after()):
-                done += past.units[number].nbytes
+            for number, _ in enumerate(replayed.units_after()):
+                done += replayed.units[number].nbytes
                 if progress is not None:
                     progress(done, total)
         finally:
-            past.close()
-        found = {**found, "result": past.result}
+            replayed.close()
+        found = {**found, "result": replayed.result}
     return len(entries), write_exported(out, found, entries)
 
 
@@ -138,8 +138,8 @@ def read_for(ledger: str | os.PathLike[str], until: int | None) -> tuple[dict[st
     return found, entries[:until]
 
 
-class Past:
-    """A run as its ledger tells it.
+class ReplayedRun:
+    """A run that its ledger rebuilds.
 
     Args:
         base: the model that it began from.
@@ -188,7 +188,7 @@ class Past:
         return replace(spec, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
 
     def units_after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
-        """The trainables of each unit in turn, after the last entry; what was given before is no longer held."""
+        """The trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
         if self.rule.noise == "mezo":
             yield from self._after_in_place()
             return
@@ -203,7 +203,8 @@ class Past:
         self._check(after)
 
     def _after_in_place(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
-        """The original's draws go through all parameters at once: the whole model is held."""
+        """The trainables of each unit after the last entry, under the original's noise: its draws go through all parameters at
+        once, so that the whole model is held."""
         whole = [self._fill(number) for number in range(len(self.units))]
         filled = [cells_of(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)]
         tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
@@ -220,7 +221,7 @@ class Past:
         return bytes_P
 
     def _check(self, after: Sequence[int]) -> None:
-        """Compare the base with the run's, and what came out (each unit's CRC) with what an exported ledger says of it."""
+        """Compare the base with the run's, and the CRC of each unit's bytes with that of an exported ledger."""
         if checksum(self.units) != self.header["base"]:
             raise ValueError(
                 f"{self.base} is not what this ledger builds on: the weights differ from those that the run began with"
@@ -254,7 +255,7 @@ class Past:
             atomic_files.write_json(folder / INDEX, safetensors.index(files_of))
 
     def _dtype(self, param: ParamSpec) -> torch.dtype:
-        """What a parameter is written in: its master's dtype, or the model's where that is no plain one."""
+        """The dtype that a parameter is written in: its master's dtype, or the model's where that is no plain one."""
         codec = Codec(self.header["codec"])
         name = codec.dtype_of(param.dtype) if param.trainable else None
         return self.source.dtype(param.name) if name is None else dtype_of(name)

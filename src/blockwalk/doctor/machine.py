@@ -1,4 +1,4 @@
-"""Measure this machine: the figures of a :class:`~blockwalk.simulate.hardware.Hardware`, in well under a minute.
+"""Measurements of this machine: the figures of a :class:`~blockwalk.simulate.hardware.Hardware`, in well under a minute.
 
 Every figure is the best of several short runs: what the machine can do when nothing else is in its way. Under torchrun
 the links between ranks are measured as well, by gathers of a small and a large size: α from the one, β from the other.
@@ -24,7 +24,7 @@ from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.system.process_memory import COUNTED, host_memory
 
 BLOCK_OPS = 60
-"""PyTorch operations that a block's forward starts, about: what an op's launches cost is so many of one."""
+"""PyTorch operations that a block's forward starts, about: an op's launches cost so many times one launch."""
 
 _MATRIX = {"cpu": 768, "cuda": 8192}
 _COPY = {"cpu": 128 << 20, "cuda": 1 << 30}
@@ -33,7 +33,7 @@ _FILE = 192 << 20
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was measured, and what will hurt."""
+    """Figures that were measured, and warnings."""
 
     hardware: Hardware
     warnings: tuple[str, ...]
@@ -42,9 +42,9 @@ class Findings:
     pageable: float = 0.0
     """Bytes/s of a copy to the device from memory that is not pinned; 0 on a CPU."""
     collectives: tuple[tuple[str, str, int, float], ...] = ()
-    """Where, which, bytes that a rank hands in, seconds."""
+    """Timed collectives: where, which, bytes that a rank hands in, seconds."""
     seconds: float = field(default=0.0, compare=False)
-    """That measuring took."""
+    """Seconds that measuring took."""
 
     def lines(self) -> Iterator[str]:
         """The findings as a table."""
@@ -220,7 +220,7 @@ def _decoding(device: torch.device) -> float:
 
 
 def _links(device: torch.device) -> tuple[Link, Link, float]:
-    """Host to device and back from pinned memory, and to the device from pageable memory (bytes/s)."""
+    """Bytes/s from host to device and back with pinned memory, and to the device from pageable memory."""
     size = 256 << 20
     pinned, plain = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.ones(size, dtype=torch.uint8)
     there = torch.empty(size, dtype=torch.uint8, device=device)
@@ -232,7 +232,7 @@ def _links(device: torch.device) -> tuple[Link, Link, float]:
 
 
 def _disk(folder: Path) -> tuple[Link, Link, float]:
-    """Reads and writes past the page cache where the file system allows it, and reads from the cache (bytes/s)."""
+    """Bytes/s of reads and writes past the page cache where the file system allows it, and of reads from the cache."""
     chunk = 8 << 20
     buffer = mmap.mmap(-1, chunk)
     buffer.write(os.urandom(1 << 16) * (chunk >> 16))
@@ -281,7 +281,7 @@ def _free_bytes(folder: Path) -> int:
 _Timed = tuple[tuple[str, str, int, float], ...]
 
 GATHERED, SIZES = "all-gather", (4096, 1 << 20, 16 << 20)
-"""What a link's figures are read off, and bytes that a rank hands in."""
+"""The collective that a link's figures are read off, and the bytes that a rank hands in."""
 
 
 def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None, int, int]:
@@ -313,7 +313,7 @@ def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None
 
 
 def _link(timed: _Timed, ranks: int) -> Link | None:
-    """What one rank can send in a gather."""
+    """The bandwidth (bytes/s) and latency (seconds) of one rank in a gather; None where none was timed."""
     seconds = {size: taken for _, which, size, taken in timed if which == GATHERED}
     if not seconds:
         return None
@@ -356,7 +356,7 @@ def _timings(where: str, group: Any, ranks: int, device: torch.device) -> _Timed
 
 
 def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[str]:
-    """What will hurt on this machine."""
+    """Sentences on whatever will slow a run on this machine."""
     import psutil
 
     if limited:

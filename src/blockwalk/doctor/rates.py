@@ -1,6 +1,6 @@
 """Rates at several sizes: products, element-wise passes, attention, updates, starts, memory that is touched first.
 
-What :mod:`blockwalk.doctor.machine` asks of a machine for its :class:`~blockwalk.simulate.hardware.Curve`s. Every figure is the
+They become the :class:`~blockwalk.simulate.hardware.Curve`s of the machine. Every figure is the
 mean of several short runs, and the middle one of several rounds: a shared machine has seconds at half its speed.
 """
 
@@ -26,7 +26,7 @@ THIN_WIDTHS, RANK = (256, 1024, 4096), 8
 PASS_BYTES = tuple(1 << power for power in range(12, 28, 2))
 UPDATED = 1 << 24
 POOL_BYTES, PASSED_BYTES = 40 << 20, 96 << 20
-"""Of matrices, and of tensors that are passed over, that are gone through in turn, so that no nearer cache holds them."""
+"""Bytes of the matrices, and of the tensors that are passed over: they are used in turn, so that no nearer cache holds them."""
 ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)
 RULES = ("adamw", "momentum", "sgd", "sign")
@@ -150,8 +150,8 @@ def attention() -> dict[str, float]:
 
 
 def updates() -> dict[str, float]:
-    """Elements a second of each update rule and of the gradients' norm; of a 16-bit parameter's float32 pieces, made and
-    written back rounded to nearest ("lift") or stochastically ("round")."""
+    """Elements/s of each update rule and of the gradients' norm, and of a 16-bit parameter's chunks that are lifted to float32
+    and written back, rounded to nearest ("lift") or stochastically ("round")."""
     from blockwalk.numerics.noise.key import NoiseKey
     from blockwalk.numerics.noise.noise import stochastic_round
     from blockwalk.numerics.updates import UPDATE_CHUNK, global_norm, make_rule

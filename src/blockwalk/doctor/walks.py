@@ -35,25 +35,25 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 STEPS = 5
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-"""What torchrun tells a rank, and a walk of its own must not hear."""
+"""Variables that torchrun gives a rank: a walk in a process of its own must not have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one kind of walk shows."""
+    """Bytes and seconds that one kind of walk shows."""
 
     process_bytes: int
-    """Beside the tensors of a walk that has next to none."""
+    """Bytes that the process holds beside the tensors of a walk that has next to none."""
     beside: int
-    """How much more a larger model's walk holds beside its tensors: buffers of libraries, free heap."""
+    """Bytes that a larger model's walk holds in addition: buffers of libraries, free heap."""
     transients: int
     """Bytes of tensors that come and go in it."""
     start_seconds: float
 
 
 def process_bytes(walks: Mapping[str, Found]) -> dict[str, int]:
-    """What a process holds beside its tensors and free heap, by kind of walk: with the buffers that libraries make for any
-    model of some size, which are most of what forwards alone leave."""
+    """Bytes that a process holds beside its tensors and free heap, by kind of walk: with the buffers that libraries make for
+    any model of some size, which are most of the bytes that forwards alone leave."""
     buffers = walks["forwards"].beside if "forwards" in walks else 0
     return {kind: found.process_bytes + (0 if kind in BOUNDED else buffers) for kind, found in walks.items()}
 

@@ -1,4 +1,4 @@
-"""What a user can do when a plan does not fit: the next plan that does, with its figures. Nothing here imports torch."""
+"""Advice for a plan that does not fit: the next plan that does, with its figures. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan will take, before it starts: bytes of each kind of state on its tier, the predicted peak, the traffic.
+"""The forecast of a plan before it starts: bytes of each kind of state on its tier, the predicted peak, the traffic.
 
 Everything is read off the program that the run will execute. Importing this imports no torch.
 """
@@ -100,9 +100,10 @@ class Forecast:
         return "\n".join(self.lines())
 
     def check(self, otherwise: Callable[[], str] = lambda: "") -> None:
-        """
+        """Refuse a plan that is above its own budget.
+
         Args:
-            otherwise: what else would fit, in words.
+            otherwise: another plan that would fit, in words.
 
         Raises:
             DoesNotFit: the predicted peak on the device is above ``plan.budget``.
@@ -156,7 +157,7 @@ def _when(plan: Plan) -> str:
 
 
 def _shared(plan: Plan) -> str:
-    """Who shares what, in the words of ``mesh.*``."""
+    """The ranks that share each kind of state, in the words of ``mesh.*``."""
     mesh = plan.mesh
     if plan.estimator is Estimator.BACKPROP:
         return f"z1 {mesh.z1}, z2 {mesh.z2}, z3 {mesh.z3}, {mesh.ranks_per_node} to a node"
@@ -165,7 +166,7 @@ def _shared(plan: Plan) -> str:
 
 
 def zeroth_order_advice(plan: Plan, *, lora: bool) -> list[str]:
-    """What a user should know before a zeroth-order run starts; nothing for other estimators.
+    """Advice to a user before a zeroth-order run starts; none for other estimators.
 
     Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), appendix D.
     """

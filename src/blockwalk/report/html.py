@@ -1,7 +1,7 @@
-"""A run as one self-contained page: curves as inline SVG, a step's timeline, the configuration. No scripts, no network.
+"""A run as one self-contained page: series as inline SVG, a step's timeline, the configuration. No scripts, no network.
 
-Reads what a run leaves in its folder: ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl`` and, where they are there,
-``forecast.json`` and ``trace.json``. Nothing here imports torch.
+The page is made of the files that a run leaves in its folder: ``config.yaml``, ``metrics.jsonl``, ``evaluations.jsonl`` and,
+where they are there, ``forecast.json`` and ``trace.json``. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from blockwalk.program.program import human_bytes
 from blockwalk.system.atomic_files import whole_lines
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
-"""Of a chart, in its own units: it scales with the page."""
+"""Sizes of a chart, in its own units: it scales with the page."""
 
 LANES = 180
-"""Of a timeline: where the lanes begin, after their names."""
+"""The place in a timeline where the lanes begin, after their names."""
 
 MOST_POINTS = 2000
-"""A curve has at most so many points: longer runs are thinned, their first and last step kept."""
+"""The most points of a series: longer runs are thinned, their first and last step kept."""
 
 _COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df", "#57606a", "#0a7ea4", "#bf3989", "#7d8590")
 
@@ -38,8 +38,8 @@ pre{overflow-x:auto;background:#f6f8fa;padding:.8rem;font-size:.8rem}text{font:1
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """One line of a chart."""
+class Series:
+    """One line of a chart: (step, value) pairs."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -61,14 +61,14 @@ def report(folder: str | Path) -> str:
     parts = [
         f"<h1>{html.escape(run.name)}</h1>",
         _table(_summary(steps, evaluations, forecast)),
-        chart("Loss", [_curve("training", steps, "loss"), _curve("held out", evaluations, "loss")]),
-        chart("Learning rate", [_curve("learning rate", steps, "learning_rate")]),
-        chart("Tokens a second", [_curve("tokens a second", steps, "tokens_per_second")]),
-        chart("Seconds a step", [_curve("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
+        chart("Loss", [_series("training", steps, "loss"), _series("held out", evaluations, "loss")]),
+        chart("Learning rate", [_series("learning rate", steps, "learning_rate")]),
+        chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")]),
+        chart("Seconds a step", [_series("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
         chart(
             "Private memory of the process, which the kernel cannot drop, MB",
             [
-                _curve("peak of each step", steps, "peak_bytes", 1e-6),
+                _series("peak of each step", steps, "peak_bytes", 1e-6),
                 *_level(steps, forecast.get("process_bytes"), 1e-6),
             ],
         ),
@@ -86,13 +86,13 @@ def report(folder: str | Path) -> str:
     return f"<!doctype html><html lang=en><head>{head}{title}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def chart(title: str, curves: Sequence[Curve]) -> str:
-    """A line chart as SVG; empty where no curve has a point."""
-    curves = [curve for curve in curves if curve.points]
-    if not curves:
+def chart(title: str, lines: Sequence[Series]) -> str:
+    """A line chart as SVG; empty where no line has a point."""
+    lines = [line for line in lines if line.points]
+    if not lines:
         return ""
-    xs = [x for curve in curves for x, _ in curve.points]
-    ys = [y for curve in curves for _, y in curve.points]
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
     low, high = min(ys), max(ys)
     pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     low, high, first, last = low - pad, high + pad, min(xs), max(max(xs), min(xs) + 1)
@@ -109,12 +109,12 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
         drawn.append(f'<text x="{LEFT - 6}" y="{at}" text-anchor="end" dominant-baseline="middle">{y:.3g}</text>')
     drawn.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">step {first:.0f}</text>')
     drawn.append(f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{last:.0f}</text>')
-    for number, curve in enumerate(curves):
+    for number, line in enumerate(lines):
         colour = _COLOURS[number % len(_COLOURS)]
-        points = " ".join(place(x, y) for x, y in curve.points)
+        points = " ".join(place(x, y) for x, y in line.points)
         drawn.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        if len(curves) > 1:
-            name = html.escape(curve.name)
+        if len(lines) > 1:
+            name = html.escape(line.name)
             drawn.append(f'<text x="{LEFT + 150 * number}" y="14" style="fill:{colour}">{name}</text>')
     label = html.escape(title)
     return f'<h2>{label}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
@@ -151,11 +151,11 @@ def timeline(title: str, trace: dict[str, Any]) -> str:
     return f"<h2>{label}</h2>{picture}<p>{legend}</p>"
 
 
-def _level(steps: Sequence[dict[str, Any]], value: float | None, scale: float) -> list[Curve]:
-    """What is foreseen, as a level line; nothing where it is not."""
+def _level(steps: Sequence[dict[str, Any]], value: float | None, scale: float) -> list[Series]:
+    """The foreseen value as a level line; empty where none is foreseen."""
     if not value:
         return []
-    return [Curve("foreseen", tuple((float(steps[at]["step"]), value * scale) for at in (0, -1)))]
+    return [Series("foreseen", tuple((float(steps[at]["step"]), value * scale) for at in (0, -1)))]
 
 
 def _section(title: str, sizes: dict[str, int]) -> str:
@@ -170,7 +170,7 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _curve(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Curve:
+def _series(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Series:
     points = [
         (float(line["step"]), float(line[key]) * scale) for line in lines if math.isfinite(line.get(key) or math.nan)
     ]
@@ -178,15 +178,15 @@ def _curve(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 
     thin = points[::every]
     if points and thin[-1] != points[-1]:
         thin.append(points[-1])
-    return Curve(name, tuple(thin))
+    return Series(name, tuple(thin))
 
 
-def _moved(steps: Sequence[dict[str, Any]]) -> Iterator[Curve]:
+def _moved(steps: Sequence[dict[str, Any]]) -> Iterator[Series]:
     for lane in sorted({lane for step in steps for lane in step.get("bytes_moved", {})}):
         with_lane = [
             {"step": s["step"], "moved": s["bytes_moved"][lane]} for s in steps if lane in s.get("bytes_moved", {})
         ]
-        yield _curve(lane, with_lane, "moved", 1e-6)
+        yield _series(lane, with_lane, "moved", 1e-6)
 
 
 def _summary(

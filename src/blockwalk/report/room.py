@@ -1,7 +1,7 @@
 """Whether a run has room on this machine, before its first step: memory under every limit, and the disks that it writes to.
 
-What is compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this imports
-no torch.
+The figures compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this
+imports no torch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
 
 CLOSE = 0.9
-"""The part of a limit from which on a run is warned."""
+"""The fraction of a limit from which on a run is warned."""
 
 
 def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
-    """
+    """Refuse a run that no limit of memory has room for.
+
     Args:
         held: bytes that this process holds before the model is opened.
 
     Raises:
-        DoesNotFit: what this process holds already and the tensors of a step are more than a limit of this process, of its
+        DoesNotFit: the bytes that this process holds already and the tensors of a step are more than a limit of this process,
+        of its
             control group, of one around it, or of the machine.
     """
     tensors = _host_tensors(forecast)
@@ -52,8 +54,8 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
 
 
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:
-    """A warning where what is ``foreseen`` of the process (0: not calibrated, the tensors beside what it ``held`` before the
-    model was opened) is near the tightest limit."""
+    """A warning where the bytes that are ``foreseen`` for the process are near the tightest limit. Where 0 are foreseen (the
+    machine was not measured), they are the tensors and the bytes that the process ``held`` before the model was opened."""
     foreseen = foreseen or held + _host_tensors(forecast)
     limits = [
         (each.nbytes // (1 if each.of_process else run.plan.mesh.ranks_per_node), each) for each in memory_limits()
@@ -72,13 +74,14 @@ def _host_tensors(forecast: Forecast) -> int:
 
 
 def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
-    """
+    """Refuse a run whose files the disks have no room for.
+
     Args:
         steps: optimizer steps that the run has before it.
 
     Raises:
-        ValueError: checkpoints, the final model and scratch are more than what is free on their disk, with what is there of
-            the same kind and goes.
+        ValueError: checkpoints, the final model and scratch need more bytes than are free on their disk, those of the
+            earlier files that they replace included.
     """
     from blockwalk.tiers.block_store.store import is_store
 

@@ -42,8 +42,8 @@ from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import Forecast, foresee, zeroth_order_advice
-from blockwalk.report.record import Record
 from blockwalk.report.room import check_disks, check_memory, close_memory
+from blockwalk.report.step_forecast import StepForecast
 from blockwalk.system import atomic_files
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
@@ -147,17 +147,23 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             run.model, plan, lora=run.lora, workdir=output_dir / run_checkpoint.SCRATCH, ledger=ledger
         ) as walker:
             kinds = min(len(lengths), total)
-            record = Record.of(walker, shape, adapters=run.lora is not None, before=opened_at, lengths=kinds)
-            forecast = Forecast(plan, walker.spec, record.program, walker.device.type)
+            step_forecast = StepForecast.of(
+                walker, shape, adapters=run.lora is not None, before=opened_at, lengths=kinds
+            )
+            forecast = Forecast(plan, walker.spec, step_forecast.program, walker.device.type)
             stop.noted = True
-            loop.begin(walker, record, start)
+            loop.begin(walker, step_forecast, start)
             if walker.ranks.rank == 0:
                 atomic_files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
-                record.write(output_dir, trace)
+                step_forecast.write(output_dir, trace)
             with Progress(total, done=walker.steps_done, log_every=run.log_every) as progress:
-                for line in (*record.lines(), *forecast.lines(), *zeroth_order_advice(plan, lora=run.lora is not None)):
+                for line in (
+                    *step_forecast.lines(),
+                    *forecast.lines(),
+                    *zeroth_order_advice(plan, lora=run.lora is not None),
+                ):
                     progress.say(line)
-                for line in close_memory(run, forecast, opened_at, record.process_bytes):
+                for line in close_memory(run, forecast, opened_at, step_forecast.process_bytes):
                     progress.say(line)
                 for warning in (*rows.report.warnings(), *start.damaged):
                     progress.say(f"note: {warning}")
@@ -173,7 +179,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    needed, held = record.tensor_bytes, _grown(walker, memory.highest - opened_at)
+                    needed, held = step_forecast.tensor_bytes, _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
                         f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
                         f" step's peak, {human_bytes(held)} were held when more was refused"
@@ -182,7 +188,7 @@ def train(run: RunConfig, *, trace: str | Path | None = None) -> Outcome:
             return dataclasses.replace(
                 outcome,
                 resident_bytes=peak_resident_bytes(),
-                compared=tuple(record.compared(_grown(walker, outcome.peak_bytes))),
+                compared=tuple(step_forecast.compared(_grown(walker, outcome.peak_bytes))),
             )
 
 
@@ -238,7 +244,7 @@ class _Loop:
     """A run in progress."""
 
     walker: Walker
-    record: Record
+    step_forecast: StepForecast
     metrics: MetricsLog
     evaluations: MetricsLog
 
@@ -281,9 +287,9 @@ class _Loop:
         self.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
-    def begin(self, walker: Walker, record: Record, start: run_checkpoint.Start) -> None:
+    def begin(self, walker: Walker, step_forecast: StepForecast, start: run_checkpoint.Start) -> None:
         """Load the checkpoint's weights, then make the folder this run's: nothing refuses the run from here on."""
-        self.walker, self.record = walker, record
+        self.walker, self.step_forecast = walker, step_forecast
         if self.saved is not None:
             self._load(self.saved)
         rank = walker.ranks.rank
@@ -381,13 +387,13 @@ class _Loop:
 
     def _step(self, progress: Progress) -> None:
         batch, tokens = self._next_batch()
-        self.record.before_step(self.walker, self.walker.steps_done + 1, self.total)
+        self.step_forecast.before_step(self.walker, self.walker.steps_done + 1, self.total)
         try:
             result = self.walker.step(batch)
         except FloatingPointError:
             self.walker.wait_saved()  # the last checkpoint may be under way
             raise
-        self.record.after_step(self.walker, result.seconds)
+        self.step_forecast.after_step(self.walker, result.seconds)
         peak = self.memory.take()
         line = _line(result, tokens)
         line["tokens_per_second"] = line["tokens"] / result.seconds

@@ -1,8 +1,8 @@
-"""What a run foresees of its steps, and keeps beside its metrics for its report: ``forecast.json`` and ``trace.json``.
+"""The forecast of a run's steps, kept beside its metrics for its report: ``forecast.json`` and ``trace.json``.
 
-Seconds are foreseen where ``blockwalk doctor`` has measured the machine (``hardware.yaml`` in the working directory); bytes of
-tensors always; on a processor memory of the whole process: what it holds by now, tokenizer and data included, and what a step
-adds.
+Seconds are foreseen where ``blockwalk doctor`` has measured the machine (``hardware.yaml`` in the working directory), bytes of
+tensors always, and on a processor the memory of the whole process: the bytes that it holds by now, tokenizer and data included,
+and those that a step adds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 NAME, TRACE = "forecast.json", "trace.json"
 
 TRACED_STEP = 3
-"""The step that is traced: the first that finds everything as a long run does. Of a shorter run, the last."""
+"""The step that is traced: the first that finds everything as a long run does. In a shorter run it is the last."""
 
 
 @dataclass(slots=True)
-class Record:
+class StepForecast:
     """The forecast of a run's step at its longest sequences, and the trace of one real step."""
 
     program: Program
@@ -39,16 +39,16 @@ class Record:
     process_bytes: int = 0
     """Foreseen peak of the whole process on a CPU; 0 on a GPU."""
     held_bytes: int = 0
-    """What the process held when the model was open, before the first step."""
+    """Bytes that the process held when the model was open, before the first step."""
     not_counted: str = ""
-    """What that forecast leaves out."""
+    """A sentence on the memory that the forecast leaves out."""
     seconds: list[float] = field(default_factory=list)
-    """Of the steps done."""
+    """Seconds of each step done."""
     paths: tuple[Path, ...] = ()
-    """Where the trace goes: on rank 0."""
+    """Files that the trace is written to, by rank 0."""
 
     @classmethod
-    def of(cls, walker: Walker, shape: Shape, *, adapters: bool, before: int = 0, lengths: int = 1) -> Record:
+    def of(cls, walker: Walker, shape: Shape, *, adapters: bool, before: int = 0, lengths: int = 1) -> StepForecast:
         """Foresee a run's training step.
 
         Args:
@@ -82,11 +82,11 @@ class Record:
 
     @property
     def tensor_bytes(self) -> int:
-        """Foreseen tensors on the device and the host at a step's peak."""
+        """Bytes of the foreseen tensors on the device and the host at a step's peak."""
         return process_memory.tensors(self.program)
 
     def lines(self) -> Iterator[str]:
-        """What is foreseen: memory first."""
+        """The forecast as lines of text, memory first."""
         if self.process_bytes:
             now, more = human_bytes(self.held_bytes), human_bytes(self.process_bytes - self.held_bytes)
             yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
