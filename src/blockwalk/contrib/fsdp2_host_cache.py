@@ -1,4 +1,4 @@
-"""For those who stay with FSDP2: a host cache and dirty flags behind its public hook for all-gathers.
+"""A host cache and dirty flags behind FSDP2's public hook for all-gathers, for those who stay with it.
 
 Parameters then cross nodes once per optimizer step instead of twice per micro-batch; gradients are still reduced as FSDP2
 does. The first gather of a group after an optimizer step goes between nodes (among ranks of equal local index), is kept
@@ -60,7 +60,8 @@ class CachedAllGather:
 
 @dataclass(frozen=True)
 class HostCache:
-    """What :func:`host_cache` installed; marks everything trainable dirty after each optimizer step by itself."""
+    """The cache that :func:`host_cache` installed; it marks every trainable parameter dirty after each optimizer step by
+    itself."""
 
     gathers: tuple[CachedAllGather, ...]
     hook: Any

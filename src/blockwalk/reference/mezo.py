@@ -1,7 +1,7 @@
 """MeZO as its authors' code computes it: whole model in memory, perturbed in place, one generator for all parameters.
 
-Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm 1. What is
-repeated to the last bit is the arithmetic and the order of the draws.
+Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), algorithm 1. The
+arithmetic and the order of the draws are repeated to the last bit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ UNDECAYED = ("bias", "layer_norm", "layernorm")
 
 
 class StepOf(NamedTuple):
-    """What one reference step found."""
+    """Losses and scalars of one reference step."""
 
     losses: tuple[float, ...]
-    """In the order of the forwards; the first is the one to report."""
+    """Losses in the order of the forwards; the first is the one to report."""
     projected_grads: tuple[float, ...]
     seed: int
 
