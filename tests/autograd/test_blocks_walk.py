@@ -276,7 +276,7 @@ def test_a_step_that_calls_its_layers_otherwise_is_refused(order: tuple[int, ...
 )
 def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) -> None:
     """Oracle: the study itself, once the machine has room again; in this process and in one that reads its file."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
     monkeypatch.setattr(verification, "_known", {})
     model = build_skeleton(tiny_config("gpt2")).model
     with monkeypatch.context() as full:
@@ -289,7 +289,7 @@ def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) ->
 
 def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     """Oracle: the verdict of the study itself; a second process would read the same file."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
     monkeypatch.setattr(verification, "_known", {})
     studies = []
     study = verify.study
@@ -298,7 +298,7 @@ def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     anatomy = verify.certified_anatomy(good)
     with pytest.raises(ValueError, match="looped"):
         verify.certified_anatomy(bad)
-    assert len(list((tmp_path / "blockwalk").iterdir())) == len(studies) == 2
+    assert len(list(tmp_path.iterdir())) == len(studies) == 2
     verify._known.clear()
     assert verify.certified_anatomy(good) == anatomy
     with pytest.raises(ValueError, match="looped"):

@@ -14,6 +14,7 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.program.compile import compile, resident
 from blockwalk.program.program import Pool, Program, Shape, StepKind
+from blockwalk.system import cache
 from blockwalk.walk.meter import Meter
 from blockwalk.walk.unit_costs import unit_costs
 from blockwalk.walk.walker import Walker
@@ -44,11 +45,9 @@ def config(kind: str, dtype: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Path.home() / ".cache"
-    (tmp_path / "blockwalk").mkdir()
-    for kept in (home / "blockwalk").glob("anatomy-*.json"):  # the costs are measured anew, the anatomies are not
-        (tmp_path / "blockwalk" / kept.name).write_bytes(kept.read_bytes())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for kept in cache.folder().glob("anatomy-*.json"):  # the costs are measured anew, the anatomies are not
+        (tmp_path / kept.name).write_bytes(kept.read_bytes())
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,8 +22,8 @@ from tests.models import random_batch, tiny_model
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "blockwalk"
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def replace_weights(folder: Path, seed: int, *, in_place: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ from blockwalk.report import html
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
 from blockwalk.simulate import formula_model, hardware, planner, timeline
-from blockwalk.system import atomic_files
+from blockwalk.system import atomic_files, cache
 
 
 def train(run: RunConfig, arguments: argparse.Namespace) -> int:
@@ -105,13 +104,13 @@ def _packed(run: RunConfig) -> str | Path:
     path = Path(run.model).resolve()
     if is_store(path) or not run.plan.frozen.codec.encoded:
         return run.model
-    cache = atomic_files.cache_folder() / "packed" / hashlib.blake2s(os.fsencode(path), digest_size=16).hexdigest()
+    packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        packs.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home directory: packed for this time alone
         return run.model
     scratch = Path(run.output_dir) / run_checkpoint.SCRATCH
-    return opening.packed(path, run.plan.frozen.codec, build_skeleton(path).model, scratch, cache)
+    return opening.packed(path, run.plan.frozen.codec, build_skeleton(path).model, scratch, packs)
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:

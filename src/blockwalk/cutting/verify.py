@@ -1,18 +1,15 @@
 """The check that a configuration passes before its models are cut: loss and every gradient against the model's own.
 
 A small random instance of the same configuration runs twice in float32: by its own forward and autograd (the control), and
-block by block with nothing but the unit at work holding its parameters. The verdict is kept in memory and in
-``$XDG_CACHE_HOME/blockwalk`` (``~/.cache/blockwalk``), under a hash of the configuration, the versions and this code.
+block by block with nothing but the unit at work holding its parameters. The verdict is kept in memory and in the
+cache folder, under a hash of the configuration, the versions and this code.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +25,7 @@ from blockwalk.cutting import anatomy as anatomy_room
 from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
 from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
-from blockwalk.system import atomic_files
+from blockwalk.system import cache
 from blockwalk.system.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -97,17 +94,12 @@ def _key(model: Any, verify: bool) -> str:
         torch.__version__,
     ]
     text = json.dumps([facts, config], sort_keys=True, default=str).encode()
-    return hashlib.blake2s(text + b"".join(code), digest_size=16).hexdigest()
-
-
-def _file(key: str) -> Path:
-    return atomic_files.cache_folder() / f"anatomy-{key}.json"
+    return cache.key(text + b"".join(code))
 
 
 def _read(key: str) -> Anatomy | str | None:
-    try:
-        kept = json.loads(_file(key).read_text())
-    except (OSError, ValueError):
+    kept = cache.read_json(f"anatomy-{key}")
+    if kept is None:
         return None
     if "refused" in kept:
         return str(kept["refused"])
@@ -126,13 +118,7 @@ def _study_and_keep(key: str, model: Any, verify: bool) -> Anatomy | str:
         if "meta" in verdict:
             verdict = f"a unit reads a parameter that another one owns ({verdict})"
     kept = {"refused": verdict} if isinstance(verdict, str) else asdict(verdict)
-    try:
-        _file(key).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_file(key).parent, delete=False) as file:
-            json.dump(kept, file)
-        os.replace(file.name, _file(key))
-    except OSError:
-        pass  # a read-only home directory costs a second at the next start, nothing else
+    cache.write_json(f"anatomy-{key}", kept)
     return verdict
 
 

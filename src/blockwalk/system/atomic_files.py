@@ -185,11 +185,6 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Ite
     fsync_folder(path.parent)
 
 
-def cache_folder() -> Path:
-    """The folder of what can be found out again: ``$XDG_CACHE_HOME/blockwalk``, or ``~/.cache/blockwalk``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk"
-
-
 def refuse_existing(path: str | os.PathLike[str]) -> None:
     """Raise ValueError where an output exists already."""
     if os.path.lexists(path):

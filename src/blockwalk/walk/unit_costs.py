@@ -2,7 +2,7 @@
 
 A block's own code runs on fake tensors (shapes and strides without data) under a mode that sees every operation: it adds
 up the storages that are alive and the FLOPs of PyTorch's own formulas. One block of each kind is run, once; the answer is
-kept in ``$XDG_CACHE_HOME/blockwalk``. What kernels allocate inside themselves is not seen.
+kept in the cache folder. What kernels allocate inside themselves is not seen.
 
 The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D hidden, V vocabulary,
 N tokens with a label.
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +39,7 @@ from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
 from blockwalk.program.loss_costs import LossMemory, loss_memory, loss_work, own_loss_work
 from blockwalk.program.program import Shape
 from blockwalk.program.residency import computes_in, epilogue_reads
+from blockwalk.system import cache
 from blockwalk.walk import meter as metering
 from blockwalk.walk.meter import Meter
 
@@ -410,7 +409,7 @@ def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: 
     code = b"".join(Path(str(room)).read_bytes() for room in rooms)
     facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
     text = json.dumps([*facts, torch.__version__, transformers.__version__], sort_keys=True, default=str)
-    return hashlib.blake2s(text.encode() + code, digest_size=16).hexdigest()
+    return cache.key(text.encode() + code)
 
 
 def _folder_digest(folder: Any) -> str:
@@ -419,16 +418,9 @@ def _folder_digest(folder: Any) -> str:
     return (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
 
 
-def _file(key: str) -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk" / f"costs-{key}.json"
-
-
 def _read(key: str) -> Costs | None:
-    try:
-        kept = json.loads(_file(key).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return Costs(tuple((kind, _read_cost(cost)) for kind, cost in kept["units"]), kept["scratch"])
+    kept = cache.read_json(f"costs-{key}")
+    return kept and Costs(tuple((kind, _read_cost(cost)) for kind, cost in kept["units"]), kept["scratch"])
 
 
 def _read_cost(cost: dict[str, Any]) -> UnitCost:
@@ -449,10 +441,4 @@ def _read_cost(cost: dict[str, Any]) -> UnitCost:
 
 def _keep(key: str, costs: Costs) -> None:
     value = {"units": [(kind, dataclasses.asdict(cost)) for kind, cost in costs.units], "scratch": costs.scratch}
-    try:
-        _file(key).parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_file(key).parent, delete=False, encoding="utf-8") as file:
-            json.dump(value, file)
-        os.replace(file.name, _file(key))
-    except OSError:
-        pass  # a read-only home directory costs some seconds at the next start, nothing else
+    cache.write_json(f"costs-{key}", value)

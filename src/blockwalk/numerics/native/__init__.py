@@ -11,8 +11,7 @@ during a call.
 A library runs as whoever opens it: one that another user could have put into the cache, or changed there, is not opened,
 and the kernel is compiled into a folder of this process alone.
 
-Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``BLOCKWALK_CACHE`` moves the cache folder (default
-``$XDG_CACHE_HOME/blockwalk`` or ``~/.cache/blockwalk``); ``CC`` names the compiler.
+Environment: ``BLOCKWALK_NATIVE=0`` never compiles or loads; ``CC`` names the compiler.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ import tempfile
 import threading
 import warnings
 from pathlib import Path
+
+from blockwalk.system import cache
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=off")
 """No fast-math anywhere: the kernels promise bits."""
@@ -88,7 +89,7 @@ def _build(name: str) -> ctypes.CDLL | None:
         return None
     parts = (source.read_bytes(), " ".join(FLAGS).encode(), _processor().encode(), _version(compiler).encode())
     digest = hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
-    library = _cache_folder() / f"{name}-{digest}.so"
+    library = cache.folder() / "native" / f"{name}-{digest}.so"
     library.parent.parent.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(mode=0o755, exist_ok=True)
     if exposed := [path for path in (library.parent, library) if path.exists() and not _is_safe(path)]:
@@ -124,13 +125,6 @@ def _is_safe(path: Path) -> bool:
         return True
     found = path.stat()
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _cache_folder() -> Path:
-    if chosen := os.environ.get("BLOCKWALK_CACHE"):
-        return Path(chosen) / "native"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "blockwalk" / "native"
 
 
 def _compiler() -> tuple[str, ...] | None:

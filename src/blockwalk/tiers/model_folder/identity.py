@@ -1,6 +1,6 @@
 """The identity of a folder's weights: a digest of its content, remembered for as long as no file of it changes.
 
-A digest costs one read of the weights, on several threads, and is kept in ``$XDG_CACHE_HOME/blockwalk`` beside what the
+A digest costs one read of the weights, on several threads, and is kept in the cache folder beside what the
 kernel says of the files: device, inode, size, and the times of the last write and of the last change of the inode. One thing
 is trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every write, and no
 program can set it back; but its clock ticks in milliseconds, so that files which were changed within the last seconds are
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blockwalk.plan.model_folder import STORE_INDEX, checkpoint_files
-from blockwalk.system import atomic_files
+from blockwalk.system import cache
 from blockwalk.tiers.block_store.store import is_store
 
 _SPAN, _CHUNK = 64 << 20, 1 << 20
@@ -37,15 +37,10 @@ def weights_digest(folder: str | os.PathLike[str]) -> str:
     names = ["config.json", *([STORE_INDEX] if is_store(folder) else checkpoint_files(folder))]
     paths = [folder / name for name in names if (folder / name).is_file()]
     seen = _seen(paths)
-    kept = (
-        atomic_files.cache_folder() / f"digest-{hashlib.blake2s(os.fsencode(folder), digest_size=16).hexdigest()}.json"
-    )
-    try:
-        remembered = json.loads(kept.read_text(encoding="utf-8"))
-        if remembered["seen"] == seen:
-            return str(remembered["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    entry = f"digest-{cache.key(os.fsencode(folder))}"
+    remembered = cache.read_json(entry)
+    if remembered is not None and remembered["seen"] == seen:
+        return str(remembered["digest"])
     began = time.time()
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
@@ -55,11 +50,7 @@ def weights_digest(folder: str | os.PathLike[str]) -> str:
     if _seen(paths) != seen:
         raise ValueError(f"{folder} changed while it was read: wait until it is written, and start again")
     if began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED:
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(kept, {"seen": seen, "digest": digest.hexdigest()})
-        except OSError:
-            pass  # a read-only home directory costs the read at every start, nothing else
+        cache.write_json(entry, {"seen": seen, "digest": digest.hexdigest()})
     return digest.hexdigest()
 
 

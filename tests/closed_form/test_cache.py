@@ -1,0 +1,63 @@
+"""Oracle: the folders that the environment names, as they lie on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blockwalk.cli import main
+from blockwalk.cutting import verify
+from blockwalk.numerics import native
+from blockwalk.plan.methods import method
+from blockwalk.program.program import Shape
+from blockwalk.system import cache
+from blockwalk.tiers.model_folder import identity
+from blockwalk.walk.unit_costs import unit_costs
+from tests.conftest import TinyRun
+
+
+def test_the_folder_is_the_first_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed form: BLOCKWALK_CACHE, else XDG_CACHE_HOME, else the home directory; an empty name is none."""
+    monkeypatch.setenv("HOME", "/home/me")
+    for chosen, xdg, folder in (
+        ("/chosen", "/xdg", "/chosen"),
+        ("", "/xdg", "/xdg/blockwalk"),
+        ("", "", "/home/me/.cache/blockwalk"),
+    ):
+        monkeypatch.setenv("BLOCKWALK_CACHE", chosen)
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert cache.folder() == Path(folder)
+
+
+def test_all_that_is_kept_lies_below_the_folder(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the files below the folder that is named, and no folder of this name below the other two."""
+    chosen, others = tmp_path / "chosen", (tmp_path / "xdg", tmp_path / "home")
+    for name, folder in zip(("BLOCKWALK_CACHE", "XDG_CACHE_HOME", "HOME"), (chosen, *others), strict=True):
+        monkeypatch.setenv(name, str(folder))
+        folder.mkdir()
+    for module in (verify, native):  # what this process found out before
+        monkeypatch.setattr(module, "_known" if module is verify else "_loaded", {})
+    monkeypatch.setattr(identity, "_SETTLED", -60.0)
+    unit_costs(tiny_run.model, method("plain"), Shape(1, 8))
+    generate = ["generate", "--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
+    assert main.main(generate) == 0  # the row that is the default keeps its frozen weights in int4
+    native.load("codecs")
+    found = {path.relative_to(chosen).parts[0].partition("-")[0] for path in chosen.rglob("*") if path.is_file()}
+    assert found == {"anatomy", "costs", "digest", "packed"} | ({"native"} if native._compiler() else set())
+    assert not [path for folder in others for path in folder.rglob("blockwalk")]
+
+
+def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a file where the folder should be; what is torn counts as not there."""
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "file" / "below"))
+    (tmp_path / "file").write_text("")
+    cache.write_json("entry", {"a": 1})
+    assert cache.read_json("entry") is None
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "made" / "now"))
+    cache.write_json("entry", {"a": [1, "é"]})
+    assert cache.read_json("entry") == {"a": [1, "é"]}
+    (cache.folder() / "entry.json").write_text('{"a": [1,')
+    assert cache.read_json("entry") is None
