@@ -1,4 +1,4 @@
-"""What a machine, or a cluster of them, can do: a value, read from YAML and written to it. Bytes, seconds, FLOP/s.
+"""The capabilities of a machine, or of a cluster of them: a value, read from YAML and written to it. Bytes, seconds, FLOP/s.
 
 ``blockwalk doctor`` measures one; descriptions of known machines ship beside this file. Nothing here imports torch.
 """
@@ -21,7 +21,7 @@ from blockwalk.program.costs import Sizes
 SHIPPED = Path(__file__).with_name("hardware")
 
 HERE = Path("hardware.yaml")
-"""What ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and ``--hardware here`` read."""
+"""The file that ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and ``--hardware here`` read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Link:
     latency: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Of one transfer; nothing takes no time."""
+        """Seconds of one transfer; 0 for no bytes."""
         return self.latency + nbytes / self.bandwidth if nbytes > 0 else 0.0
 
 
@@ -45,7 +45,7 @@ class Curve:
     """(size, seconds), sizes in ascending order."""
 
     def seconds(self, size: float) -> float:
-        """Of one operation."""
+        """Seconds of one operation."""
         if size <= self.points[0][0]:
             return self.points[0][1]
         for (small, low), (large, high) in pairwise(self.points):
@@ -60,7 +60,7 @@ class Curve:
         return sum(count * self.seconds(size) for size, count in sizes)
 
     def faster(self, factor: float) -> Curve:
-        """The same with every operation ``factor`` times as fast."""
+        """A curve with every operation ``factor`` times as fast."""
         return Curve(tuple((size, seconds / factor) for size, seconds in self.points))
 
 
@@ -76,37 +76,37 @@ class Hardware:
     device: str = "cuda"
     """cuda or cpu. On a CPU, device and host memory are one."""
     device_bytes: int = 0
-    """Memory of one device that a step may use."""
+    """Bytes of memory of one device that a step may use."""
     host_bytes: int = 0
-    """Of a whole node."""
+    """Bytes of host memory of a whole node."""
     disk_bytes: int = 0
     flops: Mapping[str, float] = field(default_factory=dict)
     """Matrix throughput of one device that is reached in practice, by dtype, FLOP/s."""
     peak_flops: Mapping[str, float] = field(default_factory=dict)
-    """What the maker promises: what MFU is a share of; ``flops`` where it is not given."""
+    """FLOP/s that the maker promises, by dtype: MFU is a fraction of them; ``flops`` where they are not given."""
     memory_bandwidth: float = 1e12
-    """Of the device's own memory, bytes/s."""
+    """Bytes/s of the device's own memory."""
     op_seconds: float = 0.0
-    """Of starting an op's work: kernel launches, Python."""
+    """Seconds to start an op's work: kernel launches, Python."""
     products: Mapping[str, Curve] = field(default_factory=dict)
     """Seconds of a matrix product by its FLOPs, by dtype; where it is not given, ``flops`` says it for every size."""
     thin: Mapping[str, Curve] = field(default_factory=dict)
-    """The same of products with a side of 8, an adapter's; else ``products``."""
+    """Seconds of a product with a side of 8, an adapter's, by its FLOPs, by dtype; else ``products``."""
     passes: Mapping[str, Curve] = field(default_factory=dict)
     """Seconds of an element-wise operation by the bytes that it reads and writes, by the dtype of its result, and "in place"
     over what was just written; else ``memory_bandwidth``."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """FLOP/s of fused attention, by dtype; else ``flops``."""
     update_rate: Mapping[str, float] = field(default_factory=dict)
-    """Elements a second of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift", "round"); else by the
+    """Elements/s of an update rule, by its name, and of a 16-bit parameter's float32 copy ("lift", "round"); else by the
     bytes that are touched."""
     start_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of an operation that moves nothing, and of starting one of a module's, by kind of walk (``simulate.memory``): Python."""
+    """Seconds of an operation that moves nothing, and of starting one of a module's, by kind of walk: Python."""
     fresh_bandwidth: float = 0.0
     """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no time."""
     process_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What a process holds beside its tensors on a small walk, by kind of walk (``simulate.memory``): interpreter, libraries
-    and their buffers; without it tensors alone are foreseen."""
+    """Bytes that a process holds beside its tensors on a small walk, by kind of walk: interpreter, libraries and their buffers;
+    without it tensors alone are foreseen."""
     slack: Mapping[str, float] = field(default_factory=dict)
     """Freed memory that the allocator keeps, by kind of walk: as a multiple of what comes and goes in a step."""
     noise_rate: float = 5e10
@@ -118,13 +118,13 @@ class Hardware:
     disk_read: Link = Link(3e9, 1e-4)
     disk_write: Link = Link(1e9, 1e-4)
     intra: Link = Link(300e9, 1e-5)
-    """Between the devices of one node: what one rank can send."""
+    """The link between the devices of one node, as one rank can send over it."""
     inter: Link = Link(12.5e9, 2e-5)
-    """Between nodes: of a whole node, which its ranks share."""
+    """The link of a whole node to the others, which its ranks share."""
     devices_per_node: int = 1
     nodes: int = 1
     source: str = ""
-    """Where the figures are from."""
+    """The origin of the figures."""
 
     def __post_init__(self) -> None:
         if self.device not in ("cuda", "cpu"):
@@ -213,7 +213,8 @@ UNMEASURED = "this machine, not measured"
 
 
 def of_this_machine(device: str = "cpu") -> Hardware:
-    """What doctor wrote here; before it has, the memory that there is, with rates that only rank plans by their work."""
+    """The machine as doctor described it here; before it has, the memory that there is, with rates that only rank plans by
+    their work."""
     if HERE.is_file() and (found := load(HERE)).device == device:
         return found
     import shutil

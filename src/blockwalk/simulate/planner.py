@@ -1,4 +1,4 @@
-"""Which plan for this model on this machine: enumerate, simulate, rank, and say why the others were left out.
+"""The planner: it enumerates the plans for a model on a machine, simulates and ranks them, and says why others were left out.
 
 Everything is read off the model's ``config.json`` and a description of hardware; nothing here imports torch.
 """
@@ -29,7 +29,7 @@ the held-out loss from 0.87 to 0.47; exact gradients (AdamW) were there, by inte
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be trained, and on what."""
+    """A model to be trained, and the machine to train it on."""
 
     config: Mapping[str, Any]
     """The model's ``config.json``."""
@@ -64,7 +64,7 @@ class Candidate:
 
     @property
     def progress(self) -> float:
-        """Tokens a second, those of zeroth-order steps at their measured worth."""
+        """Tokens per second, those of zeroth-order steps at their measured worth."""
         if self.simulation is None:
             return 0.0
         return self.simulation.tokens_per_second / (ZEROTH_ORDER_STEPS if self.zeroth_order else 1)
@@ -167,7 +167,8 @@ def _groups(node: int, world: int) -> Iterator[tuple[int, int, int]]:
 
 
 def steady(plan: Plan, model: ModelSpec) -> Pending:
-    """What a step of a long run finds: the last step's update where it is deferred, and every node slice out of date."""
+    """The updates that a step of a long run finds pending: the last step's where it is deferred, and every node slice out of
+    date."""
     if plan.update.timing is Timing.DEFERRED:
         return Pending(1, flush=True)
     if plan.sharded:
@@ -262,7 +263,7 @@ def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
 
 
 def _too_large(task: Task, held: Mapping[Pool, int], ranks: int) -> str:
-    """Why these peaks do not fit, or nothing."""
+    """The reason why these peaks do not fit, or ""."""
     hardware = task.hardware
     device, host = held.get(Pool.DEVICE, 0), held.get(Pool.HOST, 0) * min(ranks, hardware.devices_per_node)
     if hardware.device == "cpu":

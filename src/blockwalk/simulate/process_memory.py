@@ -1,4 +1,4 @@
-"""What a process on a CPU will hold at a step's peak: its tensors, and what comes with them.
+"""The memory of a process on a CPU at a step's peak: its tensors, and the bytes that come with them.
 
 A program counts tensors. The interpreter and its libraries are there before; the C allocator keeps freed memory that it cannot
 use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothing here imports torch.
@@ -17,7 +17,7 @@ recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`);
 
 
 def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
-    """Which of :data:`KINDS` a step is."""
+    """The one of :data:`KINDS` that a step is."""
     if plan.estimator is Estimator.ZEROTH_ORDER:
         return "forwards"
     if program.streamed:

@@ -1,4 +1,4 @@
-"""How long one op of a program takes on a machine. See ``docs/cost-model.md``.
+"""Seconds of one op of a program on a machine. See ``docs/cost-model.md``.
 
 An op's seconds are a sum of non-negative terms that each fall with one rate of the hardware, so a faster part can never make
 a step slower. Nothing here imports torch.
@@ -27,8 +27,8 @@ COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKin
 NO_COSTS = Costs()
 
 REFAULTED = 0.3
-"""Of what a streamed block with its graph finds on the heap, the share that was given back before it, about: holes grow by a
-twenty-fifth a block, and at an eighth the heap is trimmed (:mod:`blockwalk.system.heap`)."""
+"""The fraction of a streamed block's heap that page-faults again, about: holes grow by a twenty-fifth a block, and at an
+eighth the heap is trimmed, every third or fourth block (:mod:`blockwalk.system.heap`, ``docs/tricks.md``)."""
 
 TRAFFIC = 4
 """Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
@@ -59,7 +59,7 @@ class CostModel:
     _start: float = field(init=False, repr=False, default=0.0)
     """Seconds to start one operation."""
     _lost: Mapping[int, float] = field(init=False, repr=False, default_factory=dict)
-    """On a processor, seconds that each op of a unit loses to the copies of its lanes, which take a core."""
+    """Seconds that each op of a unit loses, on a processor, to the copies of its lanes, which take a core."""
 
     def __post_init__(self) -> None:
         if self.program is not None and self.hardware.device == "cpu":
@@ -78,7 +78,7 @@ class CostModel:
         return {unit: nbytes / rate / turns[unit] for unit, nbytes in copied.items() if turns[unit]}
 
     def seconds(self, op: Op) -> float:
-        """Of one op."""
+        """Seconds of one op on its lane."""
         lanes: dict[Lane, Callable[[Op], float]] = {
             Lane.COMPUTE: self._compute,
             Lane.FETCH: self._fetch,
@@ -93,7 +93,7 @@ class CostModel:
         return compute_dtype(self.plan, self.model)
 
     def work_seconds(self, work: Work) -> float:
-        """Of operations in the compute dtype, one after the other."""
+        """Seconds of operations in the compute dtype, one after the other."""
         hw, dtype = self.hardware, self.dtype
         products, passes = hw.products.get(dtype), hw.passes.get(dtype)
         if products:
@@ -184,7 +184,7 @@ class CostModel:
         return self.model.units[index] if index <= len(self.model.blocks) else epilogue_reads(self.model)
 
     def _token_chunks(self) -> int:
-        """How often a loss with gradient goes through the head."""
+        """The number of times that a loss with gradient goes through the head."""
         if self.program is None or self.plan.loss != "chunked":
             return 1
         shape, size = self.program.shape, DTYPE_BYTES[self.dtype]
@@ -203,11 +203,11 @@ class CostModel:
         return 4 * (3 + 2 * RULE_STATES[name]) * elements / self.hardware.memory_bandwidth
 
     def _lifted(self, elements: float) -> float:
-        """Seconds of a 16-bit master's float32 pieces, and back."""
+        """Seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to write them back."""
         return self._narrowed("lift", elements)
 
     def _rounded(self, elements: float) -> float:
-        """The same where they are rounded stochastically."""
+        """Seconds to lift a 16-bit master's elements, and to write them back rounded stochastically."""
         return self._narrowed("round", elements)
 
     def _narrowed(self, rate: str, elements: float) -> float:
@@ -219,7 +219,7 @@ class CostModel:
     # ---- the links --------------------------------------------------------------------------------------------------
 
     def tier(self, op: Op) -> Tier:
-        """Where the bytes of a FETCH or STORE are."""
+        """The tier of the bytes of a FETCH or STORE."""
         if op.part is StateKind.ACTIVATION:
             return self.plan.activation.tier
         if self.plan.sharded:

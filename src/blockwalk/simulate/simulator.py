@@ -1,4 +1,5 @@
-"""Run a program on paper: seconds, peak bytes of every pool, bytes on every lane, and what the time was spent on.
+"""The simulator, which runs a program on paper: seconds, peak bytes of every pool, bytes on every lane, and what the time was
+spent on.
 
 Lanes are first-in, first-out, and an op starts when the op before it on its lane and all that it waits for are done: the
 rules of :mod:`blockwalk.walk.lanes`; its seconds are those of :mod:`blockwalk.simulate.seconds`. Ranks of one program do
@@ -25,7 +26,7 @@ from blockwalk.simulate.seconds import NO_COSTS, CostModel
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one op runs, in seconds from the step's start."""
+    """The time of one op, in seconds from the step's start."""
 
     op: Op
     began: float
@@ -38,19 +39,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one step takes on one kind of hardware."""
+    """The time and memory of one step on one kind of hardware."""
 
     program: Program
     spans: tuple[Span, ...]
     seconds: float
     tokens: int
-    """Of one step, over all ranks."""
+    """Tokens of one step, over all ranks."""
     peaks: dict[Pool, int]
     """Bytes of one rank."""
     bytes_by_lane: dict[Lane, int]
     """Bytes of one rank."""
     useful_flops: float
-    """Of one rank: recomputation not counted."""
+    """FLOPs of one rank, recomputation not counted."""
     peak_flops: float
     critical: dict[str, float]
     """Seconds on the critical path, by what they were spent on, longest first."""
@@ -61,11 +62,11 @@ class Simulation:
 
     @property
     def mfu(self) -> float:
-        """Useful FLOP/s as a share of the device's promised ones."""
+        """Useful FLOP/s as a fraction of the device's promised ones."""
         return self.useful_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
 
     def bottleneck(self) -> str:
-        """What most of the critical path is, in words: ``"78% waiting for the network: gather of frozen parameters"``."""
+        """The greatest part of the critical path, in words: ``"78% waiting for the network: gather of frozen parameters"``."""
         if not self.critical or not self.seconds:
             return "nothing takes time"
         what, seconds = next(iter(self.critical.items()))
@@ -110,7 +111,7 @@ def simulate(program: Program, plan: Plan, model: ModelSpec, hardware: Hardware,
 
 
 def schedule(program: Program, seconds_of: Callable[[Op], float]) -> tuple[Span, ...]:
-    """When each op begins and ends, given how long it takes."""
+    """The times at which each op begins and ends, given the seconds that it takes."""
     free: dict[Lane, float] = {}
     spans: list[Span] = []
     for op in program.ops:

@@ -160,7 +160,7 @@ def _flatten(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what :class:`Loader` would read as something other than text."""
+    """A writer of YAML that quotes texts which :class:`Loader` would read as something else."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         unusual = any(mark in data for mark in "\x85\u2028\u2029\ufeff")  # plain, they would be read as line breaks

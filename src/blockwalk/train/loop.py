@@ -1,4 +1,4 @@
-"""The training loop: data, steps, evaluation, checkpoints, signals. What a step does is the walker's; this decides when.
+"""The training loop: data, steps, evaluation, checkpoints, signals. A step is the walker's work; this decides when.
 
 output_dir/
     config.yaml            the resolved configuration
@@ -6,7 +6,7 @@ output_dir/
     evaluations.jsonl      one line an evaluation
     ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
-    adapter/ or model/     what was trained, at the end
+    adapter/ or model/     the trained weights, at the end
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from blockwalk.walk.walker import StepResult, Walker
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
+    """Results of a run that has ended."""
 
     steps: int
     """Optimizer steps done, those before a resume included."""
@@ -230,7 +230,7 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
 
 
 def eval_batch_size(run: RunConfig) -> int:
-    """Sequences an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
 
 
@@ -260,7 +260,8 @@ class _Loop:
         weights: str,
     ) -> None:
         self.weights = weights
-        """What the run begins from: see :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
+        """The digest of the weights that the run begins from: see
+        :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
         self.config, self.batches, self.choices, self.held_out = run, batches, choices, held_out
         self.total, self.tokenizer, self.memory = total, tokenizer, memory
         self.output_dir = Path(run.output_dir)
@@ -373,7 +374,7 @@ class _Loop:
         return every > 0 and self.walker.steps_done % every == 0
 
     def _next_batch(self) -> tuple[Batch | LabelWordBatch, Batch]:
-        """What the walker takes next, and its tokens."""
+        """The batch that the walker takes next, and the number of its tokens."""
         if self.choices is None:
             batch = next(self.batches)
             return batch, batch
@@ -495,10 +496,10 @@ class _Loop:
 
 
 def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says of a step whoever took it: of a step just done, or of one that a ledger has.
+    """The line of ``metrics.jsonl`` about a step, whoever took it: one just done, or one that a ledger has.
 
-    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over; what an estimator does
-    not have is left out.
+    ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over; values that an
+    estimator does not have are left out.
     """
     line = {
         "step": result.step,
@@ -526,7 +527,8 @@ class _Interrupted(Exception):
 
 @dataclass(slots=True)
 class _Stop:
-    """What SIGTERM and SIGINT do: end the process where it stands, or be noted for the loop, which ends between two steps."""
+    """The action of SIGTERM and SIGINT: they end the process where it stands, or are noted for the loop, which ends between two
+    steps."""
 
     noted: bool = False
     asked: int = 0

@@ -13,15 +13,15 @@ from blockwalk.system.atomic_files import whole_lines
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on."""
+    """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on.
+
+    Args:
+        path: the file; made if it is not there.
+        source: the log that is gone on with, if any: of this file, or of the run that is resumed in another folder.
+        keep_until: the step that the run goes on from: later lines are dropped.
+    """
 
     def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
-        """
-        Args:
-            path: the file; made if it is not there.
-            source: the log that is gone on with, if any: of this file, or of the run that is resumed in another folder.
-            keep_until: the step that the run goes on from: later lines are dropped.
-        """
         kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
         with atomic_files.atomic_open(path, "w") as file:
             file.writelines(f"{json.dumps(line)}\n" for line in kept)
@@ -31,7 +31,7 @@ class MetricsLog:
 
     @property
     def last_step(self) -> int:
-        """Of the last line; −1 where there is none."""
+        """The step of the last line; −1 where there is none."""
         return int(self.last_line["step"]) if self.last_line else -1
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ QUIET = 10.0
 
 
 class Progress:
-    """Shows each step; :meth:`say` prints a line beside it.
+    """A display of each step; :meth:`say` prints a line beside it.
 
     Args:
         total: the run's last step.
@@ -31,7 +31,8 @@ class Progress:
         self._task: Any = None
         self._first = done
         self._began: float | None = None
-        """When the first step began: what comes before it (evaluation, compiling) says nothing of those to come."""
+        """The time in seconds at which the first step began: the time before it (evaluation, compiling) says nothing of the
+        steps to come."""
 
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():
