@@ -399,7 +399,7 @@ class Engine:
         return partial(self.buckets.gather, op.unit)
 
     def cache(self, op: Op) -> Callable[[], None]:
-        """CACHE, and REDUCE over ranks."""
+        """CACHE, and REDUCE: where state is spread over ranks."""
         raise AssertionError(f"{op.kind} has no meaning under {self.plan.method}")
 
     reduce = cache

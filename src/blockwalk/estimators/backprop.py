@@ -1,4 +1,4 @@
-"""Backpropagation block by block: the ops PROLOGUE to PROLOGUE_BACKWARD, SAVE, LOAD and REDUCE of a program.
+"""Backpropagation block by block: the ops PROLOGUE to PROLOGUE_BACKWARD, SAVE, LOAD, NORM, TOTAL and CHECK.
 
 Forward: each block runs without graph on its input, which is saved (the activation checkpoint). Backward: the input is
 loaded, the block recomputed with its graph and differentiated, and the gradient of its input handed on. Only one block's
@@ -30,7 +30,6 @@ from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.updates import clip_coefficient
-from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import Op, OpKind
 from blockwalk.program.residency import maps_graphs
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
@@ -138,8 +137,9 @@ class Backprop:
             OpKind.LOSS: self._loss,
             OpKind.BACKWARD: self._backward,
             OpKind.PROLOGUE_BACKWARD: self._prologue_backward,
-            OpKind.REDUCE: self._norm,
-            OpKind.EXCHANGE: self._exchange,
+            OpKind.NORM: self._norm,
+            OpKind.TOTAL: self._total,
+            OpKind.CHECK: self._check,
             OpKind.UPDATE: self._update,
         }[op.kind](op, self.state)
 
@@ -345,13 +345,16 @@ class Backprop:
 
         return work
 
-    def _exchange(self, op: Op, state: _State) -> Callable[[], None]:
+    def _total(self, op: Op, state: _State) -> Callable[[], None]:
         def work() -> None:
-            updates = op.part is StateKind.GRADIENT
-            wrong = self.engine.overflowed() if updates else []
+            (state.loss_sum,) = self.engine.total([state.loss_sum])
+
+        return work
+
+    def _check(self, op: Op, state: _State) -> Callable[[], None]:
+        def work() -> None:
+            wrong = self.engine.overflowed()
             state.loss_sum, count = self.engine.total([state.loss_sum, float(len(wrong))])
-            if not updates:
-                return
             if count or not math.isfinite(state.loss):
                 what = f"gradient of {', '.join(wrong[:3]) or 'a trainable on another rank'}"
                 what = what if math.isfinite(state.loss) else f"loss, {state.loss},"

@@ -167,13 +167,13 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
             turns.append(Turn(0, prologue_backward(group)))
     b.walk(turns)
     done = b.completed(ops[-1] for ops in gradients.values())
-    counts = b.exchange(done, update=update)
+    counts = b.total(done, update=update)
     if not update and not plan.sharded:  # the caller takes the gradients over
         made = 4 * b.model.numel(trainable=True)
         b.ops[-1] = replace(b.ops[-1], frees=(*b.ops[-1].frees, (b.gradient_pool, made)))
     if update and plan.update.timing is Timing.STEP:
         norm = plan.optimizer.max_grad_norm > 0
-        after = [b.op(OpKind.REDUCE, last, Lane.COMPUTE, counts, part=StateKind.GRADIENT)] if norm else counts
+        after = [b.op(OpKind.NORM, last, Lane.COMPUTE, counts, part=StateKind.GRADIENT)] if norm else counts
         b.walk(
             [
                 Turn(u, update_at_end(b, u, after), updates=True)

@@ -125,10 +125,10 @@ class Builder(Placements):
         """The ops after which all gradients are there, given the last that made each unit's."""
         return list(gradients)
 
-    def exchange(self, gradients: Sequence[int], *, update: bool) -> list[int]:
+    def total(self, gradients: Sequence[int], *, update: bool) -> list[int]:
         """Decide whether a step that updates counts: its loss and its gradients must be finite. Without an update there is
         nothing to decide on one rank."""
-        return [self.op(OpKind.EXCHANGE, self.last, Lane.COMPUTE, gradients, part=StateKind.GRADIENT)] if update else []
+        return [self.op(OpKind.CHECK, self.last, Lane.COMPUTE, gradients, part=StateKind.GRADIENT)] if update else []
 
     # ---- emitting -----------------------------------------------------------------------------------------------
 

@@ -163,13 +163,13 @@ class ShardedBuilder(Builder):
         """The ops after which every gradient is summed over all ranks."""
         return list(self._complete.values())
 
-    def exchange(self, gradients: Sequence[int], *, update: bool) -> list[int]:
+    def total(self, gradients: Sequence[int], *, update: bool) -> list[int]:
         """Add up the losses of all ranks; of a step that updates, all ranks decide together whether it counts."""
         last_compute = max(op.index for op in self.ops if op.lane is Lane.COMPUTE)
         updated = [op.index for op in self.ops if op.kind is OpKind.UPDATE]
-        part = StateKind.GRADIENT if update else None
+        kind, part = (OpKind.CHECK, StateKind.GRADIENT) if update else (OpKind.TOTAL, None)
         deps = [last_compute, *gradients, *updated]
-        return [self.op(OpKind.EXCHANGE, self.last, Lane.COMPUTE, deps, part=part)]
+        return [self.op(kind, self.last, Lane.COMPUTE, deps, part=part)]
 
     def _by_lane(self, inner: int, outer: int, *, keep_empty: bool) -> list[tuple[Lane, int, int]]:
         """The axes of a span, innermost first, in pieces that one lane serves."""

@@ -132,7 +132,7 @@ class CostModel:
             return seconds
         if op.kind is OpKind.PERTURB:
             return self.model.numel(trainable=True) / hw.noise_rate
-        if op.kind is OpKind.REDUCE:
+        if op.kind is OpKind.NORM:
             rate = hw.update_rate.get("norm")
             every = self.model.numel(trainable=True)
             return every / rate if rate else 4 * every / hw.memory_bandwidth

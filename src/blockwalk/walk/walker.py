@@ -434,13 +434,13 @@ class Walker:
             OpKind.STORE: self.engine.store,
             OpKind.GATHER: self.engine.gather,
             OpKind.CACHE: self.engine.cache,
+            OpKind.REDUCE: self.engine.reduce,
         }
         marks: list[Mark] = []
         self.lanes.begin()
         try:
             for op in program.ops:
-                sums = op.kind is OpKind.REDUCE and op.span is not None
-                work = (self.engine.reduce if sums else movers.get(op.kind, self.estimator.prepare))(op)
+                work = movers.get(op.kind, self.estimator.prepare)(op)
                 marks.append(self.lanes.submit(op.lane, work, (marks[dep] for dep in op.deps)))
                 if self._watch is not None:
                     self._watch.progress()
