@@ -81,11 +81,8 @@ class DataInside(SharedForwards):
 
     __slots__ = ()
 
-    def forwards_of(self, rank: int, passes: int) -> range:
-        return super().forwards_of(rank // self.mesh.data, passes)
-
-    def micro_batches_of(self, rank: int, cuts: int) -> range:
-        return range(rank % self.mesh.data, cuts, self.mesh.data)
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        return rank // self.mesh.data, rank % self.mesh.data
 
 
 def digest(walker: Walker) -> str:

@@ -90,3 +90,17 @@ def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
         total += piece * (axis.length - 1) // axis.length
         piece //= axis.length
     return total
+
+
+def forwards_at(mesh: MeshSettings, place: int, passes: int) -> range:
+    """The forward passes of a zeroth-order step that are run at a place on the axis ``perturb``: consecutive ones, as many as
+    at the places before it or one less."""
+    most = -(-passes // mesh.perturb)
+    longer = passes - mesh.perturb * (most - 1)
+    first = place * most - max(0, place - longer)
+    return range(first, first + most - (place >= longer))
+
+
+def micro_batches_at(mesh: MeshSettings, place: int, cuts: int) -> range:
+    """The parts of a global batch cut into ``cuts`` that are taken at a place on the axis ``data``: one of each micro-batch."""
+    return range(place, cuts, mesh.data)

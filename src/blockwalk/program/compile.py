@@ -3,12 +3,11 @@
 A step is a list of *turns*: the prologue, the blocks forwards, the epilogue, and for backpropagation the blocks
 backwards. Each turn names a unit and the work done with it; everything else (fetches ahead of their turn, slots,
 evictions, write-backs) is lowered the same way for every plan by :class:`~blockwalk.program.lower.Builder`.
-:func:`compile` is pure: the same arguments give the same program on every rank.
+:func:`compile` is pure: ranks that give the same arguments have the same program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,10 +18,11 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.backprop import backprop
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.invariants import check, over_budget
-from blockwalk.program.lower import Builder, Turn
-from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.program.lower import Builder
+from blockwalk.program.mezo_original import mezo_original, replay
+from blockwalk.program.program import Pool, Program, Shape, StepKind
 from blockwalk.program.residency import Placements, maps_graphs
-from blockwalk.program.zeroth_order import flush, zeroth_order
+from blockwalk.program.zeroth_order import flush, forwards, zeroth_order
 
 
 @lru_cache(maxsize=64)
@@ -36,6 +36,7 @@ def compile(
     pending: Pending = Pending(),
     device: str = "cpu",
     page_cache: int = 0,
+    coordinates: tuple[int, int] = (0, 0),
 ) -> Program:
     """The program of one kind of step.
 
@@ -48,13 +49,15 @@ def compile(
         pending: deferred updates that this step finds.
         device: ``cpu`` or ``cuda``. On a CPU, files are mapped instead of copied.
         page_cache: bytes that ``recompute: auto`` may keep in file maps instead of recomputing them (``activation: disk``).
+        coordinates: zeroth order: the rank's places on the axes ``perturb`` and ``data``. Those at the first place run the
+            most forwards. All other programs are the same on every rank.
 
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program.program` does not hold.
     """
 
     def lowered(graphs: int) -> Program:
-        return _lowered(plan, model, step_kind, shape, costs, pending, device, page_cache, graphs)
+        return _lowered(plan, model, step_kind, shape, costs, pending, device, page_cache, coordinates, graphs)
 
     fewest = most = len(model.blocks)
     trains = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
@@ -75,6 +78,7 @@ def _lowered(
     pending: Pending,
     device: str,
     page_cache: int,
+    coordinates: tuple[int, int],
     graphs: int,
 ) -> Program:
     """The program in which at most so many of the last blocks keep their graphs."""
@@ -85,7 +89,7 @@ def _lowered(
         dirty, keeps = set(pending.dirty), frozenset[tuple[int, StateKind]]()
         if trains and adapts(plan):
             without = replace(plan, cache=replace(plan.cache, threshold=0.0))
-            plain = _lowered(without, model, step_kind, shape, costs, pending, device, page_cache, graphs)
+            plain = _lowered(without, model, step_kind, shape, costs, pending, device, page_cache, coordinates, graphs)
             keeps = kept_slices(plan, model, plain)
         builder: Builder = ShardedBuilder(
             plan, model, device, shape, costs, dirty=dirty, differentiates_=trains, keeps=keeps
@@ -93,34 +97,23 @@ def _lowered(
     elif plan.mesh.slice > 1:
         from blockwalk.program.lower import SliceBuilder
 
+        gathers = step_kind is not StepKind.FLUSH
         builder = SliceBuilder(
-            plan, model, device, shape, costs, pending=pending, gathers=step_kind is not StepKind.FLUSH
+            plan, model, device, shape, costs, coordinates=coordinates, pending=pending, gathers=gathers
         )
     else:
-        builder = Builder(plan, model, device, shape, costs, page_cache)
-    if step_kind is StepKind.FLUSH:
-        flush(builder, pending)
-    elif plan.estimator is Estimator.ZEROTH_ORDER and step_kind is StepKind.TRAIN:
-        zeroth_order(builder, pending)
-    elif step_kind is StepKind.EVALUATE:
-        _evaluate(builder)
+        builder = Builder(plan, model, device, shape, costs, page_cache, coordinates)
+    zeroth = plan.estimator is Estimator.ZEROTH_ORDER
+    in_place = zeroth and plan.zo.noise == "mezo"
+    if step_kind is StepKind.EVALUATE:
+        builder.walk(forwards(builder, [0], [0]))
+    elif step_kind is StepKind.FLUSH:
+        (replay if in_place else flush)(builder, pending)
+    elif zeroth and step_kind is StepKind.TRAIN:
+        (mezo_original if in_place else zeroth_order)(builder, pending)
     else:
         backprop(builder, update=step_kind is StepKind.TRAIN, graphs=graphs)
     return check(builder.program(step_kind))
-
-
-def _evaluate(b: Builder) -> None:
-    """Forward passes without graph, the loss, nothing else."""
-
-    def work(kind: OpKind, unit: int) -> Callable[[tuple[int, ...]], list[int]]:
-        cost = b.costs.of(b.model.units[unit].kind)
-        return lambda after: [
-            b.op(kind, unit, Lane.COMPUTE, after, flops=cost.forward_flops, transient=cost.forward_transient)
-        ]
-
-    turns = [Turn(0, work(OpKind.PROLOGUE, 0))]
-    turns += [Turn(i, work(OpKind.FORWARD, i)) for i in range(1, b.last)]
-    b.walk([*turns, Turn(b.last, work(OpKind.LOSS, b.last))])
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> dict[Pool, int]:

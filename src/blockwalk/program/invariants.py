@@ -6,22 +6,14 @@ from __future__ import annotations
 from collections import Counter
 
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, StepKind, human_bytes
+from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program, StepKind, human_bytes
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What must hold of every program. Each function returns the broken places in words; none means that it holds.
 # ---------------------------------------------------------------------------------------------------------------------
 
 _FILLS = (OpKind.FETCH, OpKind.GATHER)
-_USES = (
-    OpKind.PROLOGUE,
-    OpKind.FORWARD,
-    OpKind.LOSS,
-    OpKind.BACKWARD,
-    OpKind.PROLOGUE_BACKWARD,
-    OpKind.UPDATE,
-    OpKind.STORE,
-)
+_USES = (*COMPUTES, OpKind.UPDATE, OpKind.STORE)
 
 
 def happens_before(program: Program) -> list[int]:

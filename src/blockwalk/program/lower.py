@@ -9,13 +9,12 @@ from blockwalk.plan.choices import Estimator
 from blockwalk.plan.model_spec import UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.program.costs import Costs, Pending
-from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
+from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.program.residency import (
     Placements,
     activation_pool,
     compute_dtype,
     maps_graphs,
-    passes_of_rank,
     section_bytes,
 )
 
@@ -38,6 +37,8 @@ class Builder(Placements):
     costs: Costs
     page_cache: int = 0
     """Bytes of file maps that activations may take (``recompute: auto``)."""
+    coordinates: tuple[int, int] = (0, 0)
+    """Zeroth order: the rank's places on the axes ``perturb`` and ``data``."""
     ops: list[Op] = field(default_factory=list)
     freed_by: dict[int, int] = field(default_factory=dict)
     """The op that last emptied each slot."""
@@ -47,17 +48,24 @@ class Builder(Placements):
     def carried(self, step_kind: StepKind) -> int:
         """Device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the backward
         walk the hidden state's gradient) and what the prologue made for the blocks."""
-        micro_batches = self.plan.gradient_accumulation_steps if step_kind is not StepKind.EVALUATE else 1
-        if self.plan.estimator is Estimator.ZEROTH_ORDER:
-            in_turn = self.plan.zo.noise == "mezo" or step_kind is not StepKind.TRAIN
-            walks = micro_batches * (1 if in_turn else passes_of_rank(self.plan))
-        else:
-            walks = micro_batches if self.plan.accumulation_order == "block" else 1
         made = self.costs.of(self.model.prologue.kind).saved
         saves = self.plan.estimator is Estimator.BACKPROP and step_kind is not StepKind.EVALUATE
         if made and not (saves and activation_pool(self.plan, self.device) is Pool.DEVICE):
             made += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
-        return 0 if step_kind is StepKind.FLUSH else walks * made
+        return self._walks_at_once() * made
+
+    def _walks_at_once(self) -> int:
+        """The most walks under way at any time: of one micro-batch in one forward pass, from its first op to its last."""
+        walks = [(op.micro_batch, op.forward_pass) for op in self.ops if op.kind in COMPUTES]
+        last = {walk: place for place, walk in enumerate(walks)}
+        under_way: set[tuple[int, int]] = set()
+        most = 0
+        for place, walk in enumerate(walks):
+            under_way.add(walk)
+            most = max(most, len(under_way))
+            if last[walk] == place:
+                under_way.remove(walk)
+        return most
 
     @property
     def hidden_bytes(self) -> int:
@@ -87,18 +95,11 @@ class Builder(Placements):
             "takes": ((self.gradient_pool, made),) if made else (),
         }
 
-    @property
-    def draw_bytes(self) -> int:
-        """Of the original's noise: a whole parameter's draw, and its product with the scale."""
-        return 2 * max((p.nbytes for p in self.model.params() if p.trainable), default=0)
-
     def updates(self, unit: int) -> dict[str, object]:
         """What an update uses up: the accumulated gradients of a unit's own parameters."""
         used = 0
         if self.plan.estimator is Estimator.BACKPROP:
             used = 4 * self.model.units[unit].numel(trainable=True)
-        if self.plan.zo.noise == "mezo" and self.plan.estimator is Estimator.ZEROTH_ORDER:
-            return {"part": StateKind.TRAINABLE, "transient": self.draw_bytes if unit == 0 else 0}
         return {"part": StateKind.TRAINABLE, "frees": ((self.gradient_pool, used),) if used else ()}
 
     # ---- what is different where state is spread over ranks ------------------------------------------------------

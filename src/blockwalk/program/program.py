@@ -40,7 +40,11 @@ class OpKind(StrEnum):
     NORM = "NORM"
     """Take the norm of all gradients, which a clipped step's updates are scaled by."""
     PERTURB = "PERTURB"
-    """Perturb the resident weights in place, all of them: only where the original's arithmetic is reproduced."""
+    """The original MeZO: perturb the resident weights in place, all of them in one pass of draws."""
+    UPDATE_ALL = "UPDATE_ALL"
+    """The original MeZO: update the resident weights in place, all of them in one pass of draws."""
+    REPLAY = "REPLAY"
+    """The original MeZO: do the steps of an earlier process again on all weights, perturbations and updates."""
     TOTAL = "TOTAL"
     """First order: add up the losses of all ranks."""
     CHECK = "CHECK"
@@ -52,6 +56,10 @@ class OpKind(StrEnum):
     """Write a unit's state back to its tier."""
     EVICT = "EVICT"
     """Give a slot or a unit's pages back."""
+
+
+COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
+"""The kinds of op that compute with a unit's parameters, for one micro-batch in one forward pass."""
 
 
 class Lane(StrEnum):
@@ -126,7 +134,7 @@ class Op:
     """A CACHE that keeps a node slice on the device for the rest of the step, a GATHER that begins with it, an EVICT that lets
     go of it."""
     entries: int = 0
-    """Deferred updates that an UPDATE applies."""
+    """Entries of the ledger that an UPDATE or a REPLAY applies."""
     keep_graph: bool = False
     """A FORWARD whose activations stay for its BACKWARD; a BACKWARD that need not recompute."""
     last: bool = False

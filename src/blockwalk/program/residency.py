@@ -175,11 +175,6 @@ def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[
     return frozenset(unit for unit in range(len(model.units)) if placements.streams(unit, StateKind.TRAINABLE))
 
 
-def passes_of_rank(plan: Plan) -> int:
-    """The most forwards of one zeroth-order step that a rank runs; where they do not divide, some run one less."""
-    return -(-plan.forward_passes // plan.mesh.perturb)
-
-
 def compute_dtype(plan: Plan, model: ModelSpec) -> str:
     return computes_in(plan, model.dtype)
 

@@ -38,10 +38,9 @@ from blockwalk.program.flat_layout import (
     sharded_resident,
 )
 from blockwalk.program.lower import Builder, Turn
-from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, StepKind
+from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program, StepKind
 from blockwalk.program.residency import compute_dtype
 
-_USES_SLOT = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 _DIFFERENTIATES = (OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 
 
@@ -212,7 +211,7 @@ class ShardedBuilder(Builder):
                     break
             needs = [unit for unit in self._needs(turn.unit) if unit in held]
             used = turn.work(tuple(op for unit in needs for op in held[unit][1]))
-            users = [op for op in used if self.ops[op].kind in _USES_SLOT]
+            users = [op for op in used if self.ops[op].kind in COMPUTES]
             near: dict[int, int] = {}  # by slot, for the ends may share one: the first that needs it
             for later in self._window(turns, k + 1):
                 for unit in self._needs(turns[later].unit):

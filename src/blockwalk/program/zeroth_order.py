@@ -5,27 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from blockwalk.plan.choices import Timing
+from blockwalk.plan.mesh import forwards_at, micro_batches_at
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.costs import Pending
 from blockwalk.program.lower import Builder, Turn, store, update_at_end
 from blockwalk.program.program import Lane, OpKind
-from blockwalk.program.residency import passes_of_rank
 
 
 def zeroth_order(b: Builder, pending: Pending) -> None:
     """Every forward of the step while the unit is on the device; the last step's update first, where it is deferred."""
-    plan, last = b.plan, b.last
-    passes = range(passes_of_rank(plan))
-    deferred = plan.update.timing is Timing.DEFERRED
+    deferred = b.plan.update.timing is Timing.DEFERRED
+    passes = forwards_at(b.plan.mesh, b.coordinates[0], b.plan.forward_passes)
+    b.walk(forwards(b, own_micro_batches(b), passes, pending if deferred else Pending()))
+    done = b.op(OpKind.EXCHANGE, b.last, Lane.COMPUTE, [len(b.ops) - 1])
+    if not deferred:
+        trained = [u for u, unit in enumerate(b.model.units) if unit.numel(trainable=True)]
+        b.walk([Turn(u, update_at_end(b, u, [done])) for u in trained])
+
+
+def own_micro_batches(b: Builder) -> range:
+    """The parts of the global batch that the rank takes, as micro-batches."""
+    return micro_batches_at(b.plan.mesh, b.coordinates[1], b.plan.gradient_accumulation_steps * b.plan.mesh.data)
+
+
+def forwards(
+    b: Builder, micro_batches: Sequence[int], passes: Sequence[int], pending: Pending = Pending()
+) -> list[Turn]:
+    """The turns of a walk in which every unit computes these forwards, after the updates that wait for it."""
 
     def work(kind: OpKind, unit: int) -> Callable[[tuple[int, ...]], list[int]]:
         def emit(after: tuple[int, ...]) -> list[int]:
             cost = b.costs.of(b.model.units[unit].kind)
-            used: list[int] = []
-            if deferred:
-                used += _apply_pending(b, unit, after, pending)
+            used = _apply_pending(b, unit, after, pending)
             deps = [*after, *used[:1]]
-            for m in range(plan.gradient_accumulation_steps):
+            for m in micro_batches:
                 used += [
                     b.op(
                         kind,
@@ -43,24 +56,8 @@ def zeroth_order(b: Builder, pending: Pending) -> None:
 
         return emit
 
-    def turns() -> list[Turn]:
-        inner = [Turn(i, work(OpKind.FORWARD, i)) for i in range(1, last)]
-        return [Turn(0, work(OpKind.PROLOGUE, 0)), *inner, Turn(last, work(OpKind.LOSS, last))]
-
-    if plan.zo.noise == "mezo":
-        for p in range(2):
-            after = [len(b.ops) - 1] if b.ops else []
-            b.op(OpKind.PERTURB, 0, Lane.COMPUTE, after, forward_pass=p, transient=b.draw_bytes)
-            passes = range(p, p + 1)
-            b.walk(turns())
-        b.op(OpKind.PERTURB, 0, Lane.COMPUTE, [len(b.ops) - 1], forward_pass=2, transient=b.draw_bytes)
-    else:
-        b.walk(turns())
-    done = b.op(OpKind.EXCHANGE, last, Lane.COMPUTE, [len(b.ops) - 1])
-    if not deferred:
-        b.walk(
-            [Turn(u, update_at_end(b, u, [done])) for u in range(last + 1) if b.model.units[u].numel(trainable=True)]
-        )
+    inner = [Turn(i, work(OpKind.FORWARD, i)) for i in range(1, b.last)]
+    return [Turn(0, work(OpKind.PROLOGUE, 0)), *inner, Turn(b.last, work(OpKind.LOSS, b.last))]
 
 
 def _apply_pending(b: Builder, unit: int, after: Sequence[int], pending: Pending) -> list[int]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.mesh import forwards_at, micro_batches_at
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import first_json
@@ -49,17 +50,17 @@ class SharedForwards:
 
     # ---- who does what ----------------------------------------------------------------------------------------------
 
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """A rank's places on the axes ``perturb`` and ``data``."""
+        return rank % self.mesh.perturb, rank // self.mesh.perturb % self.mesh.data
+
     def forwards_of(self, rank: int, passes: int) -> range:
-        """The forwards of a step that a rank runs: consecutive ones, as many as its neighbours' or one less."""
-        place, ranks = rank % self.mesh.perturb, self.mesh.perturb
-        most = -(-passes // ranks)
-        longer = passes - ranks * (most - 1)
-        first = place * most - max(0, place - longer)
-        return range(first, first + most - (place >= longer))
+        """The forward passes of a step that a rank runs."""
+        return forwards_at(self.mesh, self.coordinates(rank)[0], passes)
 
     def micro_batches_of(self, rank: int, cuts: int) -> range:
-        """The parts of the global batch that a rank takes, where it was cut into ``cuts``: one of each micro-batch."""
-        return range(rank // self.mesh.perturb % self.mesh.data, cuts, self.mesh.data)
+        """The parts of the global batch that a rank takes, where it was cut into ``cuts``."""
+        return micro_batches_at(self.mesh, self.coordinates(rank)[1], cuts)
 
     # ---- slices -------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,10 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from blockwalk.program.costs import NOTHING, Costs, Work
-from blockwalk.program.program import Lane, Op, OpKind, Pool, Program
+from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.residency import RULE_STATES, compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.process_memory import walk_kind
-
-COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
 
 NO_COSTS = Costs()
 
@@ -130,7 +128,7 @@ class CostModel:
             if self.plan.update.timing is Timing.BLOCK:  # the old values are copied first
                 seconds += 8 * (1 + RULE_STATES[self.plan.optimizer.name]) * trained / share / hw.memory_bandwidth
             return seconds
-        if op.kind is OpKind.PERTURB:
+        if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
             return self.model.numel(trainable=True) / hw.noise_rate
         if op.kind is OpKind.NORM:
             rate = hw.update_rate.get("norm")

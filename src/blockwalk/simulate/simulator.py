@@ -163,7 +163,7 @@ _NOUN = {OpKind.GATHER: "gather", OpKind.REDUCE: "reduction", OpKind.FETCH: "fet
 _STATE = {StateKind.FROZEN: "frozen parameters", StateKind.TRAINABLE: "trainable parameters",
           StateKind.GRADIENT: "gradients", StateKind.ACTIVATION: "activation checkpoints", None: "state"}  # fmt: skip
 _DOING = {OpKind.FORWARD: "computing forwards", OpKind.BACKWARD: "computing backwards", OpKind.LOSS: "computing the loss",
-          OpKind.UPDATE: "updating", OpKind.PERTURB: "perturbing"}  # fmt: skip
+          OpKind.UPDATE: "updating", OpKind.UPDATE_ALL: "updating", OpKind.PERTURB: "perturbing"}  # fmt: skip
 
 
 def _words(op: Op, model_of: CostModel) -> str:

@@ -22,6 +22,7 @@ from blockwalk.engine.engine import Engine
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
 from blockwalk.estimators.zeroth_order.ledger_header import header, run_of
+from blockwalk.estimators.zeroth_order.mezo_original import MezoOriginal
 from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.plan import Plan
@@ -165,7 +166,8 @@ class Walker:
         self.estimator: Backprop | ZerothOrder
         if plan.estimator is Estimator.ZEROTH_ORDER:
             function = None if objective is None else as_objective(objective)
-            self.estimator = ZerothOrder(self.engine, function, self.ranks)
+            make = MezoOriginal if plan.zo.noise == "mezo" else ZerothOrder
+            self.estimator = make(self.engine, function, self.ranks)
             if ledger is not None:
                 self._take_up(self._open_ledger(Path(ledger), header(self.engine, lora, run)))
         elif ledger is not None or objective is not None:
@@ -399,6 +401,7 @@ class Walker:
             pending=pending,
             device=self.device.type,
             page_cache=self._page_cache,
+            coordinates=self.ranks.coordinates(self.ranks.rank),
         )
 
     def _run(self, step_kind: StepKind, batch: Batch, learning_rate: float, **options: Any) -> Program:

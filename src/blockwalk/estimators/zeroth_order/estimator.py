@@ -1,4 +1,4 @@
-"""Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE, UPDATE and PERTURB of a program.
+"""Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE and UPDATE of a program.
 
 While a unit is on the device, all forwards of the step run through it: two for each query of two-point SPSA (MeZO), one and
 the unperturbed one for FZOO, two and the unperturbed one for HiZOO. Weights are perturbed as they are read
@@ -10,17 +10,16 @@ the program says so.
     fzoo    gᵢ = (L(θ + ε·uᵢ) − L(θ)) / σ, σ their standard deviation  Dang et al. (2025), as in their code
     hizoo   gᵢ as spsa along zᵢ/√H, and hᵢ = |l₊ + l₋ − 2l₀| / 2ε²     Zhao et al. (ICLR 2025), algorithm 1
 
-Losses and what is made of them are float64 (with ``noise: mezo`` the losses' own dtype, as the original has it).
+Losses and what is made of them are float64. The original's arithmetic (``noise: mezo``) has an estimator of its own,
+:mod:`blockwalk.estimators.zeroth_order.mezo_original`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from blockwalk.checkpoints.ledger import Entry
@@ -28,7 +27,6 @@ from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine.cells import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.head import Matrix, Vector, factors, next_logits
-from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
 from blockwalk.estimators.zeroth_order.step import AT_REST, IGNORE, Batch, Step, passes_of, scalars_of
@@ -70,9 +68,7 @@ class ZerothOrder:
         self.loss_scratch = LossScratch()
         self.state: Step | None = None
         self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
-        self._in_place = self._resident_parameters() if self.plan.zo.noise == "mezo" else {}
-        if not self._in_place:
-            self._reserve()
+        self._reserve()
 
     def _reserve(self) -> None:
         """Make what updates work in now: the first one comes with the second step, where nothing is to be allocated."""
@@ -82,17 +78,9 @@ class ZerothOrder:
             for param in unit.params:
                 reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
 
-    def _resident_parameters(self) -> dict[str, torch.Tensor]:
-        """All trainables in the order of ``named_parameters()``, for the original's draws; bound for good."""
-        buckets = self.engine.buckets
-        return {n: buckets.cells(buckets.home[n])[n][""].tensor for n in mezo_original.order_of(self.engine.cut)}
-
     def seed_of(self, given: int | None) -> int:
-        """A step's seed: the one given (0 counts), else the plan's; the original draws one from numpy for each step. Of
-        several ranks, rank 0's."""
-        if given is None and not self._in_place:
-            return self.plan.seed
-        return self.ranks.first_seed(int(np.random.randint(1000000000)) if given is None else given)
+        """A step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's."""
+        return self.plan.seed if given is None else self.ranks.first_seed(given)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -155,17 +143,10 @@ class ZerothOrder:
             return lambda: self._update(op)
         assert self.state is not None
         state = self.state
-        if op.kind in (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS) and state.training:
-            passes = self.ranks.forwards_of(self.ranks.rank, len(state.passes))
-            cuts = self.ranks.micro_batches_of(self.ranks.rank, len(state.batches))
-            if op.forward_pass >= len(passes):
-                return lambda: None  # a rank with one forward less than others
-            op = replace(op, micro_batch=cuts[op.micro_batch], forward_pass=passes[op.forward_pass])
         work = {
             OpKind.PROLOGUE: self._prologue,
             OpKind.FORWARD: self._forward,
             OpKind.LOSS: self._loss,
-            OpKind.PERTURB: self._perturb,
             OpKind.EXCHANGE: self._exchange,
         }[op.kind]
         return lambda: work(op, state)
@@ -242,10 +223,7 @@ class ZerothOrder:
 
     def _perturbation(self, op: Op, state: Step) -> Perturbation:
         query, sign = state.passes[op.forward_pass]
-        if self._in_place:
-            sign = 0.0  # they were perturbed where they lie
-        kind = "gaussian" if self._in_place else self.rule.kind_of_noise
-        return Perturbation(state.seed, state.step, query, sign * self.plan.zo.epsilon, kind)
+        return Perturbation(state.seed, state.step, query, sign * self.plan.zo.epsilon, self.rule.kind_of_noise)
 
     def _bind(self, unit: int, perturbation: Perturbation) -> None:
         """Put a unit's trainables in their places, perturbed: matrices as they are read, the rest as copies; those of a
@@ -304,9 +282,6 @@ class ZerothOrder:
 
     # ---- from losses to weights -------------------------------------------------------------------------------------
 
-    def _perturb(self, op: Op, state: Step) -> None:
-        mezo_original.perturb_(self._in_place, state.seed, mezo_original.SIGNS[op.forward_pass], self.plan.zo.epsilon)
-
     def _exchange(self, op: Op, state: Step) -> None:
         """Turn the losses into the step's entry.
 
@@ -356,8 +331,6 @@ class ZerothOrder:
 
     def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Projected gradients and curvatures of each query."""
-        if self._in_place and len(state.batches) == 1 and not (self.chunked or state.by_row):
-            return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),), ()
         return scalars_of(self.plan.zo, losses)
 
     @property
@@ -379,9 +352,6 @@ class ZerothOrder:
         """Apply what a unit has not seen to its copy on the device."""
         buckets = self.engine.buckets
         entries = self.entries[buckets.step(op.unit) - self.entries_after :]
-        if self._in_place:
-            self._update_in_place(entries)
-            return
         if buckets.sliced(op.unit):
             for name, cells in buckets.pieces(op.unit, UPDATE_ELEMENTS[self.engine.device.type]):
                 apply_entries_(self.rule, entries, name, cells, self.slice_scratch)
@@ -390,13 +360,3 @@ class ZerothOrder:
         for name, cells in buckets.cells(op.unit).items():
             apply_entries_(self.rule, entries, name, cells, self.scratch)
         buckets.advance(op.unit, self.steps)
-
-    def _update_in_place(self, entries: Sequence[Entry]) -> None:
-        """The original's update draws for all parameters in one pass: the first unit's turn does it for all. Steps of an
-        earlier process are done again with the drift of their perturbations."""
-        buckets = self.engine.buckets
-        for entry in entries:
-            perturbed_now = self.state is not None and self.state.entry is entry
-            (mezo_original.update_ if perturbed_now else mezo_original.replay_)(self._in_place, entry, self.rule)
-        for unit in set(buckets.home.values()):
-            buckets.advance(unit, self.steps)

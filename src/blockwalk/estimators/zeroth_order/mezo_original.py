@@ -6,14 +6,23 @@ The oracle is :mod:`blockwalk.reference.mezo`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
+import numpy as np
 import torch
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
+from blockwalk.engine.engine import Engine
+from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
+from blockwalk.estimators.zeroth_order.objectives import Objective
+from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation
+from blockwalk.estimators.zeroth_order.step import Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule
+from blockwalk.program.program import Op, OpKind
+from blockwalk.ranks.shared_forwards import SharedForwards
 
 SIGNS = (1, -2, 1)
 """The three passes of perturbation: to θ + ε·z, to θ − ε·z, and back."""
@@ -74,3 +83,64 @@ def replay_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOr
     for sign in SIGNS:
         perturb_(parameters, entry.seed, sign, entry.epsilon)
     update_(parameters, entry, rule)
+
+
+class MezoOriginal(ZerothOrder):
+    """Answers the compute ops of the original's program: forwards read the weights as they lie, which PERTURB, UPDATE_ALL and
+    REPLAY change in place. Arguments as :class:`~blockwalk.estimators.zeroth_order.estimator.ZerothOrder`."""
+
+    def __init__(self, engine: Engine, objective: Objective | None = None, ranks: SharedForwards | None = None) -> None:
+        super().__init__(engine, objective, ranks)
+        buckets = engine.buckets
+        self._parameters = {n: buckets.cells(buckets.home[n])[n][""].tensor for n in order_of(engine.cut)}
+        """All trainables in the order of the draws; bound for good."""
+
+    def _reserve(self) -> None:
+        """A draw is a whole parameter's: nothing is made beforehand."""
+
+    def seed_of(self, given: int | None) -> int:
+        """A step's seed: the one given, or one drawn from numpy's generator; of several ranks, rank 0's."""
+        return super().seed_of(int(np.random.randint(1000000000)) if given is None else given)
+
+    def prepare(self, op: Op) -> Callable[[], None]:
+        """The work of one op."""
+        match op.kind:
+            case OpKind.PERTURB:
+                return partial(self._perturb, SIGNS[op.forward_pass])
+            case OpKind.UPDATE_ALL:
+                return self._update_all
+            case OpKind.REPLAY:
+                return self._replay
+        return super().prepare(op)
+
+    def _perturbation(self, op: Op, state: Step) -> Perturbation:
+        """None: the weights were perturbed where they lie."""
+        return Perturbation(state.seed, state.step, 0, 0.0, "gaussian")
+
+    def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The projected gradient, in the dtype of the model's own losses where those are all there is, as the original has
+        it."""
+        if len(state.batches) > 1 or self.chunked or state.by_row:
+            return super()._scalars(losses, state)
+        return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),), ()
+
+    def _perturb(self, sign: int) -> None:
+        assert self.state is not None
+        perturb_(self._parameters, self.state.seed, sign, self.plan.zo.epsilon)
+
+    @torch.no_grad()
+    def _update_all(self) -> None:
+        assert self.state is not None
+        assert self.state.entry is not None
+        update_(self._parameters, self.state.entry, self.rule)
+        self._advance()
+
+    @torch.no_grad()
+    def _replay(self) -> None:
+        for entry in self.entries[len(self.entries) - self.waiting() :]:
+            replay_(self._parameters, entry, self.rule)
+        self._advance()
+
+    def _advance(self) -> None:
+        for unit in set(self.engine.buckets.home.values()):
+            self.engine.buckets.advance(unit, self.steps)

@@ -1,0 +1,35 @@
+"""The original MeZO: weights perturbed and updated where they lie, all of them in one pass of draws; a forward in between.
+
+A draw depends on those before it in the order of the model's ``named_parameters()``, in which units alternate: so an op
+changes the trainables of all units. They are resident; frozen parameters stream as in every other program.
+"""
+
+from __future__ import annotations
+
+from blockwalk.plan.placement import StateKind
+from blockwalk.program.costs import Pending
+from blockwalk.program.lower import Builder
+from blockwalk.program.program import Lane, OpKind
+from blockwalk.program.zeroth_order import forwards, own_micro_batches
+
+
+def mezo_original(b: Builder, _: Pending) -> None:
+    """To θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the update."""
+    for p in range(2):
+        _in_place(b, OpKind.PERTURB, forward_pass=p)
+        b.walk(forwards(b, own_micro_batches(b), [p]))
+    _in_place(b, OpKind.PERTURB, forward_pass=2)
+    b.op(OpKind.EXCHANGE, b.last, Lane.COMPUTE, [len(b.ops) - 1])
+    _in_place(b, OpKind.UPDATE_ALL)
+
+
+def replay(b: Builder, pending: Pending) -> None:
+    """The steps of the ledger that the weights have not seen, without a forward."""
+    _in_place(b, OpKind.REPLAY, entries=pending.entries)
+
+
+def _in_place(b: Builder, kind: OpKind, **details: int) -> int:
+    """An op on the trainables of all units: beside them a whole parameter's draw, and its product with the scale."""
+    drawn = 2 * max((p.nbytes for p in b.model.params() if p.trainable), default=0)
+    after = [len(b.ops) - 1] if b.ops else []
+    return b.op(kind, 0, Lane.COMPUTE, after, part=StateKind.TRAINABLE, transient=drawn, **details)
