@@ -227,8 +227,8 @@ class Buckets:
                 out |= stored.weights(names)
                 stored.close()  # its maps live as long as what was taken from them
             else:
-                bytes_P = self._resident[number] if number in self._resident else self._held()[number]
-                out |= {name: states[""].value for name, states in cells_of(unit, bytes_P).items()}
+                cells = cells_of(unit, self._between_turns(number))
+                out |= {name: states[""].value for name, states in cells.items()}
         return out
 
     def _lent(self, together: Together, number: int, param: StoredParam) -> Any:
@@ -297,14 +297,15 @@ class Buckets:
         return sections.join(side_by_side_P.cpu())
 
     def _between_turns(self, unit: int) -> torch.Tensor:
-        """What this process holds of a unit where it stays between its turns: itself, or read from the disk."""
+        """What this process holds of a unit where it stays between its turns: itself, or read from its tier."""
         if unit in self._resident:
             return self._resident[unit]
         if isinstance(self.tier, HostTier):
             return self.tier.bucket(unit)
-        assert self._durable is not None
-        bytes_P = torch.empty(self._durable.units[unit].nbytes, dtype=torch.uint8)
-        self._durable.read_unit(unit, bytes_P)
+        tier = self._durable or self.tier
+        assert tier is not None
+        bytes_P = torch.empty((self._sections.get(unit) or self.units[unit]).nbytes, dtype=torch.uint8)
+        tier.read_unit(unit, bytes_P)
         return bytes_P
 
     def sums(self) -> tuple[dict[str, int], dict[str, int]]:
