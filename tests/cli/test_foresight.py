@@ -106,7 +106,8 @@ def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_r
     """The kernel refuses: the data segment may not grow once the model is open."""
     code = (
         "import resource, sys\n"
-        "from blockwalk import cli, walker\n"
+        "from blockwalk.cli import main\n"
+        "from blockwalk.walk import walker\n"
         "from blockwalk.system.process_memory import process_bytes\n"
         "step = walker.Walker.step\n"
         "def bounded(self, batch, **more):\n"
@@ -114,7 +115,7 @@ def test_a_run_that_is_refused_memory_says_what_was_foreseen_and_measured(tiny_r
         "    resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20),) * 2)\n"
         "    return step(self, batch, **more)\n"
         "walker.Walker.step = bounded\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
+        "sys.exit(main.main(sys.argv[1:]))\n"
     )
     (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": "fresh bread " * 150}) + "\n" for _ in range(8)))
     settings = {

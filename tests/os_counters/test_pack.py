@@ -24,7 +24,8 @@ BOUND = 32 << 20
 CHILD = """
 import sys, threading, time
 from pathlib import Path
-from blockwalk.convert.merge import merge, pack
+from blockwalk.convert.merge import merge
+from blockwalk.engine.pack import pack
 from blockwalk.plan.placement import Codec
 
 def anonymous():

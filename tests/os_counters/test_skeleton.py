@@ -26,7 +26,8 @@ def peak():
 def config(**sizes):
     return AutoConfig.for_model("qwen2", num_attention_heads=16, num_key_value_heads=2, **sizes)
 
-build_skeleton(config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64))
+small = build_skeleton(config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)).model
+add_lora(small, 8)  # imports, and the run of a small instance that shows which modules are reached
 before = peak()
 model = build_skeleton(config(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, vocab_size=151936)).model
 built = peak()

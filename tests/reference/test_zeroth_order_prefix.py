@@ -89,7 +89,7 @@ def test_wherever_the_base_lies(places: dict[str, Any], projection: bool, tmp_pa
     if "frozen" not in places:
         return
     assert_same({name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}, before)
-    stored = load_file(tmp_path / "model" / "model.safetensors")
+    stored = load_file(tmp_path / "in-memory" / "model.safetensors")
     assert all(torch.equal(stored[name.removeprefix("base_model.")], value) for name, value in before.items())
 
 
