@@ -153,7 +153,7 @@ def test_a_signal_ends_an_evaluation_which_the_resumed_run_makes(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(encode, "_flatten"), (store_writer, "_encode"), (disk_folder.CheckpointFolder, "__init__")]
+    ("place", "name"), [(encode, "_flatten"), (store_writer, "encode"), (disk_folder.CheckpointFolder, "__init__")]
 )
 def test_a_signal_before_the_run_began_leaves_nothing(
     place: Any, name: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -167,4 +167,4 @@ def test_a_signal_before_the_run_began_leaves_nothing(
 
     assert child(work) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM before the run began; nothing was changed" in capfd.readouterr().err
-    assert not folder.exists()
+    assert not folder.exists(), sorted(folder.rglob("*"))

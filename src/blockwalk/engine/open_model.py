@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,15 +106,20 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """The time in which no other process packs into a folder. The first of the ranks that share it packs, and the others wait
-    for as long as that one lives; where it dies, the kernel lets the next one go on."""
+    for as long as that one lives; where it dies, the kernel lets the next one go on. A folder that stays empty goes again."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".packing").open("w") as file:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             log.info("another process packs into %s: waiting for it", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
+        with suppress(OSError):  # a pack is there
+            folder.rmdir()
 
 
 def _is_undamaged(packed: Path) -> bool:
