@@ -1,0 +1,157 @@
+"""The effects of a walk, recorded where they happen: which units compute on what, what moves, what is updated. Not a test.
+
+Each op's work runs inside a note-taker: whatever the model, the tiers, the collectives, the update rules and the noise do on
+its behalf is noted under the op's place in the program, from the arguments that they are really called with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk.cutting.cut_model import CutModel
+from blockwalk.engine import sharded
+from blockwalk.engine.buckets import Buckets
+from blockwalk.engine.engine import Engine
+from blockwalk.engine.sharded import ShardedEngine
+from blockwalk.estimators.zeroth_order import estimator, mezo_original
+from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation
+from blockwalk.plan.mesh import gather_bytes
+from blockwalk.program.program import Lane
+from blockwalk.ranks.groups import Groups
+from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.tiers.scratch_maps import Activations, ScratchMaps
+from blockwalk.walk.lanes import Lanes
+from blockwalk.walk.walker import Walker
+
+Effect = tuple[Any, ...]
+
+
+class Effects:
+    """The effects of every op that a walker runs, in the order of its programs."""
+
+    def __init__(self, walker: Walker, patch: pytest.MonkeyPatch) -> None:
+        self.walker, self.patch = walker, patch
+        self.of_ops: list[set[Effect]] = []
+        self.bytes_of_ops: list[int] = []
+        """Bytes that collectives and copies of slices move."""
+        self._at = threading.local()
+        submit = Lanes.submit
+
+        def submitted(lanes: Lanes, lane: Lane, work: Callable[[], None], after: Any) -> Any:
+            place = len(self.of_ops)
+            self.of_ops.append(set())
+            self.bytes_of_ops.append(0)
+
+            def noted() -> None:
+                self._at.place = place
+                try:
+                    work()
+                finally:
+                    self._at.place = None
+
+            return submit(lanes, lane, noted, after)
+
+        patch.setattr(Lanes, "submit", submitted)
+        self._watch()
+
+    def _note(self, effect: Effect | None, nbytes: int = 0) -> None:
+        place = getattr(self._at, "place", None)
+        if place is not None and effect is not None:
+            self.of_ops[place].add(effect)
+            self.bytes_of_ops[place] += nbytes
+
+    def _tap(
+        self, owner: Any, name: str, effect: Callable[..., Effect | None], nbytes: Any = lambda *_, **__: 0
+    ) -> None:
+        """Note ``effect`` of the arguments whenever ``owner.name`` is called."""
+        original = getattr(owner, name)
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            self._note(effect(*args, **kwargs), nbytes(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        self.patch.setattr(owner, name, tapped)
+
+    def _watch(self) -> None:
+        self._computing()
+        self._moving()
+        self._updating()
+
+    def _computing(self) -> None:
+        def micro_batch(batch: Any) -> int:
+            """The place of a batch among the step's; the head is given one without labels."""
+            batches = self.walker.estimator.state.batches  # type: ignore[union-attr]
+            return next(m for m, each in enumerate(batches) if each["input_ids"] is batch["input_ids"])
+
+        def micro_batch_of(call: Any) -> int:
+            prologues: Any = self.walker.estimator.state.prologues  # type: ignore[union-attr]
+            keys = [key for key, prologue in prologues.items() if any(each is call for each in prologue.calls)]
+            return int(keys[0][0] if isinstance(keys[0], tuple) else keys[0])
+
+        self._tap(CutModel, "prologue", lambda cut, batch, **_: ("forward", 0, micro_batch(batch)))
+        self._tap(CutModel, "forward", lambda cut, call, *_, **__: ("forward", _unit(cut, call), micro_batch_of(call)))
+        self._tap(
+            CutModel,
+            "_epilogue_pass",
+            lambda cut, _prologue, _hidden, batch, *_, **__: ("forward", cut.epilogue_index, micro_batch(batch)),
+        )
+        self._tap(torch.autograd, "grad", lambda *_, **__: ("differentiate",))
+        self._tap(Perturbation, "key", lambda z, name: ("perturbed", z.step, z.query, z.scale))
+        self._tap(mezo_original, "perturb_", lambda every, seed, sign, epsilon: ("perturb all", sign * epsilon))
+        self._tap(Activations, "save", lambda _, key, hidden: ("save", key[0]))
+        self._tap(Activations, "load", lambda _, key: ("load", key[0]))
+
+    def _moving(self) -> None:
+        engine = self.walker.engine
+        if engine.source is not None:
+            units = {p.name: n for n, unit in enumerate(engine.spec.units) for p in unit.params}
+            for name in ("prefetch", "release"):
+                self._tap(type(engine.source), name, lambda _, names, what=name: _of_unit(what, names, units))
+        self._tap(ScratchMaps, "will_need", lambda _, group: ("will need", group))
+        self._tap(ScratchMaps, "dont_need", lambda _, group: ("done with", group) if isinstance(group, int) else None)
+        self._tap(Buckets, "fetch", lambda _, unit, slot: ("fetch", unit, slot))
+        self._tap(Buckets, "store", lambda buckets, unit: ("store", unit, buckets.step(unit)))
+        self._tap(Buckets, "vacate", lambda _, slot: ("vacate", slot))
+        self._tap(
+            Groups,
+            "gather_",
+            lambda _, full, axes, lane, **__: _collective("gather", axes, lane),
+            lambda _, full, axes, lane, **__: gather_bytes(axes, full.nbytes),
+        )
+        self._tap(
+            Groups,
+            "reduce",
+            lambda _, full, axes, lane: _collective("reduce", axes, lane),
+            lambda _, full, axes, lane: gather_bytes(axes, full.nbytes),
+        )
+        self._tap(sharded, "_copy", lambda out, from_: ("copy", out.nbytes))
+
+    def _updating(self) -> None:
+        for engine in (Engine, ShardedEngine):
+            self._tap(engine, "update", lambda _, unit, *, step, **__: ("update", unit, step))
+            self._tap(engine, "grad_norm", lambda _: ("norm",))
+            self._tap(engine, "total", lambda _, values: ("total",))
+        self._tap(Engine, "overflowed", lambda _: ("check",))
+        self._tap(Buckets, "advance", lambda _, unit, step: ("update", unit, step))
+        self._tap(estimator, "apply_entries_", lambda rule, entries, *_: ("apply", *(e.step for e in entries)))
+        self._tap(mezo_original, "update_", lambda every, entry, rule: ("update all", entry.step))
+        self._tap(mezo_original, "replay_", lambda every, entry, rule: ("replay", entry.step))
+        self._tap(SharedForwards, "confirm", lambda _, step, entry, **__: ("entry", step))
+
+
+def _unit(cut: CutModel, call: Any) -> int:
+    """The unit whose module is called."""
+    return next(u for u in range(1, cut.epilogue_index) if any(call.module is m for m in cut.modules(u)))
+
+
+def _of_unit(what: str, names: Any, units: dict[str, int]) -> Effect | None:
+    found = {units[name] for name in names}
+    return (what, *sorted(found)) if found else None
+
+
+def _collective(what: str, axes: Any, lane: Any) -> Effect | None:
+    return (what, lane, axes[0].inner, axes[-1].outer) if axes else None
