@@ -1,6 +1,6 @@
 """The trainables of a zeroth-order run: each unit's bucket, resident on the device or on a tier that it is fetched from.
 
-Every bucket knows the step that it is up to date with. What brings it further is the estimator's; this moves bytes.
+Every bucket knows the step that it is up to date with. Updates are the estimator's; this moves bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from blockwalk.engine.cells import STATE, Cell, Cells, Initial, cells_of, fill, trainable_spec
-from blockwalk.engine.sections import Cut, Lent, Sections, Together
+from blockwalk.engine.slices import AssembledTensor, BucketSlices, SliceSource, UnitAssembler
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.plan.model_spec import ModelSpec
@@ -27,14 +27,14 @@ from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.tiers.protocols import SliceGroup, UnitTier
 
 PREFIX = "bucket\0"
-"""Before a unit's name in a state dict."""
+"""The beginning of a bucket's name in a state dict; the unit's name follows."""
 
 
 class Buckets:
-    """Where trainables and the states beside them live, and how they come to the device.
+    """The trainables and the states beside them: where they live, and how they come to the device.
 
     Args:
-        model: the model; its trainables are what is kept here.
+        model: the model; its trainables are kept here.
         codec: of the quantizable trainables (a plain dtype: of all).
         states: the codec of each state kept beside a trainable, and the value that it begins with.
         initial: (source, parameters in memory): where trainables come from at the start.
@@ -43,7 +43,7 @@ class Buckets:
         slots: device buffers for streamed units.
         device: where blocks compute.
         path: the writable store of the disk tier. One that is there already is taken up where it stands.
-        group: the ranks that hold the streamed buckets together, each a section; None: this process holds all of them.
+        group: the ranks that hold the streamed buckets together, each rank a slice; None: this process holds all of them.
         keep: leave that store on the disk when this is closed; only then can a state be saved without it.
     """
 
@@ -68,8 +68,8 @@ class Buckets:
         source = Initial(spec, *initial, {name: begin for name, (_, begin) in states.items()})
         self.streamed, self.device = streamed, device
         self.units = plan_units(source, spec, written_as, group_size=32)
-        """As one process would hold them."""
-        self._sections = {n: Sections(self.units[n], group.slices) for n in streamed} if group is not None else {}
+        """The units as one process would hold them."""
+        self._slices = {n: BucketSlices(self.units[n], group.slices) for n in streamed} if group is not None else {}
         self.home: dict[str, int] = {
             param.name: number for number, unit in enumerate(model.units) for param in unit.params if param.trainable
         }
@@ -93,21 +93,21 @@ class Buckets:
 
     def _room(self, unit: int) -> int:
         """Bytes of a slot that a unit takes."""
-        return self._sections[unit].room if self.sliced(unit) else self.units[unit].nbytes
+        return self._slices[unit].room if self.sliced(unit) else self.units[unit].nbytes
 
     def _fill(self, source: Initial) -> None:
-        sizes = [(s.nbytes if (s := self._sections.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
+        sizes = [(s.nbytes if (s := self._slices.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
         host = HostTier([size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device)
-        cut = Cut(source, self.units, self._sections, self._place)
+        own = SliceSource(source, self.units, self._slices, self._place)
         for number, unit in enumerate(self.units):
             if self.sliced(number):
-                host.bucket(number).copy_(cut.section(number))
+                host.bucket(number).copy_(own.slice(number))
                 continue
             into_P = host.bucket(number) if number in self.streamed else torch.zeros(unit.nbytes, dtype=torch.uint8)
-            cut.units[number] = fill(unit, source, into_P)
+            own.units[number] = fill(unit, source, into_P)
             if number not in self.streamed:
                 self._resident[number] = into_P.to(self.device)
-        self.units, self.tier = tuple(cut.units), host
+        self.units, self.tier = tuple(own.units), host
 
     def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
         if self._group is None:
@@ -115,14 +115,14 @@ class Buckets:
             self.units = store.units[: len(self.units)]
         else:
             path = path.with_name(f"{path.name}-{self._place}-of-{self._group.slices}")
-            cut, found = Cut(source, self.units, self._sections, self._place), path.exists()
-            store = WritableStore(path) if found else WritableStore.create(path, cut, cut.spec(spec), codec)
+            own, found = SliceSource(source, self.units, self._slices, self._place), path.exists()
+            store = WritableStore(path) if found else WritableStore.create(path, own, own.spec(spec), codec)
             for number in range(len(self.units)):
                 if self.sliced(number) and found:
-                    cut.section(number)  # for its checksums
+                    own.slice(number)  # for its checksums
                 elif not self.sliced(number):
-                    cut.units[number] = store.units[number]
-            self.units = tuple(cut.units)
+                    own.units[number] = store.units[number]
+            self.units = tuple(own.units)
         self._durable, self.tier = store, store
         if self.device.type == "cuda":
             self.tier = Staged(store, largest, self.device)
@@ -134,37 +134,37 @@ class Buckets:
 
     @property
     def checksum(self) -> str:
-        """Of the trainables as they began."""
+        """A checksum of the trainables as they began."""
         return checksum(self.units)
 
     # ---- moving -----------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int, slot: int) -> None:
-        """Bring a streamed unit, or this process's section of it, into a slot."""
+        """Bring a streamed unit, or this process's slice of it, into a slot."""
         assert self.tier is not None
         self.slots.await_vacant(slot)
         self._slot_of[unit] = slot
-        self._steps[unit] = self.tier.read_unit(unit, self._section(unit))
+        self._steps[unit] = self.tier.read_unit(unit, self._moved(unit))
 
     def store(self, unit: int) -> None:
-        """Write a streamed unit, or this process's section of it, back from its slot."""
+        """Write a streamed unit, or this process's slice of it, back from its slot."""
         assert self.tier is not None
-        self.tier.write_unit(unit, self._section(unit), self._steps[unit])
+        self.tier.write_unit(unit, self._moved(unit), self._steps[unit])
 
     def gather(self, unit: int) -> None:
-        """Complete a unit of which every rank's section is in its slot."""
+        """Complete a unit of which every rank has its slice in a slot."""
         assert self._group is not None
-        sections, slot_P = self._sections[unit], self._in_slot(unit)
-        self._group.gather_(sections.lend(slot_P, self._place))
-        sections.assemble(slot_P)
+        slices, slot_P = self._slices[unit], self._in_slot(unit)
+        self._group.gather_(slices.to_gather(slot_P, self._place))
+        slices.assemble(slot_P)
 
     def _in_slot(self, unit: int) -> torch.Tensor:
         return self.slots.view(self._slot_of[unit], self._room(unit))
 
-    def _section(self, unit: int) -> torch.Tensor:
-        """What this process fetches and stores of a unit, in its slot."""
+    def _moved(self, unit: int) -> torch.Tensor:
+        """The bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
         slot_P = self._in_slot(unit)
-        return self._sections[unit].section(slot_P, self._place) if self.sliced(unit) else slot_P
+        return self._slices[unit].in_slot(slot_P, self._place) if self.sliced(unit) else slot_P
 
     def vacate(self, slot: int) -> None:
         """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
@@ -185,16 +185,16 @@ class Buckets:
         """A unit's trainables where they lie on the device: resident, or in the slot that it was fetched into."""
         if unit in self._cells:
             return self._cells[unit]
-        return cells_of(self._sections[unit].bucket if self.sliced(unit) else self.units[unit], self._in_slot(unit))
+        return cells_of(self._slices[unit].bucket if self.sliced(unit) else self.units[unit], self._in_slot(unit))
 
     def sliced(self, unit: int) -> bool:
-        """Whether this process holds a section of the unit's bucket alone."""
-        return unit in self._sections
+        """Whether this process holds no more than a slice of the unit's bucket."""
+        return unit in self._slices
 
     def pieces(self, unit: int, largest: int) -> Iterator[tuple[str, dict[str, Cell]]]:
-        """This process's section of a unit in its slot: pieces of its parameters and their states, of at most ``largest``
+        """This process's slice of a unit in its slot: cells of its parameters and their states, of at most ``largest``
         elements."""
-        return self._sections[unit].updates(self._section(unit), self._place, largest)
+        return self._slices[unit].updates(self._moved(unit), self._place, largest)
 
     def step(self, unit: int) -> int:
         """The step that the copy on the device is up to date with."""
@@ -214,14 +214,15 @@ class Buckets:
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor | Weight]:
-        """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. What
-        ranks hold together comes when its rows are read: the others then :meth:`lend`, or read the same."""
+        """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. A
+        unit that ranks hold together is gathered when its rows are read: the others then :meth:`join_gathers`, or read it
+        too."""
         out: dict[str, torch.Tensor | Weight] = {}
-        together = Together(self._whole)
+        assembler = UnitAssembler(self._whole)
         for number, unit in enumerate(self.units):
             names = [param.name for param in unit.params if STATE not in param.name]
             if self.sliced(number):
-                out |= {p.name: self._lent(together, number, p) for p in unit.params if STATE not in p.name}
+                out |= {p.name: self._assembled(assembler, number, p) for p in unit.params if STATE not in p.name}
             elif self._durable is not None and number in self.streamed:
                 stored = BlockStore(self._durable.path)
                 out |= stored.weights(names)
@@ -231,20 +232,20 @@ class Buckets:
                 out |= {name: states[""].value for name, states in cells.items()}
         return out
 
-    def _lent(self, together: Together, number: int, param: StoredParam) -> Any:
+    def _assembled(self, assembler: UnitAssembler, number: int, param: StoredParam) -> Any:
         def value(whole_P: torch.Tensor) -> torch.Tensor | Weight:
             return cells_of(self.units[number], whole_P)[param.name][""].value
 
-        return Lent(together, number, param.shape, param.decoded_dtype(), value)
+        return AssembledTensor(assembler, number, param.shape, param.decoded_dtype(), value)
 
-    def lend(self) -> None:
-        """Bring this process's sections to a rank that reads :meth:`weights` or :meth:`state_dict`, in its order."""
-        for number in sorted(self._sections):
+    def join_gathers(self) -> None:
+        """Join the gathers of a rank that reads :meth:`weights` or :meth:`state_dict`, in its order."""
+        for number in sorted(self._slices):
             self._whole(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. What ranks hold together
-        comes as in :meth:`weights`.
+        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. Units that ranks hold
+        together are gathered as in :meth:`weights`.
 
         Raises:
             ValueError: the weights are in a store on the disk that goes when the run ends.
@@ -252,10 +253,10 @@ class Buckets:
         if self._durable is not None and not self._keep:
             raise ValueError("weights on the disk tier are saved by the run's ledger: give the walker one (ledger=...)")
         out: dict[str, Any] = {}
-        together = Together(self._whole)
+        assembler = UnitAssembler(self._whole)
         for number, bytes_P in sorted(self._held().items()):
             name, nbytes = PREFIX + self.units[number].name, self.units[number].nbytes
-            whole = Lent(together, number, (nbytes,), torch.uint8, lambda whole_P: whole_P)
+            whole = AssembledTensor(assembler, number, (nbytes,), torch.uint8, lambda whole_P: whole_P)
             out[name] = whole if self.sliced(number) else bytes_P
         out["bucket_steps"] = [self.stored_step(number) for number in range(len(self.units))]
         return out
@@ -273,7 +274,7 @@ class Buckets:
                     f"{unit.name} has {saved_P.numel()} bytes in the saved state and {unit.nbytes} here: model, codec or rule"
                     " differ"
                 )
-            bytes_P.copy_(self._sections[number].cut(saved_P, self._place) if self.sliced(number) else saved_P)
+            bytes_P.copy_(self._slices[number].cut(saved_P, self._place) if self.sliced(number) else saved_P)
             step = int(state["bucket_steps"][number])
             if number in self.streamed:
                 assert isinstance(self.tier, HostTier)
@@ -288,23 +289,23 @@ class Buckets:
         return {number: bytes_P for number, bytes_P in held.items() if bytes_P.numel()}
 
     def _whole(self, unit: int) -> torch.Tensor:
-        """A unit of sections as one process would hold it: a copy, brought by all ranks together."""
+        """A sliced unit as one process would hold it: a copy, assembled by all ranks together."""
         assert self._group is not None
-        sections = self._sections[unit]
-        side_by_side_P = torch.empty(sections.count * sections.nbytes, dtype=torch.uint8, device=self.device)
-        side_by_side_P.chunk(sections.count)[self._place].copy_(self._between_turns(unit))
+        slices = self._slices[unit]
+        side_by_side_P = torch.empty(slices.count * slices.nbytes, dtype=torch.uint8, device=self.device)
+        side_by_side_P.chunk(slices.count)[self._place].copy_(self._between_turns(unit))
         self._group.gather_(side_by_side_P)
-        return sections.join(side_by_side_P.cpu())
+        return slices.join(side_by_side_P.cpu())
 
     def _between_turns(self, unit: int) -> torch.Tensor:
-        """What this process holds of a unit where it stays between its turns: itself, or read from its tier."""
+        """The bytes of a unit that this process holds between its turns: themselves, or read from their tier."""
         if unit in self._resident:
             return self._resident[unit]
         if isinstance(self.tier, HostTier):
             return self.tier.bucket(unit)
         tier = self._durable or self.tier
         assert tier is not None
-        bytes_P = torch.empty((self._sections.get(unit) or self.units[unit]).nbytes, dtype=torch.uint8)
+        bytes_P = torch.empty((self._slices.get(unit) or self.units[unit]).nbytes, dtype=torch.uint8)
         tier.read_unit(unit, bytes_P)
         return bytes_P
 
@@ -339,7 +340,7 @@ def word_sum(bytes_P: torch.Tensor) -> int:
 
 
 def checksum(units: Sequence[StoredUnit]) -> str:
-    """Of trainables as they were encoded: what a ledger's entries build on."""
+    """A checksum of trainables as they were encoded: a ledger's entries build on them."""
     facts = [
         (param.name, str(param.codec), list(param.shape), param.dtype, param.crc32)
         for unit in units

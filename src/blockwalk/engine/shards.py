@@ -1,4 +1,4 @@
-"""A rank's share of one part of a unit: slices of a flat buffer, each over its own group of ranks.
+"""A rank's slices of one part of a unit: ranges of a flat buffer, each over its own group of ranks.
 
 P elements of the flat buffer; where its matrices are encoded, an element is a byte.
 """

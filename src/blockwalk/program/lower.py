@@ -15,7 +15,7 @@ from blockwalk.program.residency import (
     activation_pool,
     compute_dtype,
     maps_graphs,
-    section_bytes,
+    slice_bytes,
 )
 
 
@@ -250,7 +250,7 @@ class SliceBuilder(Builder):
         if part is not StateKind.TRAINABLE:
             return Builder._fetch(self, unit, part, slot, after)
         ranks = self.plan.mesh.slice
-        own, share = section_bytes(self.plan, self.model.units[unit])
+        own, gathered = slice_bytes(self.plan, self.model.units[unit])
         done = self.op(OpKind.FETCH, unit, Lane.FETCH, after, part=part, nbytes=own, slot=slot)
         if self.pending.entries:
             done = self.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=self.pending.entries)
@@ -259,13 +259,20 @@ class SliceBuilder(Builder):
         if not self.gathers:
             return done
         return self.op(
-            OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=(ranks - 1) * share, slot=slot, span=(1, ranks)
+            OpKind.GATHER,
+            unit,
+            Lane.INTRA,
+            [done],
+            part=part,
+            nbytes=(ranks - 1) * gathered,
+            slot=slot,
+            span=(1, ranks),
         )
 
     def slot_part(self, unit: UnitSpec, part: StateKind) -> int:
-        """The bucket; with scales a row the stage beside it; with states the section."""
+        """Bytes of a slot: the bucket; with scales a row the gathered parameters beside it; with states this rank's slice."""
         if part is not StateKind.TRAINABLE:
             return Builder.slot_part(self, unit, part)
-        section, share = section_bytes(self.plan, unit)
+        own, gathered = slice_bytes(self.plan, unit)
         scaled = self.plan.trainable.codec.encoded
-        return self.plan.mesh.slice * share * (2 if scaled else 1) + (section if section > share else 0)
+        return self.plan.mesh.slice * gathered * (2 if scaled else 1) + (own if own > gathered else 0)

@@ -107,7 +107,7 @@ class Placements:
                 nbytes = self.part_bytes(unit, part)
                 if self.streams(index, part):
                     own = part is StateKind.TRAINABLE and self.plan.mesh.slice > 1
-                    hold(pools[placement.tier], section_bytes(self.plan, unit)[0] if own else nbytes)
+                    hold(pools[placement.tier], slice_bytes(self.plan, unit)[0] if own else nbytes)
                 elif placement.tier is Tier.DISK and self.mapped(part):
                     hold(Pool.MAPPED, nbytes)
                 else:
@@ -146,11 +146,13 @@ def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
     return weights + states
 
 
-def section_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
-    """Where ranks hold a bucket together: bytes of one's section, and of its share of the parameters, which is gathered. To
+def slice_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
+    """Bytes of one rank's slice of a bucket that ranks hold together, and of the parameters in it, which are gathered: to
     within the padding of rows and states."""
-    share, states = (-(-part // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN for part in _bucket_parts(plan, unit))
-    return share + states, share
+    gathered, states = (
+        -(-part // (BUCKET_ALIGN * plan.mesh.slice)) * BUCKET_ALIGN for part in _bucket_parts(plan, unit)
+    )
+    return gathered + states, gathered
 
 
 def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:

@@ -454,7 +454,7 @@ class _Loop:
         state = self.walker.live_state() if weights else {}
         if self.walker.ranks.rank:
             if weights:
-                self.walker.lend()
+                self.walker.join_gathers()
             return
         run_checkpoint.save(
             self.output_dir,

@@ -464,7 +464,8 @@ class Walker:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the trainables' masters, of optimizer states and of the step counter: all that a resumed run needs of the
-        walker. What the ranks of a node hold together comes while rank 0 reads it, block by block: the others :meth:`lend`."""
+        walker. Blocks that the ranks of a node hold together are gathered while rank 0 reads them: the others call
+        :meth:`join_gathers`."""
         return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.live_state().items()}
 
     def live_state(self) -> dict[str, Any]:
@@ -490,10 +491,11 @@ class Walker:
                 " overflowed, and nothing was saved. Go on from an earlier checkpoint with a lower optimizer.learning_rate"
             )
 
-    def lend(self) -> None:
-        """Zeroth order, on ranks other than 0: bring this rank's share of what rank 0 saves."""
+    def join_gathers(self) -> None:
+        """Zeroth order: call this on every rank but 0 while rank 0 saves. It joins the gathers that assemble the sliced
+        blocks."""
         if self.ranks.rank < self.ranks.slices:
-            self.engine.buckets.lend()
+            self.engine.buckets.join_gathers()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave. With a ledger that has gone further, so does the walker: ``steps_done`` is
@@ -550,7 +552,7 @@ class Walker:
         self.flush()
         self._require_finite()
         if self.ranks.rank and isinstance(self.estimator, ZerothOrder):
-            self.lend()
+            self.join_gathers()
         else:
             self.engine.save_pretrained(Path(folder))
 

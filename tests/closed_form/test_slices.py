@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from blockwalk import method
 from blockwalk.engine.cells import STATE, Initial, cells_of, fill, trainable_spec
-from blockwalk.engine.sections import Sections
+from blockwalk.engine.slices import BucketSlices
 from blockwalk.plan.model_spec import ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
-from blockwalk.program.residency import section_bytes
+from blockwalk.program.residency import slice_bytes
 from blockwalk.tiers.block_store.store import StoredUnit
 from blockwalk.tiers.block_store.writer import plan_units
 from tests.closed_form.test_program import toy
@@ -44,27 +44,27 @@ shapes = st.lists(st.one_of(vectors, matrices), min_size=1, max_size=4)
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.sampled_from([Codec.RAW, Codec.BF16, Codec.FP8, Codec.INT8]), st.sampled_from([(), ("a",), ("a", "b")]),
        st.integers(2, 5), st.integers(0, 99))  # fmt: skip
-def test_sections_are_the_unit_cut_and_come_together_as_it_was(
+def test_slices_are_the_unit_cut_and_come_together_as_it_was(
     shapes: list[tuple[int, ...]], codec: Codec, states: tuple[str, ...], count: int, seed: int
 ) -> None:
     params = tuple(ParamSpec(f"p{i}", shape, "float32", True, len(shape) == 2) for i, shape in enumerate(shapes))
     unit, whole_P = random_unit(UnitSpec("block", "block", params), codec, states, seed)
-    sections = Sections(unit, count)
-    cut = [sections.cut(whole_P, place) for place in range(count)]
-    assert torch.equal(sections.join(torch.cat(cut)), whole_P)
+    slices = BucketSlices(unit, count)
+    cut = [slices.cut(whole_P, place) for place in range(count)]
+    assert torch.equal(slices.join(torch.cat(cut)), whole_P)
     whole = cells_of(unit, whole_P)
     seen = {(name, state): torch.zeros(cell.layout.rows * cell.layout.columns)
             for name, cells in whole.items() for state, cell in cells.items()}  # fmt: skip
     for place in range(count):
-        slot_P = torch.zeros(sections.room, dtype=torch.uint8)
-        sections.section(slot_P, place).copy_(cut[place])
-        stage_P = sections.lend(slot_P, place)
-        assert torch.equal(stage_P.chunk(count)[place], cut[place][: sections.gathered])
-        stage_P.copy_(torch.cat([each[: sections.gathered] for each in cut]))
-        sections.assemble(slot_P)
-        for name, cells in cells_of(sections.bucket, slot_P).items():
+        slot_P = torch.zeros(slices.room, dtype=torch.uint8)
+        slices.in_slot(slot_P, place).copy_(cut[place])
+        slices_P = slices.to_gather(slot_P, place)
+        assert torch.equal(slices_P.chunk(count)[place], cut[place][: slices.gathered])
+        slices_P.copy_(torch.cat([each[: slices.gathered] for each in cut]))
+        slices.assemble(slot_P)
+        for name, cells in cells_of(slices.bucket, slot_P).items():
             assert torch.equal(cells[""].bytes_P, whole[name][""].bytes_P)
-        for name, of_states in sections.updates(cut[place], place, largest=16):
+        for name, of_states in slices.updates(cut[place], place, largest=16):
             assert of_states.keys() == whole[name].keys()
             for state, piece in of_states.items():
                 numel = piece.layout.rows * piece.layout.columns
@@ -78,13 +78,13 @@ def test_sections_are_the_unit_cut_and_come_together_as_it_was(
 
 
 @pytest.mark.parametrize(("codec", "optimizer"), [("bf16", "sgd"), ("raw", "momentum"), ("fp8", "adamw")])
-def test_a_program_knows_what_a_section_has(codec: str, optimizer: str) -> None:
-    """Within the padding of each tensor: a section's bytes, and those that are gathered of it."""
+def test_a_program_knows_what_a_slice_has(codec: str, optimizer: str) -> None:
+    """Within the padding of each tensor: a slice's bytes, and those that are gathered of it."""
     plan = method("distzo2", mesh={"world": 4}, trainable=f"host × {codec}", **{"optimizer.name": optimizer})
     params = (ParamSpec("w", (512, 96), "float32", True, True), ParamSpec("b", (96,), "float32", True, False))
     spec = UnitSpec("block", "block", params)
     states = {"momentum": ("m",), "adamw": ("m", "v")}.get(optimizer, ())
-    sections = Sections(random_unit(spec, Codec(codec), states, 0)[0], 4)
-    section, share = section_bytes(plan, spec)
-    assert sections.gathered == pytest.approx(share, abs=64 * 2 + 96 * 4)
-    assert sections.nbytes == pytest.approx(section, abs=64 * 2 * (1 + len(states)) + 96 * 4 * (1 + len(states)))
+    slices = BucketSlices(random_unit(spec, Codec(codec), states, 0)[0], 4)
+    nbytes, gathered = slice_bytes(plan, spec)
+    assert slices.gathered == pytest.approx(gathered, abs=64 * 2 + 96 * 4)
+    assert slices.nbytes == pytest.approx(nbytes, abs=64 * 2 * (1 + len(states)) + 96 * 4 * (1 + len(states)))

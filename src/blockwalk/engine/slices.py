@@ -1,0 +1,309 @@
+"""Units whose trainables the ranks of a node hold together: each rank a slice of every unit's bucket.
+
+A rank fetches, updates and stores its slice: some of the parameters, and behind them the states beside these. Its parameters
+are gathered, with those of the other slices side by side; its states are read by the update alone and stay with the rank. The
+bucket is then the parameters as a forward reads them.
+
+Plain numbers are cut at equal bytes of the bucket, so that the parameters of all slices side by side are the bucket. A codec
+with a scale a row is cut between rows, since a scale belongs to one update: there they are copied into the bucket after the
+gather.
+
+S bytes of a slice, G bytes of the parameters in it, n ranks, P bytes of a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from blockwalk.engine.cells import STATE, Cell, Initial, fill
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit
+
+if TYPE_CHECKING:
+    from blockwalk.numerics.codecs.weights import Weight
+
+
+SLICE = f"{STATE}slice"
+"""The ending of a unit's name under which its slice is one parameter of a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRun:
+    """Consecutive elements of one tensor in a slice."""
+
+    param: StoredParam
+    """The tensor, where it lies in the unit's own bucket, in which each parameter's states follow it."""
+    first: int
+    last: int
+    """The elements ``first:last`` of the tensor; whole rows of a codec with scales."""
+    at: int
+    """The byte of the slice at which they begin."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the run by itself."""
+        whole, count = self.param.layout(32), self.last - self.first
+        return replace(whole, shape=(count // whole.columns, whole.columns) if whole.groups else (count,))
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def copies(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Triples (place in the slice, place in a bucket whose tensor begins at ``start``, bytes) of its scales and of its
+        codes."""
+        whole, own = self.param.layout(32), self.layout
+        scale, size = own.groups * own.scale_dtype.itemsize, own.code_dtype.itemsize
+        if scale:
+            yield self.at, start + self.first // whole.columns * scale, own.scale_bytes
+        yield self.at + own.scale_bytes, start + whole.scale_bytes + self.first * size, own.nbytes - own.scale_bytes
+
+
+class BucketSlices:
+    """The slices that one unit's bucket is cut into.
+
+    Args:
+        unit: as one process would hold it, states beside their parameters.
+        count: ranks.
+    """
+
+    def __init__(self, unit: StoredUnit, count: int) -> None:
+        self.unit, self.count = unit, count
+        params = [param for param in unit.params if STATE not in param.name]
+        self.apart = not all(param.dense for param in params)
+        """Whether the gathered parameters must be copied into the bucket: side by side they are not the bucket itself."""
+        step = ALIGN if self.apart else ALIGN * count
+        placed, end = [], 0
+        for param in params:
+            placed.append(replace(param, offset=end))
+            end = _aligned(end + param.nbytes)
+        self.bucket = replace(unit, nbytes=-(-end // step) * step, params=tuple(placed))
+        parameters = [self._parameters(place) for place in range(count)]
+        self.gathered = max((_aligned(own[-1].at + own[-1].nbytes) for own in parameters if own), default=0)
+        if not self.apart:
+            self.gathered = self.bucket.nbytes // count
+        self.runs = [[*own, *self._states(own)] for own in parameters]
+        ends = [_aligned(each[-1].at + each[-1].nbytes) for each in self.runs if each]
+        self.nbytes = max([self.gathered, *ends])
+        """S, bytes of a slice; ``gathered`` is G."""
+
+    def _parameters(self, place: int) -> list[TensorRun]:
+        """The parameters in a rank's slice."""
+        own = {param.name: param for param in self.unit.params}
+        low, high = place * self.bucket.nbytes // self.count, (place + 1) * self.bucket.nbytes // self.count
+        runs, end = [], 0
+        for param in self.bucket.params:
+            layout = param.layout(32)
+            if self.apart:
+                first, last = (layout.rows * i // self.count * layout.columns for i in (place, place + 1))
+                at = end
+            else:
+                size = layout.code_dtype.itemsize
+                first = max(low - param.offset, 0) // size
+                last = min(high - param.offset, param.nbytes) // size
+                at = param.offset + first * size - low
+            if first < last:
+                runs.append(TensorRun(own[param.name], first, last, at))
+                end = _aligned(at + runs[-1].nbytes)
+        return runs
+
+    def _states(self, own: Sequence[TensorRun]) -> list[TensorRun]:
+        """The states beside the parameters in a slice."""
+        runs, end = [], self.gathered
+        for run in own:
+            for param in self.unit.params:
+                if param.name.startswith(run.param.name + STATE):
+                    runs.append(TensorRun(param, run.first, run.last, end))
+                    end = _aligned(end + runs[-1].nbytes)
+        return runs
+
+    # ---- in a slot --------------------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """Bytes of a slot: the bucket, the gathered parameters where they are not the bucket, and the slice where it has
+        states."""
+        gathered = self.count * self.gathered if self.apart else 0
+        return self.bucket.nbytes + gathered + (self.nbytes if self.nbytes > self.gathered else 0)
+
+    def side_by_side(self, slot_P: torch.Tensor) -> torch.Tensor:
+        """The parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8 [n·G]."""
+        start = self.bucket.nbytes if self.apart else 0
+        return slot_P[start : start + self.count * self.gathered]
+
+    def in_slot(self, slot_P: torch.Tensor, place: int) -> torch.Tensor:
+        """A rank's slice in a slot (uint8 [room])."""
+        if self.nbytes > self.gathered:
+            return slot_P[self.room - self.nbytes : self.room]
+        return self.side_by_side(slot_P)[place * self.gathered : (place + 1) * self.gathered]
+
+    def to_gather(self, slot_P: torch.Tensor, place: int) -> torch.Tensor:
+        """A buffer (uint8 [n·G]) with the parameters of this rank's slice in their place, ready to be gathered."""
+        slices_P = self.side_by_side(slot_P)
+        if self.nbytes > self.gathered:
+            own_G = self.in_slot(slot_P, place)[: self.gathered]
+            slices_P[place * self.gathered : (place + 1) * self.gathered].copy_(own_G)
+        return slices_P
+
+    def assemble(self, slot_P: torch.Tensor) -> None:
+        """Copy gathered parameters into the bucket, where they are not the bucket itself."""
+        if self.apart:
+            offsets = {param.name: param.offset for param in self.bucket.params}
+            for place, slice_G in enumerate(self.side_by_side(slot_P).chunk(self.count)):
+                for run in self.runs[place]:
+                    if run.param.name in offsets:
+                        _copy(run.copies(offsets[run.param.name]), slice_G, slot_P)
+
+    # ---- between a slice and the whole unit -----------------------------------------------------------------------
+
+    def cut(self, whole_P: torch.Tensor, place: int) -> torch.Tensor:
+        """A rank's slice, uint8 [S], of a unit as one process would hold it."""
+        slice_S = torch.zeros(self.nbytes, dtype=torch.uint8)
+        for run in self.runs[place]:
+            for at, there, nbytes in run.copies(run.param.offset):
+                slice_S[at : at + nbytes] = whole_P[there : there + nbytes]
+        return slice_S
+
+    def join(self, slices_P: torch.Tensor) -> torch.Tensor:
+        """The unit as one process would hold it (uint8 [P]), from all slices side by side (uint8 [n·S])."""
+        whole_P = torch.zeros(self.unit.nbytes, dtype=torch.uint8)
+        for place, slice_S in enumerate(slices_P.chunk(self.count)):
+            for run in self.runs[place]:
+                _copy(run.copies(run.param.offset), slice_S, whole_P)
+        return whole_P
+
+    def updates(self, slice_S: torch.Tensor, place: int, largest: int) -> Iterator[tuple[str, dict[str, Cell]]]:
+        """Each parameter in a slice with its states, by name: cells of at most ``largest`` elements, or of one row."""
+        runs: dict[str, dict[str, TensorRun]] = {}
+        for run in self.runs[place]:
+            name, _, state = run.param.name.partition(STATE)
+            runs.setdefault(name, {})[state] = run
+        for name, of_states in runs.items():
+            whole = of_states[""]
+            some = whole.last - whole.first if whole.layout.groups else largest  # scaled rows are cut by the update
+            for first in range(whole.first, whole.last, some):
+                last = min(first + some, whole.last)
+                shape = whole.layout.shape if whole.layout.groups else (last - first,)
+                yield name, {s: _cell(run, first, shape, slice_S) for s, run in of_states.items()}
+
+
+def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: torch.Tensor) -> Cell:
+    """The cell of a run from element ``first`` on, in the shape that its parameter is updated in."""
+    layout = replace(run.layout, shape=shape)
+    at = run.at + (first - run.first) * layout.code_dtype.itemsize
+    return Cell(layout, slice_S[at : at + layout.nbytes], origin=first)
+
+
+class SliceSource:
+    """A source of weights (a :class:`~blockwalk.tiers.protocols.WeightSource`) with one uint8 parameter for
+    each sliced unit: this rank's bytes. Reading one also records the checksums of the whole unit in ``units``."""
+
+    def __init__(
+        self, source: Initial, units: Sequence[StoredUnit], slices: Mapping[int, BucketSlices], place: int
+    ) -> None:
+        self._source, self._slices, self._place = source, slices, place
+        self.units = list(units)
+        self._number = {units[number].name + SLICE: number for number in slices}
+        gone = {param.name for number in slices for param in units[number].params}
+        self._names = [*(name for name in source.names() if name not in gone), *self._number]
+
+    def spec(self, model: ModelSpec) -> ModelSpec:
+        """The trainables of ``model``, states included, as this source has them."""
+
+        def cut(number: int) -> UnitSpec:
+            unit, slices = model.units[number], self._slices.get(number)
+            if slices is None:
+                return unit
+            return replace(unit, params=(ParamSpec(self.units[number].name + SLICE, (slices.nbytes,), "uint8"),))
+
+        prologue, *blocks, epilogue = map(cut, range(len(model.units)))
+        return replace(model, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
+
+    def slice(self, number: int) -> torch.Tensor:
+        """A unit's slice, uint8 [S]."""
+        whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
+        self.units[number] = fill(self.units[number], self._source, whole_P)
+        return self._slices[number].cut(whole_P, self._place)
+
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (self._slices[self._number[name]].nbytes,) if name in self._number else self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.uint8 if name in self._number else self._source.dtype(name)
+
+    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+        out: dict[str, torch.Tensor | Weight] = {}
+        for name in names:
+            out |= {name: self.slice(self._number[name])} if name in self._number else self._source.weights([name])
+        return out
+
+    def release(self, names: Iterable[str]) -> None:
+        self._source.release([name for name in names if name not in self._number])
+
+    def stored_nbytes(self, name: str) -> int:
+        return self.shape(name)[0] if name in self._number else self._source.stored_nbytes(name)
+
+    def in_place(self, name: str) -> bool:
+        return False
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        weight = self.weights([name])[name]
+        out.copy_(weight if isinstance(weight, torch.Tensor) else weight.rows(0, weight.shape[0]))
+
+    def prefetch(self, names: Iterable[str]) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: the source is its owner's to close."""
+
+
+class UnitAssembler:
+    """Whole units that ranks assemble when they are read; the one read last is kept. All ranks read them in one order.
+
+    Args:
+        assemble: makes a unit as one process would hold it, uint8 [P], from every rank's slice.
+    """
+
+    def __init__(self, assemble: Callable[[int], torch.Tensor]) -> None:
+        self._assemble, self._number = assemble, -1
+        self._whole_P = torch.empty(0, dtype=torch.uint8)
+
+    def unit(self, number: int) -> torch.Tensor:
+        if number != self._number:
+            self._whole_P = torch.empty(0, dtype=torch.uint8)  # let go of one before the next comes
+            self._whole_P, self._number = self._assemble(number), number
+        return self._whole_P
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledTensor:
+    """A tensor of a unit that ranks hold together, or all of its bytes: the unit is assembled when its rows are read."""
+
+    assembler: UnitAssembler
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    open: Callable[[torch.Tensor], torch.Tensor | Weight]
+    """The function that takes the tensor from the unit's bytes."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of a matrix, or elements of a vector."""
+        value = self.open(self.assembler.unit(self.number))
+        return value[start:stop] if isinstance(value, torch.Tensor) else value.rows(start, stop)
+
+
+def _copy(copies: Iterable[tuple[int, int, int]], slice_S: torch.Tensor, out_P: torch.Tensor) -> None:
+    for at, there, nbytes in copies:
+        out_P[there : there + nbytes].copy_(slice_S[at : at + nbytes])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
