@@ -16,12 +16,12 @@ from blockwalk.numerics.updates import (
     Rule,
     clip_coefficient,
     global_norm,
-    make_rule,
     norm_of_sums,
     square_sums,
 )
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.schedules import make_schedule
+from blockwalk.plan.update_rules import RULES
 
 
 def peer_optimizer(options: OptimizerSettings, params: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -31,8 +31,8 @@ def peer_optimizer(options: OptimizerSettings, params: list[torch.Tensor]) -> to
     return torch.optim.SGD(params, momentum=options.momentum if options.name == "momentum" else 0.0, **common)
 
 
-def zero_state(rule: Rule, param: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(param) for name in rule.states}
+def zero_state(options: OptimizerSettings, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(param) for name in RULES[options.name].states}
 
 
 CASES = [
@@ -49,11 +49,11 @@ CASES = [
 def test_fifty_steps_are_those_of_torch_optim_to_the_last_bit(options: OptimizerSettings) -> None:
     """Oracle: torch.optim (foreach=False, fused=False), parameters and states, under a schedule that moves the rate."""
     torch.manual_seed(1)
-    rule, rate = make_rule(options), make_schedule("cosine", 3e-2, 5, 50)
+    rule, rate = Rule(options), make_schedule("cosine", 3e-2, 5, 50)
     shapes = [(), (1,), (7, 3), (2, 65, 31), (UPDATE_CHUNK + 13,)]
     ours = [torch.randn(shape) for shape in shapes]
     theirs = [param.clone().requires_grad_() for param in ours]
-    states = [zero_state(rule, param) for param in ours]
+    states = [zero_state(options, param) for param in ours]
     optimizer = peer_optimizer(options, theirs)
     for step in range(50):
         optimizer.param_groups[0]["lr"] = rate(step)
@@ -74,9 +74,9 @@ def test_a_parameter_in_16_bits_is_updated_in_float32_and_rounded_once(
 ) -> None:
     """Oracle: torch.optim on a float32 copy of the whole, rounded after every step."""
     torch.manual_seed(2)
-    rule, ours = make_rule(options), torch.randn(UPDATE_CHUNK + 13).to(dtype)
+    rule, ours = Rule(options), torch.randn(UPDATE_CHUNK + 13).to(dtype)
     peer = ours.float().requires_grad_()
-    state, optimizer = zero_state(rule, peer.detach()), peer_optimizer(options, [peer])
+    state, optimizer = zero_state(options, peer.detach()), peer_optimizer(options, [peer])
     for step in range(5):
         peer.grad = torch.randn_like(peer)
         rule.apply_(ours, peer.grad.clone(), state, step=step + 1, lr=options.learning_rate)
@@ -96,8 +96,8 @@ def test_slices_updated_alone_are_the_whole(data: st.DataObject) -> None:
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, numel), max_size=5)) - {numel}), numel]
     slices = data.draw(st.permutations(list(pairwise(cuts))))
     torch.manual_seed(numel)
-    rule, param = make_rule(options), torch.randn(numel)
-    peer, state = param.clone().requires_grad_(), zero_state(rule, param)
+    rule, param = Rule(options), torch.randn(numel)
+    peer, state = param.clone().requires_grad_(), zero_state(options, param)
     optimizer = peer_optimizer(options, [peer])
     for step in range(1, 4):
         peer.grad = torch.randn(numel)
@@ -115,8 +115,8 @@ def test_a_gradient_that_is_not_contiguous() -> None:
     peer, before = param.clone().requires_grad_(), grad.clone()
     peer.grad = grad
     peer_optimizer(options, [peer]).step()
-    rule = make_rule(options)
-    rule.apply_(param, grad, zero_state(rule, param), step=1, lr=options.learning_rate)
+    rule = Rule(options)
+    rule.apply_(param, grad, zero_state(options, param), step=1, lr=options.learning_rate)
     assert torch.equal(param, peer.detach())
     assert torch.equal(grad, before)
 
@@ -221,7 +221,7 @@ def test_the_last_rate_stays() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (OptimizerSettings("adam"), "'adam'; there are sgd, sign, momentum and adamw"),
+        (OptimizerSettings("adam"), "'adam'; there are adamw, sgd, momentum, sign"),
         (OptimizerSettings("adamw", betas=(0.9, 1.0)), "betas is"),
         (OptimizerSettings("momentum", momentum=0.0), "the rule is sgd"),
         (OptimizerSettings("sgd", weight_decay=-1.0), "weight_decay is -1.0"),
@@ -230,7 +230,7 @@ def test_the_last_rate_stays() -> None:
 def test_rules_that_cannot_be(options: OptimizerSettings, message: str) -> None:
     """Oracle: torch.optim refuses the same numbers (momentum 0 and the name apart); the message names the setting."""
     with pytest.raises(ValueError, match=message):
-        make_rule(options)
+        Rule(options)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from blockwalk.engine.cells import Cell
+from blockwalk.estimators.zeroth_order.kind import kind_of
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
@@ -34,7 +35,8 @@ def test_ranges_are_those_of_the_whole(
     generator = torch.Generator().manual_seed(1)
     master = cell(codec, torch.randn(N, D, generator=generator) / 50)
     curved = None if hessian is None else cell(hessian, 1 + torch.rand(N, D, generator=generator))
-    weight = PerturbedWeight("layer.weight", master, Perturbation(5, 9, 2, scale, kind), dtype, LossScratch(), curved)
+    beside = ({}, None) if curved is None else ({"hessian": curved}, kind_of("hizoo").direction_)
+    weight = PerturbedWeight("layer.weight", master, Perturbation(5, 9, 2, scale, kind), dtype, LossScratch(), *beside)
     values = [
         codecs.decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D)) for each in (master, curved) if each
     ]

@@ -24,7 +24,7 @@ from blockwalk.engine.buckets import checksum
 from blockwalk.engine.cells import Cells, Initial, cells_of, fill, trainable_spec
 from blockwalk.engine.open_model import open_source
 from blockwalk.estimators.zeroth_order import mezo_original
-from blockwalk.estimators.zeroth_order.updates import HESSIAN, apply_entries_, rule_of
+from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import LossScratch
@@ -149,7 +149,7 @@ class ReplayedRun:
 
     def __init__(self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry]) -> None:
         self.base, self.header, self.entries = base, found, entries
-        self.rule = rule_of(found["rule"])
+        self.rule = rule_of(found)
         skeleton = build_skeleton(base)
         self.buffers = skeleton.persistent_buffers
         self.source = open_source(base, Codec.RAW, skeleton.model, base)
@@ -160,10 +160,7 @@ class ReplayedRun:
             self.module = adapt(self.module, chosen, seed=found["seed"])
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
-        states = {
-            name: (Codec(found["hessian_codec"]), 1.0) if name == HESSIAN else (Codec.FP32, 0.0)
-            for name in self.rule.states
-        }
+        states = self.rule.states
         codec = Codec(found["codec"])
         spec, written_as = trainable_spec(self.spec, codec, {name: kept for name, (kept, _) in states.items()})
         begin = {name: value for name, (_, value) in states.items()}
@@ -189,7 +186,7 @@ class ReplayedRun:
 
     def units_after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
         """The trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
-        if self.rule.noise == "mezo":
+        if self.rule.zo.noise == "mezo":
             yield from self._after_in_place()
             return
         scratch, after = LossScratch(), []

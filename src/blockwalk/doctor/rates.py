@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.update_rules import RULES
 from blockwalk.simulate.hardware import Curve
 
 TOKENS = 512
@@ -29,7 +30,6 @@ POOL_BYTES, PASSED_BYTES = 40 << 20, 96 << 20
 """Bytes of the matrices, and of the tensors that are passed over: they are used in turn, so that no nearer cache holds them."""
 ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)
-RULES = ("adamw", "momentum", "sgd", "sign")
 
 
 def typical(work: Callable[[], object], *, seconds: float = 0.02, least: int = 2) -> float:
@@ -154,14 +154,14 @@ def updates() -> dict[str, float]:
     and written back, rounded to nearest ("lift") or stochastically ("round")."""
     from blockwalk.numerics.noise.key import NoiseKey
     from blockwalk.numerics.noise.noise import stochastic_round
-    from blockwalk.numerics.updates import UPDATE_CHUNK, global_norm, make_rule
+    from blockwalk.numerics.updates import UPDATE_CHUNK, Rule, global_norm
     from blockwalk.plan.sizes import UPDATE_ELEMENTS
 
     param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
     rates = {"norm": UPDATED / typical(lambda: global_norm([grad]))}
-    for name in RULES:
-        rule = make_rule(OptimizerSettings(name=name))
-        state = {key: torch.zeros(UPDATED) for key in rule.states}
+    for name, facts in RULES.items():
+        rule = Rule(OptimizerSettings(name=name))
+        state = {key: torch.zeros(UPDATED) for key in facts.states}
         taken = typical(partial(rule.apply_, param, grad, state, step=1, lr=1e-9))
         rates[name] = UPDATED / taken
     master = param.to(torch.bfloat16)

@@ -25,13 +25,14 @@ from blockwalk.cutting.verify import certified
 from blockwalk.engine.open_model import open_model, refuse_rounded
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight
 from blockwalk.numerics.noise.key import NoiseKey
-from blockwalk.numerics.updates import global_norm, make_rule, sum_of_squares
+from blockwalk.numerics.updates import Rule, global_norm, sum_of_squares
 from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.program import Op
-from blockwalk.program.residency import bucket_states, epilogue_reads, streamed_trainables
+from blockwalk.program.residency import epilogue_reads, streamed_trainables
 from blockwalk.system.heap import Slack, give_back
 from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.tiers.scratch_maps import ScratchMaps
@@ -111,7 +112,7 @@ class Engine:
         """Masters and optimizer states, by unit, that a step has updated which may still be refused."""
         self.dirty: frozenset[int] = frozenset()
         """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
-        self.rule = make_rule(plan.optimizer)
+        self.rule = Rule(plan.optimizer)
         reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
         self._trainables = [tuple(p for p in unit.params if p.trainable) for unit in reads]
         self._frozen = [tuple(p for p in unit.params if not p.trainable) for unit in reads]
@@ -225,7 +226,7 @@ class Engine:
                 assert self.source is not None, f"{p.name} has no source"
                 self.source.read_into(p.name, masters[p.name])
         self.masters |= masters
-        states = {f"{p.name}\0{s}": (p.shape, torch.float32) for p in params for s in self.rule.states}
+        states = {f"{p.name}\0{s}": (p.shape, torch.float32) for p in params for s in self.plan.update_rule.states}
         for key, tensor in self._allocate(index, self.plan.optimizer_state.tier, states).items():
             name, _, state = key.partition("\0")
             self.moments.setdefault(name, {})[state] = tensor
@@ -237,7 +238,7 @@ class Engine:
         return Buckets(
             self.spec,
             codec=self.plan.trainable.codec,
-            states=bucket_states(self.plan),
+            states=states_beside(self.plan.zo, self.plan.optimizer),
             initial=(self.source, self._held),
             tier=self.plan.trainable.tier,
             streamed=streamed_trainables(self.plan, self.spec, self.device.type),

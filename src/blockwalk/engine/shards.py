@@ -14,7 +14,6 @@ import torch
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Weight
-from blockwalk.numerics.updates import Rule
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import Codec, StateKind, Tier
 from blockwalk.plan.plan import Plan
@@ -121,7 +120,6 @@ class ShardOwner(Protocol):
 
     plan: Plan
     spec: ModelSpec
-    rule: Rule
     groups: Groups
     scratch: ScratchMaps
     device: torch.device
@@ -159,7 +157,7 @@ def trainable_shard(engine: ShardOwner, unit: int) -> Shard:
         return shard
     own = shard.numel // mesh.z1
     states: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(
-        ("master", *engine.rule.states), ((own,), torch.float32)
+        ("master", *plan.update_rule.states), ((own,), torch.float32)
     )
     if plan.optimizer_state.tier is Tier.DISK:  # updated there by the CPU
         held = engine.scratch.zeros(states, group=unit)

@@ -12,15 +12,16 @@ Learning rate and step come with each call. The gradient may be any estimate g: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import stochastic_round
+from blockwalk.plan.update_rules import RULES
 
 if TYPE_CHECKING:
     from blockwalk.plan.choices import OptimizerSettings
@@ -39,13 +40,26 @@ sum is the same for any number of them."""
 _NORM_ROWS = 8
 
 
-class Rule(Protocol):
-    """An update rule."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The update rule that ``settings.name`` (``optimizer.name``) names, with those of the settings that are its own.
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Names of the tensors that the rule keeps for each parameter: float32, of the parameter's shape, zero at first."""
-        ...
+    Its arithmetic is the function of its name below: (settings, scratch, parameter, gradient, its states in the order of its
+    row, step, lr), flat float32 of one length, the parameter and the states changed in place.
+
+    Raises:
+        ValueError: an unknown rule, or a number out of range.
+    """
+
+    settings: OptimizerSettings
+
+    def __post_init__(self) -> None:
+        if self.settings.name not in RULES:
+            raise ValueError(f"optimizer.name is {self.settings.name!r}; there are {', '.join(RULES)}")
+        for name in RULES[self.settings.name].settings:
+            holds, meaning = _RANGES[name]
+            if not holds(value := getattr(self.settings, name)):
+                raise ValueError(f"optimizer.{name} is {value}; it must be {meaning}")
 
     def apply_(
         self,
@@ -62,147 +76,59 @@ class Rule(Protocol):
         Args:
             param: contiguous, float32 or 16 bits, any slice of a parameter.
             grad: the same slice of the gradient, float32; it is not changed.
-            state: the same slice of each tensor that :attr:`states` names, contiguous.
+            state: the same slice of each tensor that the rule's row names, contiguous.
             step: the update's number, from 1.
             lr: its learning rate.
             rounding: the draws by which a whole parameter in 16 bits is rounded stochastically; None rounds to nearest.
         """
-        ...
+        piece = globals()[self.settings.name]
+        states = (state[name] for name in RULES[self.settings.name].states)
+        for work, pieces in _chunks(rounding, param, grad, *states):
+            piece(self.settings, work, *pieces, step=step, lr=lr)
 
 
-@dataclass(frozen=True, slots=True)
-class Sgd:
+def sgd(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float) -> None:
     """θ ← θ − lr·(g + weight_decay·θ), as ``torch.optim.SGD``."""
-
-    states: ClassVar[tuple[str, ...]] = ()
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
-
-    def apply_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        rounding: NoiseKey | None = None,
-    ) -> None:
-        for work, (p, g) in _chunks(rounding, param, grad):
-            if self.weight_decay:
-                g = torch.add(g, p, alpha=self.weight_decay, out=work)
-            p.add_(g, alpha=-lr)
+    p.add_(_decayed(settings, work, p, g), alpha=-lr)
 
 
-@dataclass(frozen=True, slots=True)
-class Sign:
+def sign(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float) -> None:
     """θ ← θ − lr·(sign(g) + weight_decay·θ): sign descent, for zeroth order (Bernstein et al. 2018, with one vote)."""
-
-    states: ClassVar[tuple[str, ...]] = ()
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
-
-    def apply_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        rounding: NoiseKey | None = None,
-    ) -> None:
-        for work, (p, g) in _chunks(rounding, param, grad):
-            sign = torch.sign(g, out=work)
-            if self.weight_decay:
-                sign.add_(p, alpha=self.weight_decay)
-            p.add_(sign, alpha=-lr)
+    p.add_(_decayed(settings, work, p, torch.sign(g, out=work)), alpha=-lr)
 
 
-@dataclass(frozen=True, slots=True)
-class Momentum:
+def momentum(
+    settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, b: Tensor, *, step: int, lr: float
+) -> None:
     """b ← momentum·b + g + weight_decay·θ, θ ← θ − lr·b, as ``torch.optim.SGD``."""
-
-    states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(self.momentum > 0, "momentum", self.momentum, "above 0 (without it the rule is sgd)")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
-
-    def apply_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        rounding: NoiseKey | None = None,
-    ) -> None:
-        for work, (p, g, b) in _chunks(rounding, param, grad, state["momentum_buffer"]):
-            if self.weight_decay:
-                g = torch.add(g, p, alpha=self.weight_decay, out=work)
-            p.add_(b.mul_(self.momentum).add_(g), alpha=-lr)
+    p.add_(b.mul_(settings.momentum).add_(_decayed(settings, work, p, g)), alpha=-lr)
 
 
-@dataclass(frozen=True, slots=True)
-class AdamW:
+def adamw(
+    settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, step: int, lr: float
+) -> None:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as ``torch.optim.AdamW``."""
-
-    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
-        _require(self.eps >= 0, "eps", self.eps, "0 or above")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
-
-    def apply_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        rounding: NoiseKey | None = None,
-    ) -> None:
-        beta1, beta2 = self.betas
-        step_size = lr / (1 - beta1**step)
-        correction = (1 - beta2**step) ** 0.5
-        for work, (p, g, m, v) in _chunks(rounding, param, grad, state["exp_avg"], state["exp_avg_sq"]):
-            if self.weight_decay:
-                p.mul_(1 - lr * self.weight_decay)
-            m.lerp_(g, 1 - beta1)
-            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            torch.sqrt(v, out=work).div_(correction).add_(self.eps)
-            p.addcdiv_(m, work, value=-step_size)
+    beta1, beta2 = settings.betas
+    if settings.weight_decay:
+        p.mul_(1 - lr * settings.weight_decay)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    torch.sqrt(v, out=work).div_((1 - beta2**step) ** 0.5).add_(settings.eps)
+    p.addcdiv_(m, work, value=-(lr / (1 - beta1**step)))
 
 
-def make_rule(settings: OptimizerSettings) -> Rule:
-    """The rule that ``settings.name`` names (``optimizer.name``), with those of the settings that are its own.
+def _decayed(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor) -> Tensor:
+    """g + weight_decay·θ in ``work``; without decay g itself."""
+    return torch.add(g, p, alpha=settings.weight_decay, out=work) if settings.weight_decay else g
 
-    Raises:
-        ValueError: an unknown rule, or a number out of range.
-    """
-    match settings.name:
-        case "sgd":
-            return Sgd(settings.weight_decay)
-        case "sign":
-            return Sign(settings.weight_decay)
-        case "momentum":
-            return Momentum(settings.momentum, settings.weight_decay)
-        case "adamw":
-            return AdamW(settings.betas, settings.eps, settings.weight_decay)
-    raise ValueError(f"optimizer.name is {settings.name!r}; there are sgd, sign, momentum and adamw")
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "weight_decay": (lambda value: value >= 0, "0 or above"),
+    "momentum": (lambda value: value > 0, "above 0 (without it the rule is sgd)"),
+    "betas": (lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
+    "eps": (lambda value: value >= 0, "0 or above"),
+}
+"""What the numbers that a rule reads must be: a test, and its words."""
 
 
 def square_sums(tensor: Tensor) -> Tensor:
@@ -271,8 +197,3 @@ def _chunks(
             stochastic_round(exact, own, rounding, start)
         elif narrow:
             own.copy_(exact)
-
-
-def _require(holds: bool, name: str, value: object, meaning: str) -> None:
-    if not holds:
-        raise ValueError(f"optimizer.{name} is {value}; it must be {meaning}")

@@ -19,6 +19,8 @@ from blockwalk.plan.choices import (
     ZerothOrderSettings,
 )
 from blockwalk.plan.placement import Codec, Group, Placement, Tier
+from blockwalk.plan.update_rules import RULES, RuleFacts
+from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,10 @@ class Plan:
     def __post_init__(self) -> None:
         short = {str(codec): codec.facts.dtype for codec in Codec if codec.facts.dtype}
         object.__setattr__(self, "compute_dtype", short.get(self.compute_dtype, self.compute_dtype))
-        for broken, message in _rules(self):
-            if broken:
-                raise ValueError(f"plan {self.method!r}: {message}")
+        for rules in (_values, _rules, _group_rules):  # values first: the others look them up
+            for broken, message in rules(self):
+                if broken:
+                    raise ValueError(f"plan {self.method!r}: {message}")
 
     @property
     def sharded(self) -> bool:
@@ -83,17 +86,26 @@ class Plan:
         return self.estimator is Estimator.BACKPROP and self.trainable.group is not Group.NOBODY
 
     @property
+    def update_rule(self) -> RuleFacts:
+        """The row of ``optimizer.name``."""
+        return RULES[self.optimizer.name]
+
+    @property
+    def kind(self) -> KindFacts:
+        """The row of ``zo.kind``."""
+        return KINDS[self.zo.kind]
+
+    @property
     def forward_passes(self) -> int:
-        """Forwards of one zeroth-order step: 2q for two-point queries, N + 1 for fzoo, 2q + 1 for hizoo."""
-        queries = self.zo.queries
-        return {"spsa": 2 * queries, "fzoo": queries + 1, "hizoo": 2 * queries + 1}.get(self.zo.kind, 1)
+        """Forwards of one zeroth-order step."""
+        return len(self.kind.passes(self.zo.queries))
 
     @property
     def sliceable(self) -> bool:
         """True where a share of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
-        that a forward reads lies beside the parameters (HiZOO's curvature does)."""
+        that a forward reads lies beside the parameters."""
         away = self.trainable.tier is not Tier.DEVICE and self.update.timing is Timing.DEFERRED
-        return away and self.zo.kind != "hizoo"
+        return away and not self.kind.states
 
 
 SPREAD_OVER = {"optimizer_state": "z1", "gradient": "z2", "trainable": "z3", "frozen": "z3"}
@@ -123,35 +135,41 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("auto", "all", "none"),
     "loss": ("chunked", "model"),
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "optimizer.name": ("adamw", "sgd", "momentum", "sign"),
+    "optimizer.name": tuple(RULES),
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "update.rounding": ("stochastic", "nearest"),
-    "zo.kind": ("spsa", "fzoo", "hizoo"),
+    "zo.kind": tuple(KINDS),
     "zo.noise": ("gaussian", "rademacher", "mezo"),
     "cache.tier": ("none", "device", "host"),
 }
 """Settings that take one of a few words, and the words."""
 
 
+def _values(plan: Plan) -> list[tuple[bool, str]]:
+    """Rules of single settings, as (is it broken?, what is wrong and which setting to change)."""
+    return [
+        *(
+            (name not in known, f"{key} is {name!r}; it must be one of {', '.join(known)}")
+            for key, known in CHOICES.items()
+            for name in [operator.attrgetter(key)(plan)]
+        ),
+        *(
+            (value < 1, f"{key} is {value}; it must be at least 1")
+            for key, value in (
+                ("gradient_accumulation_steps", plan.gradient_accumulation_steps),
+                ("update.flush_every", plan.update.flush_every),
+                ("zo.queries", plan.zo.queries),
+                *((f"mesh.{f.name}", getattr(plan.mesh, f.name)) for f in dataclasses.fields(plan.mesh)),
+            )
+        ),
+    ]
+
+
 def _rules(plan: Plan) -> list[tuple[bool, str]]:
-    """Every rule of validity as (is it broken?, what is wrong and which setting to change)."""
+    """Every other rule of validity, in the form of :func:`_values`."""
     zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
-    mesh, update = plan.mesh, plan.update
-    rules = [
-        (name not in known, f"{key} is {name!r}; it must be one of {', '.join(known)}")
-        for key, known in CHOICES.items()
-        for name in [operator.attrgetter(key)(plan)]
-    ]
-    rules += [
-        (value < 1, f"{key} is {value}; it must be at least 1")
-        for key, value in (
-            ("gradient_accumulation_steps", plan.gradient_accumulation_steps),
-            ("update.flush_every", update.flush_every),
-            ("zo.queries", plan.zo.queries),
-            *((f"mesh.{f.name}", getattr(mesh, f.name)) for f in dataclasses.fields(mesh)),
-        )
-    ]
-    rules += [
+    mesh, update, kind, rule = plan.mesh, plan.update, plan.kind, plan.update_rule
+    return [
         (plan.prefetch < 0, f"prefetch is {plan.prefetch}; it must be at least 0"),
         (
             plan.compile and plan.sharded,
@@ -218,25 +236,30 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
             " sgd, or zo.noise: gaussian",
         ),
         (
-            zeroth_order and plan.zo.kind == "fzoo" and plan.zo.queries < 2,
-            f"zo.queries is {plan.zo.queries}, and fzoo divides by the standard deviation of its losses: it needs at least"
-            " 2 (8 in the paper)",
+            zeroth_order and plan.zo.queries < kind.least_queries,
+            f"zo.queries is {plan.zo.queries}, and {plan.zo.kind} needs at least {kind.least_queries}: it {kind.because}",
         ),
-        (
-            zeroth_order and plan.zo.kind == "hizoo" and plan.zo.hessian_codec.facts.dtype is None,
-            f"zo.hessian_codec is {plan.zo.hessian_codec}; the curvature is kept in fp32, bf16 or fp16",
+        *(
+            (
+                zeroth_order and codec.facts.dtype is None,
+                f"zo.{name} is {codec}; what forwards read beside the weights is kept in fp32, bf16 or fp16",
+            )
+            for name, _ in kind.states.values()
+            for codec in [getattr(plan.zo, name)]
         ),
         (
             zeroth_order and not 0 <= plan.zo.hessian_alpha < 1,
             f"zo.hessian_alpha is {plan.zo.hessian_alpha}; it is the share that a step renews, from 0 to 1",
         ),
         (
-            not zeroth_order and plan.optimizer.name == "sign",
-            "optimizer.name: sign is a zeroth-order rule; use adamw, sgd or momentum",
+            not zeroth_order and rule.zeroth_order_only,
+            f"optimizer.name: {plan.optimizer.name} is a zeroth-order rule; use"
+            f" {', '.join(name for name, facts in RULES.items() if not facts.zeroth_order_only)}",
         ),
         (
-            zeroth_order and plan.optimizer.name == "adamw" and plan.trainable.tier is Tier.DISK,
-            "adamw keeps two moments beside each trainable: use it with resident trainables (LoRA), or optimizer.name: sgd",
+            zeroth_order and len(rule.states) > 1 and plan.trainable.tier is Tier.DISK,
+            f"{plan.optimizer.name} keeps {' and '.join(rule.states)} beside each trainable: use it with resident trainables"
+            f" (LoRA), or optimizer.name: {' or '.join(name for name, facts in RULES.items() if not facts.states)}",
         ),
         (
             plan.cache.threshold > 0 and plan.cache.tier != "host",
@@ -313,13 +336,11 @@ def _rules(plan: Plan) -> list[tuple[bool, str]]:
         (
             zeroth_order and mesh.slice > 1 and not plan.sliceable,
             f"mesh.slice is {mesh.slice}: slices are of blocks that are fetched, with their updates. Use trainable: host or"
-            " disk, update.timing: deferred, and zo.kind: spsa or fzoo (hizoo's forwards read the curvature that lies beside"
-            " the weights); or set mesh.slice: 1",
+            " disk, update.timing: deferred, and a zo.kind whose forwards read no state beside the weights:"
+            f" {' or '.join(name for name, facts in KINDS.items() if not facts.states)}; or set mesh.slice: 1",
         ),
         (
             mesh.world % mesh.ranks_per_node != 0,
             f"mesh.world={mesh.world} is no multiple of mesh.ranks_per_node={mesh.ranks_per_node}",
         ),
-        *_group_rules(plan),
     ]
-    return rules

@@ -14,7 +14,7 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nb
 from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Pool
-from blockwalk.program.residency import RULE_STATES, compute_dtype
+from blockwalk.program.residency import compute_dtype
 
 ALIGN = 16
 """Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
@@ -146,9 +146,9 @@ def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
             hold(Pool.DEVICE, -size * trained // mesh.z3)  # the master is gathered from
         elif hosts_node_slice(plan) and (size != 4 or plan.optimizer_state.tier is not Tier.DEVICE):
             hold(Pool.DEVICE, size * trained // mesh.z1)
-        hold(pools[plan.optimizer_state.tier], 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+        hold(pools[plan.optimizer_state.tier], 4 * (1 + len(plan.update_rule.states)) * trained // mesh.z1)
         if plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
-            hold(Pool.DISK, 4 * (1 + RULE_STATES[plan.optimizer.name]) * trained // mesh.z1)
+            hold(Pool.DISK, 4 * (1 + len(plan.update_rule.states)) * trained // mesh.z1)
         in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
         hold(Pool.DEVICE, 4 * trained // (mesh.z2 if in_place else mesh.z1))
         if accumulates(plan) and not in_place:

@@ -9,10 +9,8 @@ from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
 from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind, Tier
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.program import Pool
-
-RULE_STATES = {"adamw": 2, "momentum": 1, "sgd": 0, "sign": 0}
-"""Float32 state tensors that each update rule keeps for a trainable parameter."""
 
 BUCKET_ALIGN = 64
 """Bytes that each tensor's place in a bucket is a multiple of."""
@@ -117,7 +115,7 @@ class Placements:
         if self.plan.estimator is Estimator.ZEROTH_ORDER:
             return held  # buckets hold what the rule keeps
         trained = self.model.numel(trainable=True)
-        moments = RULE_STATES[self.plan.optimizer.name] * 4 * trained
+        moments = len(self.plan.update_rule.states) * 4 * trained
         tier = self.plan.optimizer_state.tier
         hold(Pool.MAPPED if tier is Tier.DISK and self.device == "cpu" else pools[tier], moments)
         if self.plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
@@ -131,13 +129,6 @@ def epilogue_reads(model: ModelSpec) -> UnitSpec:
     tied = {canonical for _, canonical in model.tied}
     shared = tuple(p for p in model.prologue.params if p.name in tied)
     return replace(model.epilogue, params=model.epilogue.params + shared)
-
-
-def bucket_states(plan: Plan) -> dict[str, tuple[Codec, float]]:
-    """What a zeroth-order rule keeps beside each trainable: its codec, and the value that it begins with."""
-    hessian = {"hessian": (plan.zo.hessian_codec, 1.0)} if plan.zo.kind == "hizoo" else {}
-    names = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",)}.get(plan.optimizer.name, ())
-    return {**hessian, **dict.fromkeys(names, (Codec.FP32, 0.0))}
 
 
 def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
@@ -162,7 +153,10 @@ def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
         if p.trainable:
             written_as = codec if p.quantizable or not codec.encoded else Codec.RAW
             weights += _aligned(encoded_nbytes(p.shape, p.dtype, written_as))
-            kept = (encoded_nbytes(p.shape, "float32", state) for state, _ in bucket_states(plan).values())
+            kept = (
+                encoded_nbytes(p.shape, "float32", state)
+                for state, _ in states_beside(plan.zo, plan.optimizer).values()
+            )
             states += sum(map(_aligned, kept))
     return weights, states
 

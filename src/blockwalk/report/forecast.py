@@ -14,8 +14,9 @@ from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.program.residency import RULE_STATES, Placements, bucket_states
+from blockwalk.program.residency import Placements
 from blockwalk.system.process_memory import page_cache
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ class Forecast:
             most = max(unit.numel(trainable=True) for unit in model.units) if at_turn else trained
             note = "of one unit: used at its turn" if at_turn else "accumulated to the step's end"
             rows.append(Row("gradient", plan.gradient, 4 * most, note))
-        states, beside = 4 * RULE_STATES[plan.optimizer.name] * trained, plan.optimizer_state
+        states, beside = 4 * len(plan.update_rule.states) * trained, plan.optimizer_state
         if plan.estimator is Estimator.ZEROTH_ORDER:  # in the buckets, with the parameters
-            codecs = [codec for codec, _ in bucket_states(plan).values()]
+            codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
             states = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
             beside = replace(trainable, codec=next(iter(codecs), Codec.FP32))
         rows.append(Row("optimizer", beside, states, plan.optimizer.name))

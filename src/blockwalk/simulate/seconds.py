@@ -18,7 +18,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from blockwalk.program.costs import NOTHING, Costs, Work
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
-from blockwalk.program.residency import RULE_STATES, compute_dtype, epilogue_reads
+from blockwalk.program.residency import compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.process_memory import walk_kind
 
@@ -116,7 +116,7 @@ class CostModel:
             if op.lane is Lane.INTRA:
                 trained /= self.plan.mesh.slice  # each rank its slice, before the gather
             once = trained / hw.noise_rate * self.plan.zo.queries + self._rounded(trained)
-            if self.plan.optimizer.name != "sgd":
+            if not self.plan.update_rule.linear:
                 once += self._updated(trained)
             return hw.op_seconds + max(op.entries, 1) * once
         if op.kind is OpKind.UPDATE:
@@ -126,7 +126,7 @@ class CostModel:
             narrowed = self._rounded if self.plan.update.rounding == "stochastic" else self._lifted
             seconds = hw.op_seconds + starts + self._updated(trained / share) + narrowed(trained / share)
             if self.plan.update.timing is Timing.BLOCK:  # the old values are copied first
-                seconds += 8 * (1 + RULE_STATES[self.plan.optimizer.name]) * trained / share / hw.memory_bandwidth
+                seconds += 8 * (1 + len(self.plan.update_rule.states)) * trained / share / hw.memory_bandwidth
             return seconds
         if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
             return self.model.numel(trainable=True) / hw.noise_rate
@@ -198,7 +198,7 @@ class CostModel:
         name = self.plan.optimizer.name
         if rate := self.hardware.update_rate.get(name):
             return elements / rate
-        return 4 * (3 + 2 * RULE_STATES[name]) * elements / self.hardware.memory_bandwidth
+        return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements / self.hardware.memory_bandwidth
 
     def _lifted(self, elements: float) -> float:
         """Seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to write them back."""

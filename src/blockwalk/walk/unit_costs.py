@@ -378,14 +378,14 @@ def _scratch(bench: _Bench, device: str) -> int:
                 largest = max(largest, _loss_memory(bench, device, False).head_rows)
             elif unit.kind != "prologue":
                 largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
-    if bench.plan.zo.kind == "hizoo" and not bench.backprop:
-        largest += 2 * largest * 4 // size  # z and √H in float32
+    if bench.plan.kind.states and not bench.backprop:
+        largest += 2 * largest * 4 // size  # the direction in float32, and what it is made with
     if bench.backprop:
         return largest
     if bench.plan.compile:  # a block's trainables whole, under a perturbation
         largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
-    pieces = narrow + (bench.plan.optimizer.name != "sgd" or bench.plan.zo.kind == "hizoo") * 2
+    pieces = narrow + (not bench.plan.update_rule.linear or bool(bench.plan.kind.states)) * 2
     return (
         largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
     )

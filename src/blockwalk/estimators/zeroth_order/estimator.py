@@ -1,14 +1,10 @@
 """Zeroth order: the ops PROLOGUE to LOSS of every perturbed forward, EXCHANGE and UPDATE of a program.
 
-While a unit is on the device, all forwards of the step run through it: two for each query of two-point SPSA (MeZO), one and
-the unperturbed one for FZOO, two and the unperturbed one for HiZOO. Weights are perturbed as they are read
-(:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`), never the master. EXCHANGE makes the step's
-:class:`~blockwalk.checkpoints.ledger.Entry` from the losses; UPDATE applies the entries that a unit has not seen, whenever
-the program says so.
-
-    spsa    gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε                    Malladi et al. (NeurIPS 2023), algorithms 1 and 2
-    fzoo    gᵢ = (L(θ + ε·uᵢ) − L(θ)) / σ, σ their standard deviation  Dang et al. (2025), as in their code
-    hizoo   gᵢ as spsa along zᵢ/√H, and hᵢ = |l₊ + l₋ − 2l₀| / 2ε²     Zhao et al. (ICLR 2025), algorithm 1
+While a unit is on the device, all forwards of the step run through it. Which these are says the row of ``zo.kind``
+(:mod:`blockwalk.plan.zeroth_order_kinds`), what becomes of their losses the file of its name beside this one. Weights are
+perturbed as they are read (:mod:`blockwalk.estimators.zeroth_order.perturbed_weight`), never the master. EXCHANGE makes the
+step's :class:`~blockwalk.checkpoints.ledger.Entry` from the losses; UPDATE applies the entries that a unit has not seen,
+whenever the program says so.
 
 Losses and what is made of them are float64. The original's arithmetic (``noise: mezo``) has an estimator of its own,
 :mod:`blockwalk.estimators.zeroth_order.mezo_original`.
@@ -29,8 +25,8 @@ from blockwalk.engine.engine import Engine
 from blockwalk.estimators.head import Matrix, Vector, factors, next_logits
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
-from blockwalk.estimators.zeroth_order.step import AT_REST, IGNORE, Batch, Step, passes_of, scalars_of
-from blockwalk.estimators.zeroth_order.updates import HESSIAN, ZerothOrderRule, apply_entries_, reserve
+from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_entries_, reserve
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.scratch import LossScratch
@@ -38,6 +34,7 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.plan.zeroth_order_kinds import AT_REST
 from blockwalk.program.program import Op, OpKind
 from blockwalk.ranks.shared_forwards import SharedForwards
 
@@ -130,7 +127,7 @@ class ZerothOrder:
             step,
             seed=self.plan.seed if seed is None else seed,
             learning_rate=learning_rate,
-            passes=passes_of(self.plan) if training else (AT_REST,),
+            passes=self.plan.kind.passes(self.plan.zo.queries) if training else (AT_REST,),
             training=training,
             by_row=by_row or ranks or (self.chunked and not training),
             next_token=next_token,
@@ -276,9 +273,9 @@ class ZerothOrder:
 
     def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
         cells = self.engine.buckets.cells(self.engine.buckets.home[name])[name]
-        return PerturbedWeight(
-            name, cells[""], perturbation, self.engine.used_as(name), self.scratch, cells.get(HESSIAN)
-        )
+        beside = {state: cells[state] for state in self.plan.kind.states}
+        dtype, direction_ = self.engine.used_as(name), self.rule.kind.direction_
+        return PerturbedWeight(name, cells[""], perturbation, dtype, self.scratch, beside, direction_)
 
     # ---- from losses to weights -------------------------------------------------------------------------------------
 
@@ -331,7 +328,7 @@ class ZerothOrder:
 
     def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Projected gradients and curvatures of each query."""
-        return scalars_of(self.plan.zo, losses)
+        return self.rule.kind.scalars(self.plan.zo, losses)
 
     @property
     def steps(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockwalk.checkpoints.ledger import read_ledger
-from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, settings_of
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, codecs_of, settings_of
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
         "rule": settings_of(ZerothOrderRule.of(plan)),
         "noise_version": GENERATOR_VERSION,
         "codec": str(plan.trainable.codec),
-        "hessian_codec": str(plan.zo.hessian_codec) if plan.zo.kind == "hizoo" else None,
+        **codecs_of(plan.zo),
         "lora": settings,
         "seed": plan.seed,
         "parameters": [(p.name, p.shape, p.dtype) for p in engine.spec.params() if p.trainable],

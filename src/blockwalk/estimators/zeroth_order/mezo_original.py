@@ -74,7 +74,7 @@ def update_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOr
     for (name, p), z in zip(parameters.items(), MezoNoise(entry.seed, parameters.values()), strict=True):
         direction = z.mul_(projected_grad)
         if rule.decays(name):
-            direction.add_(p * rule.weight_decay)
+            direction.add_(p * rule.optimizer.weight_decay)
         p.sub_(direction.mul_(entry.learning_rate))
 
 

@@ -1,16 +1,18 @@
 """A perturbed weight: θ + s·z a range at a time, generated when it is read. The master is never changed, z never stored.
 
-What it answers is ``cast(float32(master) + float32(s)·z)``, with z/√H in place of z where a curvature H is given; with s =
-0, the master alone. The noise of any range is that range of the whole's (:mod:`blockwalk.numerics.noise.noise`), so the
-same bits come out in whatever pieces they are read."""
+What it answers is ``cast(float32(master) + float32(s)·z)``, with the kind's direction in place of z where it has one; with
+s = 0, the master alone. The noise of any range is that range of the whole's (:mod:`blockwalk.numerics.noise.noise`), so
+the same bits come out in whatever pieces they are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from blockwalk.engine.cells import Cell
+from blockwalk.estimators.zeroth_order.kind import Direction
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
 from blockwalk.numerics.noise.noise import fill_, perturbed
 from blockwalk.numerics.scratch import LossScratch
@@ -36,8 +38,8 @@ class Perturbation:
 class PerturbedWeight:
     """One 2-D parameter under a perturbation, materialised a range at a time in ``dtype`` (a :class:`Weight`).
 
-    ``cell`` holds the master on the device, ``hessian`` H where the estimator keeps one. Ranges are scratch of ``scratch``,
-    shared by all weights of a walk: they hold until the next range of any of them.
+    ``cell`` holds the master on the device, ``beside`` the states that the kind's direction reads. Ranges are scratch of
+    ``scratch``, shared by all weights of a walk: they hold until the next range of any of them.
     """
 
     name: str
@@ -45,7 +47,8 @@ class PerturbedWeight:
     perturbation: Perturbation
     dtype: torch.dtype
     scratch: LossScratch
-    hessian: Cell | None = None
+    beside: Mapping[str, Cell] = field(default_factory=dict)
+    direction_: Direction | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,23 +59,23 @@ class PerturbedWeight:
         source = self.cell.rows(start, stop, self.scratch, "value")
         if not self.perturbation.scale and source.dtype == self.dtype:
             return source
-        hessian = self.hessian.rows(start, stop, self.scratch, "hessian") if self.hessian is not None else None
+        states = {state: cell.rows(start, stop, self.scratch, state) for state, cell in self.beside.items()}
         out = self.scratch.take("range", stop - start, columns, like=source, dtype=self.dtype)
-        return self._perturb(source, out, hessian, start * columns, None, None)
+        return self._perturb(source, out, states, start * columns, None, None)
 
     def columns(self, start: int, stop: int) -> torch.Tensor:
         rows, columns = self.shape
         source = self.cell.columns(start, stop, self.scratch, "value")
-        hessian = self.hessian.columns(start, stop, self.scratch, "hessian") if self.hessian is not None else None
+        states = {state: cell.columns(start, stop, self.scratch, state) for state, cell in self.beside.items()}
         out = self.scratch.take("range", rows, stop - start, like=source, dtype=self.dtype)
-        return self._perturb(source, out, hessian, start, columns, None)
+        return self._perturb(source, out, states, start, columns, None)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         flat_n = index.reshape(-1)
         source = self.cell.gather(flat_n)
-        hessian = self.hessian.gather(flat_n) if self.hessian is not None else None
+        states = {state: cell.gather(flat_n) for state, cell in self.beside.items()}
         out = torch.empty(source.shape, dtype=self.dtype, device=source.device)
-        self._perturb(source, out, hessian, 0, self.shape[1], flat_n)
+        self._perturb(source, out, states, 0, self.shape[1], flat_n)
         return out.view(*index.shape, self.shape[1])
 
     def whole(self) -> torch.Tensor:
@@ -86,15 +89,15 @@ class PerturbedWeight:
         for first in range(0, rows, piece):
             last = min(first + piece, rows)
             source = self.cell.rows(first, last, self.scratch, "value")
-            hessian = self.hessian.rows(first, last, self.scratch, "hessian") if self.hessian is not None else None
-            self._perturb(source, out_RD[first:last], hessian, first * columns, None, None)
+            states = {state: cell.rows(first, last, self.scratch, state) for state, cell in self.beside.items()}
+            self._perturb(source, out_RD[first:last], states, first * columns, None, None)
         return out_RD
 
     def _perturb(
         self,
         source: torch.Tensor,
         out: torch.Tensor,
-        hessian: torch.Tensor | None,
+        states: Mapping[str, torch.Tensor],
         start: int,
         pitch: int | None,
         rows: torch.Tensor | None,
@@ -102,10 +105,12 @@ class PerturbedWeight:
         if not self.perturbation.scale:
             return out.copy_(source)
         key, scale, kind = self.perturbation.key(self.name), self.perturbation.scale, self.perturbation.kind
-        if hessian is None:
+        if self.direction_ is None:
             return perturbed(source, out, key, start, scale, kind, pitch=pitch, rows=rows)
-        z = self.scratch.take("z", *source.shape, like=source, dtype=torch.float32)
-        fill_(z, key, start, kind, pitch=pitch, rows=rows)
-        root = self.scratch.take("root", *source.shape, like=source, dtype=torch.float32)
-        z.div_(root.copy_(hessian).sqrt_()).mul_(scale)
-        return out.copy_(z.add_(source))
+
+        def take(name: str) -> torch.Tensor:
+            return self.scratch.take(name, *source.shape, like=source, dtype=torch.float32)
+
+        z = fill_(take("z"), key, start, kind, pitch=pitch, rows=rows)
+        self.direction_(z, states, take)
+        return out.copy_(z.mul_(scale).add_(source))

@@ -1,9 +1,7 @@
-"""One step of zeroth order: its forwards, what goes from op to op, and what its losses are turned into."""
+"""One step of zeroth order: what goes from op to op."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,26 +10,9 @@ import torch
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.calls import Prologue
 from blockwalk.data.batching import LabelWordBatch
-from blockwalk.plan.choices import ZerothOrderSettings
-from blockwalk.plan.plan import Plan
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE = -100
-
-AT_REST = (0, 0.0)
-"""The pass that sees the weights as they are."""
-
-
-def passes_of(plan: Plan) -> tuple[tuple[int, float], ...]:
-    """(query, sign) of each forward of a step, in the program's order."""
-    queries = range(plan.zo.queries)
-    match plan.zo.kind:
-        case "spsa":
-            return tuple((query, sign) for query in queries for sign in (1.0, -1.0))
-        case "fzoo":
-            return (AT_REST, *((query, 1.0) for query in queries))
-        case _:
-            return (AT_REST, *((query, sign) for query in queries for sign in (1.0, -1.0)))
 
 
 @dataclass(slots=True)
@@ -78,18 +59,3 @@ class Step:
     def projected_grad(self) -> float:
         assert self.entry is not None
         return self.entry.projected_grad
-
-
-def scalars_of(zo: ZerothOrderSettings, losses: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The projected gradient of each query, and hizoo's curvatures, from the losses of a step's forwards in their order."""
-    epsilon, queries = zo.epsilon, range(zo.queries)
-    if zo.kind == "fzoo":
-        base, *sided = losses
-        sigma = statistics.pstdev(sided)
-        return tuple((each - base) / sigma if sigma else 0.0 for each in sided), ()
-    pairs = losses if zo.kind == "spsa" else losses[1:]
-    grads = tuple((pairs[2 * i] - pairs[2 * i + 1]) / (2 * epsilon) for i in queries)
-    if zo.kind == "spsa":
-        return grads, ()
-    bends = (math.fabs(pairs[2 * i] + pairs[2 * i + 1] - 2 * losses[0]) for i in queries)
-    return grads, tuple(bend / (2 * epsilon**2) for bend in bends)

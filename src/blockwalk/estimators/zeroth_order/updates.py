@@ -6,10 +6,10 @@ product and sum rounded by itself, d = Σ cᵢ·zᵢ with cᵢ = gᵢ/q:
 
     sgd        θ ← θ·(1 − η·λ), then θ ← θ + (−η·cᵢ)·zᵢ for each query in turn
     sign, momentum, adamw      as :mod:`blockwalk.numerics.updates` has them, with the gradient d
-    hizoo      H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H first, and zᵢ/√H with the new H in place of zᵢ
 
-λ is the weight decay, which spares parameters whose name contains "bias", "layer_norm" or "layernorm". A parameter in 16
-or 8 bits is decoded, updated and encoded again, scales anew, entry by entry: as if every step had stored it.
+A kind with states brings them up to date first, and turns zᵢ into a direction of its own (its file beside this one). λ is the
+weight decay, which spares parameters whose name contains "bias", "layer_norm" or "layernorm". A parameter in 16 or 8 bits is
+decoded, updated and encoded again, scales anew, entry by entry: as if every step had stored it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blockwalk.checkpoints.ledger import Entry
+from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
 from blockwalk.numerics.noise.noise import add_scaled_, fill_
 from blockwalk.numerics.scratch import LossScratch
-from blockwalk.numerics.updates import Rule, make_rule
-from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.numerics.updates import Rule
+from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.plan.update_rules import RULES
+from blockwalk.plan.zeroth_order_kinds import KINDS, states_beside
 
 if TYPE_CHECKING:
     from blockwalk.engine.cells import Cell
@@ -35,58 +39,33 @@ if TYPE_CHECKING:
 
 
 UNDECAYED = ("bias", "layer_norm", "layernorm")
-HESSIAN = "hessian"
 
 
 @dataclass(frozen=True, slots=True)
 class ZerothOrderRule:
     """What turns an entry into an update: all that a replay must know beside the entries."""
 
-    kind: str
-    """spsa, fzoo or hizoo."""
-    noise: str
-    optimizer: str
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-    weight_decay: float
-    hessian_alpha: float
+    zo: ZerothOrderSettings
+    optimizer: OptimizerSettings
     rounding: str
 
     @classmethod
     def of(cls, plan: Plan) -> ZerothOrderRule:
-        options = plan.optimizer
-        return cls(
-            kind=plan.zo.kind,
-            noise=plan.zo.noise,
-            optimizer=options.name,
-            betas=options.betas,
-            eps=options.eps,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            hessian_alpha=plan.zo.hessian_alpha,
-            rounding=plan.update.rounding,
-        )
+        return cls(plan.zo, plan.optimizer, plan.update.rounding)
 
     @property
-    def states(self) -> tuple[str, ...]:
-        """Tensors kept beside each parameter, of its shape: HiZOO's diagonal, the optimizer's moments."""
-        return (*((HESSIAN,) if self.kind == "hizoo" else ()), *make_rule(self._options).states)
+    def kind(self) -> Kind:
+        return kind_of(self.zo.kind)
+
+    @property
+    def states(self) -> dict[str, tuple[Codec, float]]:
+        """Tensors kept beside each parameter, of its shape: codec and first value."""
+        return states_beside(self.zo, self.optimizer)
 
     @property
     def kind_of_noise(self) -> NoiseKind:
-        assert self.noise in ("gaussian", "rademacher"), f"{self.noise} noise is not counter-based"
-        return "gaussian" if self.noise == "gaussian" else "rademacher"
-
-    @property
-    def _options(self) -> OptimizerSettings:
-        return OptimizerSettings(
-            name=self.optimizer,
-            betas=self.betas,
-            eps=self.eps,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        assert self.zo.noise in ("gaussian", "rademacher"), f"{self.zo.noise} noise is not counter-based"
+        return "gaussian" if self.zo.noise == "gaussian" else "rademacher"
 
     def decays(self, name: str) -> bool:
         """Whether weight decay reaches a parameter."""
@@ -94,7 +73,7 @@ class ZerothOrderRule:
 
     def updater(self, name: str) -> Rule:
         """The rule of :mod:`blockwalk.numerics.updates` for one parameter."""
-        return make_rule(replace(self._options, weight_decay=self.weight_decay * self.decays(name)))
+        return Rule(replace(self.optimizer, weight_decay=self.optimizer.weight_decay * self.decays(name)))
 
 
 def apply_entries_(
@@ -126,9 +105,9 @@ def reserve(rule: ZerothOrderRule, state: str, layout: Layout, scratch: LossScra
     elements = min(layout.rows * layout.columns, max(UPDATE_ELEMENTS[device.type], layout.columns))
     in_place = not layout.groups and layout.code_dtype == torch.float32
     names = [] if in_place else [state or "value"]
-    if not state and rule.kind == "hizoo":
-        names += ["z", "grown", "root"]
-    if not state and rule.optimizer != "sgd":
+    if not state:
+        names += rule.kind.buffers
+    if not state and not RULES[rule.optimizer.name].linear:
         names.append("direction")
     for name in names:
         scratch.take(name, elements, like=like, dtype=torch.float32)
@@ -151,68 +130,71 @@ def _advance_(
     scratch: LossScratch,
 ) -> None:
     """One entry on one slice: ``x_RD`` and ``states`` are float32, ``start`` is the slice's first element."""
-    kind, rate = rule.kind_of_noise, entry.learning_rate
+    kind, noise, rate = rule.kind, rule.kind_of_noise, entry.learning_rate
     keys = [NoiseKey(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
 
     def take(what: str) -> torch.Tensor:
         return scratch.take(what, *x_RD.shape, like=x_RD, dtype=torch.float32)
 
-    if rule.kind == "hizoo":
-        _grow_(states[HESSIAN], entry, keys, start, rule, take("z"), take("grown"))
+    if kind.advance_ is not None:
+        kind.advance_(rule.zo, entry, (fill_(take("z"), key, start, noise) for key in keys), states, take)
 
     def add_direction(target_RD: torch.Tensor, factor: float) -> None:
-        """``target_RD`` += factor·cᵢ·zᵢ (or zᵢ/√H) for each query in turn."""
+        """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place of zᵢ."""
         for key, coefficient in zip(keys, entry.coefficients, strict=True):
-            if rule.kind != "hizoo":
-                add_scaled_(target_RD, key, start, factor * coefficient, kind)
+            if kind.direction_ is None:
+                add_scaled_(target_RD, key, start, factor * coefficient, noise)
                 continue
-            z_RD = fill_(take("z"), key, start, kind)
-            z_RD.div_(torch.sqrt(states[HESSIAN], out=take("root")))
+            z_RD = fill_(take("z"), key, start, noise)
+            kind.direction_(z_RD, states, take)
             target_RD.add_(z_RD.mul_(factor * coefficient))
 
-    if rule.optimizer != "sgd":
+    facts = RULES[rule.optimizer.name]
+    if not facts.linear:
         d_RD = take("direction").zero_()
         add_direction(d_RD, 1.0)
-        moments = {state: tensor for state, tensor in states.items() if state != HESSIAN}
+        moments = {state: states[state] for state in facts.states}
         rule.updater(name).apply_(x_RD, d_RD, moments, step=entry.step, lr=rate)
         return
-    if rule.weight_decay and rule.decays(name):
-        x_RD.mul_(1.0 - rate * rule.weight_decay)
+    if rule.optimizer.weight_decay and rule.decays(name):
+        x_RD.mul_(1.0 - rate * rule.optimizer.weight_decay)
     add_direction(x_RD, -rate)
-
-
-def _grow_(
-    hessian_RD: torch.Tensor,
-    entry: Entry,
-    keys: Sequence[NoiseKey],
-    start: int,
-    rule: ZerothOrderRule,
-    z_RD: torch.Tensor,
-    grown_RD: torch.Tensor,
-) -> None:
-    """H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H."""
-    grown_RD.zero_()
-    for key, curvature in zip(keys, entry.curvatures, strict=True):
-        fill_(z_RD, key, start, rule.kind_of_noise)
-        z_RD.mul_(z_RD).mul_(hessian_RD).mul_(rule.hessian_alpha * curvature / len(keys))
-        grown_RD.add_(z_RD)
-    hessian_RD.mul_(1.0 - rule.hessian_alpha).add_(grown_RD)
 
 
 def settings_of(rule: ZerothOrderRule) -> dict[str, Any]:
     """The rule for a ledger's header: without what its kind and optimizer do not read."""
-    unread = set()
-    if rule.optimizer != "adamw":
-        unread |= {"betas", "eps"}
-    if rule.optimizer != "momentum":
-        unread.add("momentum")
-    if rule.kind != "hizoo":
-        unread.add("hessian_alpha")
-    names = [name for name in rule.__slots__ if name not in unread]
-    return {name: getattr(rule, name) for name in names}
+    zo, optimizer = rule.zo, rule.optimizer
+    return {
+        "kind": zo.kind,
+        "noise": zo.noise,
+        "optimizer": optimizer.name,
+        **{name: getattr(optimizer, name) for name in RULES[optimizer.name].settings},
+        **{name: getattr(zo, name) for name in KINDS[zo.kind].settings},
+        "rounding": rule.rounding,
+    }
 
 
-def rule_of(settings: Mapping[str, Any]) -> ZerothOrderRule:
-    """The rule that a ledger's header names."""
-    unread = {"betas": (0.0, 0.0), "eps": 0.0, "momentum": 0.0, "hessian_alpha": 0.0}
-    return ZerothOrderRule(**{**unread, **settings, "betas": tuple(settings.get("betas", (0.0, 0.0)))})
+def codecs_of(zo: ZerothOrderSettings) -> dict[str, str | None]:
+    """The codecs of the states of every kind for a ledger's header; None for those that this kind does not keep."""
+    own = KINDS[zo.kind].states.values()
+    return {s[0]: str(getattr(zo, s[0])) if s in own else None for kind in KINDS.values() for s in kind.states.values()}
+
+
+def rule_of(header: Mapping[str, Any]) -> ZerothOrderRule:
+    """The rule that a ledger's header names.
+
+    Raises:
+        ValueError: its kind or its optimizer is unknown here.
+    """
+    given = dict(header["rule"])
+    kind, optimizer = given.pop("kind"), given.pop("optimizer")
+    kind_of(kind)
+    Rule(OptimizerSettings(name=optimizer))
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    codecs: dict[str, Any] = {name: Codec(header[name]) for name, _ in KINDS[kind].states.values()}
+    settings: dict[str, Any] = {name: given[name] for name in ("noise", *KINDS[kind].settings)}
+    options: dict[str, Any] = {name: given[name] for name in RULES[optimizer].settings}
+    return ZerothOrderRule(
+        ZerothOrderSettings(kind, **settings, **codecs), OptimizerSettings(optimizer, **options), given["rounding"]
+    )
