@@ -33,7 +33,7 @@ from blockwalk.plan.choices import (
 )
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec, Group, Placement, Tier
-from blockwalk.plan.plan import SPREAD_OVER, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 
 
@@ -96,7 +96,7 @@ def distzo2() -> Plan:
     Source: Wang et al., "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning LLMs with Distributed
     Parallel Computing" (2025).
     """
-    return replace(zo2(), method="distzo2")
+    return replace(zo2(), method="distzo2", trainable=Placement(Tier.HOST, group=Group.NODE))
 
 
 def zero3() -> Plan:
@@ -178,40 +178,40 @@ def method(name: str, **settings: Any) -> Plan:
 
 
 def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """The row and the settings, once world and node are known: a sharded row with the sizes of the groups that it names, or
-    the names of the sizes that are given."""
+    """The row and the settings, once world and node are known: a row whose state is spread over ranks with the sizes of the
+    groups that it names, or the names of the sizes that are given."""
     flat = _flat(settings)
-    zeroth_order = row.estimator is Estimator.ZEROTH_ORDER
-    if not (row.sharded or zeroth_order) or "mesh.world" not in flat:
+    if not row.spread_over or "mesh.world" not in flat:
         return row, settings
     world = int(flat["mesh.world"])
     sizes = {Group.NODE: int(flat.get("mesh.ranks_per_node", world)), Group.WORLD: world}
     mesh = {key.removeprefix("mesh."): value for key, value in flat.items() if key.startswith("mesh.")}
     mesh.setdefault("ranks_per_node", world)
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
-    if zeroth_order:
-        return row, {**others, "mesh": _shared_passes(override(row, others), mesh)}
+    plan = row
+    if row.estimator is Estimator.ZEROTH_ORDER:
+        plan, sizes = override(row, others), {Group.NOBODY: 1, **sizes}
+        _share_passes(plan, mesh)
+        if not plan.sliceable:
+            mesh.setdefault("slice", 1)
     groups = {}
-    for name, key in SPREAD_OVER.items():
-        placement = getattr(row, name)
-        size = int(mesh.setdefault(key, sizes[placement.group]))
-        if sizes[placement.group] != size:
+    for name, key in plan.spread_over.items():
+        placement = getattr(plan, name)
+        size = int(mesh.setdefault(key, sizes.get(placement.group, 1)))
+        if sizes.get(placement.group) != size:
             named = next((group for group, each in sizes.items() if each == size), Group.NESTED)
             groups[name] = replace(placement, group=named)
-    return override(row, {"mesh": mesh, **groups}), others
+    return override(plan, {"mesh": mesh, **groups}), others
 
 
-def _shared_passes(plan: Plan, mesh: dict[str, Any]) -> dict[str, Any]:
-    """A zeroth-order mesh with what was not given: neighbours share the forwards as far as these divide evenly, the others
-    cut the batch; where blocks are streamed in a form that can be cut, the ranks of a node hold them once."""
+def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
+    """Give a zeroth-order mesh the axes that it does not name: neighbours share the forwards as far as these divide evenly,
+    the others cut the batch."""
     world, node = int(mesh["world"]), int(mesh["ranks_per_node"])
     if "perturb" not in mesh:
         together = 1 if plan.zo.noise == "mezo" else math.gcd(node, plan.forward_passes)
         mesh["perturb"] = world // max(int(mesh["data"]), 1) if "data" in mesh else together
     mesh.setdefault("data", max(1, world // max(int(mesh["perturb"]), 1)))
-    if plan.method == "distzo2" and plan.sliceable:
-        mesh.setdefault("slice", node)
-    return mesh
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

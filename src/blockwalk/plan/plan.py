@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from blockwalk.plan.choices import (
@@ -86,6 +87,13 @@ class Plan:
         return self.estimator is Estimator.BACKPROP and self.trainable.group is not Group.NOBODY
 
     @property
+    def spread_over(self) -> dict[str, str]:
+        """The size in ``mesh.*`` of the group that each kind of state is spread over, where it may be."""
+        if self.estimator is Estimator.ZEROTH_ORDER:
+            return {"trainable": "slice"}
+        return {"optimizer_state": "z1", "gradient": "z2", "trainable": "z3", "frozen": "z3"} if self.sharded else {}
+
+    @property
     def update_rule(self) -> RuleFacts:
         """The row of ``optimizer.name``."""
         return RULES[self.optimizer.name]
@@ -108,20 +116,16 @@ class Plan:
         return away and not self.kind.states
 
 
-SPREAD_OVER = {"optimizer_state": "z1", "gradient": "z2", "trainable": "z3", "frozen": "z3"}
-"""The size of the mesh that each kind of state is spread over, where parameters are sharded."""
-
-
 def _group_rules(plan: Plan) -> list[tuple[bool, str]]:
     """A placement names the group that the mesh gives its kind of state; a nested group's size is the mesh's alone."""
     mesh, rules = plan.mesh, []
     sizes = {Group.NOBODY: 1, Group.NODE: mesh.ranks_per_node, Group.WORLD: mesh.world}
-    for kind in ("activation", *SPREAD_OVER):
+    for kind in ("frozen", "trainable", "gradient", "optimizer_state", "activation"):
         placement: Placement = getattr(plan, kind)
-        key = SPREAD_OVER.get(kind) if plan.sharded else None
+        key = plan.spread_over.get(kind)
         if key is None:
             broken = placement.group is not Group.NOBODY
-            said = f"no group shares it here (zeroth order: see mesh.slice); set {kind}: {placement.tier} × {placement.codec}"
+            said = f"no group shares it here; set {kind}: {placement.tier} × {placement.codec}"
         else:
             ranks = getattr(mesh, key)
             broken = sizes.get(placement.group, ranks) != ranks
@@ -130,15 +134,15 @@ def _group_rules(plan: Plan) -> list[tuple[bool, str]]:
     return rules
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, Collection[str]] = {
     "accumulation_order": ("micro_batch", "block"),
     "recompute": ("auto", "all", "none"),
     "loss": ("chunked", "model"),
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
-    "optimizer.name": tuple(RULES),
+    "optimizer.name": RULES,
     "optimizer.schedule": ("constant", "linear", "cosine"),
     "update.rounding": ("stochastic", "nearest"),
-    "zo.kind": tuple(KINDS),
+    "zo.kind": KINDS,
     "zo.noise": ("gaussian", "rademacher", "mezo"),
     "cache.tier": ("none", "device", "host"),
 }

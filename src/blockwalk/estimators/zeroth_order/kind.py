@@ -5,7 +5,6 @@ forwards a step has, and what lies beside the weights, is the kind's row in :mod
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,6 @@ class Kind:
     """The names under which the two work."""
 
 
-@functools.cache
 def kind_of(name: str) -> Kind:
     """The kind of this name, out of the file of this name.
 

@@ -1,0 +1,95 @@
+"""Oracle: the tables themselves. A row's name stands where the row and its own arithmetic are, and nothing hangs on it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockwalk.plan import methods
+from blockwalk.plan.choices import Estimator
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.update_rules import RULES
+from blockwalk.plan.zeroth_order_kinds import KINDS
+from blockwalk.program.compile import compile
+from blockwalk.program.program import StepKind
+from blockwalk.simulate import hardware
+from blockwalk.simulate.planner import Task, candidates
+from tests.golden.programs import MESHES, SHAPE, costs, whole
+from tests.golden.specs import MODELS
+
+pytestmark = pytest.mark.fast
+
+SOURCE = Path(methods.__file__).parents[1]
+README = SOURCE.parents[1] / "README.md"
+
+CHOSEN = {"plan.choices": {"adamw", "spsa"}, "plan.methods": {"sgd"}, "plan.plan": {"sgd", "spsa"},
+          "simulate.formula_costs": {"sgd", "hizoo"}}  # fmt: skip
+"""Values chosen: the defaults, what rows begin with, what the original MeZO's arithmetic is of, and the formulas' cases."""
+
+
+def named(words: Iterable[str]) -> dict[str, set[str]]:
+    """The modules whose code has one of these words as a string, and which."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        constants = (n.value for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Constant))
+        if here := {value for value in constants if isinstance(value, str)} & set(words):
+            found[module] = here - CHOSEN.get(module, set())
+    return {module: here for module, here in found.items() if here}
+
+
+def test_no_module_but_the_table_names_an_update_rule_or_its_states() -> None:
+    found = named({*RULES, *(state for row in RULES.values() for state in row.states)})
+    assert set(found) - {"numerics.updates"} == {"plan.update_rules"}
+
+
+def test_no_module_but_the_table_and_its_own_names_a_zeroth_order_kind_or_its_states() -> None:
+    own = {f"estimators.zeroth_order.{name}" for name in KINDS}
+    assert set(named(KINDS)) == {"plan.zeroth_order_kinds"}
+    assert set(named(state for row in KINDS.values() for state in row.states)) <= {"plan.zeroth_order_kinds", *own}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_hangs_on_a_methods_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of a row are those of the same row under another name."""
+    monkeypatch.setitem(METHODS, "x", lambda: replace(METHODS[name](), method="x"))
+    kinds = ("spsa", "hizoo") if METHODS[name]().estimator is Estimator.ZEROTH_ORDER else ("spsa",)
+    for mesh in MESHES.values() if METHODS[name]().spread_over else ({},):
+        for kind in kinds:
+            settings: dict[str, Any] = {"mesh": mesh, "zo.kind": kind}
+            texts = []
+            for each in (name, "x"):
+                plan, model = method(each, **settings), MODELS["llama"]
+                program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs(model), device="cuda")
+                texts.append((replace(plan, method=""), list(whole(program))))
+            assert texts[0] == texts[1], settings
+
+
+def test_distzo2_is_zo2_whose_blocks_are_spread_over_a_node() -> None:
+    for mesh in MESHES.values():
+        row = method("zo2", mesh=mesh, trainable="host × raw × node")
+        assert replace(row, method="distzo2") == method("distzo2", mesh=mesh)
+        assert row.mesh.slice == mesh["ranks_per_node"]
+
+
+def test_the_tables_of_methods_are_one() -> None:
+    """Of the module's docstring, of README, and of the planner: the same rows; each estimator is the row's."""
+    assert methods.__doc__ is not None
+    lines = [line.split("|") for line in methods.__doc__.splitlines() if line.startswith("| ")][1:]
+    assert [line[1].strip() for line in lines] == list(METHODS)
+    assert all(line[2].strip().partition(",")[0] == METHODS[line[1].strip()]().estimator for line in lines)
+    table = README.read_text("utf-8").partition("## Methods")[2].partition("## ")[0]
+    firsts = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [name for first in firsts for name in re.findall(r"`(\w+)`", first)] == list(METHODS)
+    machine = replace(hardware.load("rtx-4090"), nodes=2, devices_per_node=2)
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "vocab_size": 64, "dtype": "bfloat16"}  # fmt: skip
+    labels = {plan.method: label for label, plan in candidates(Task(config, machine, 1, 16, lora_rank=8))}
+    assert set(labels) == set(METHODS)
+    assert all(label.startswith(name) for name, label in labels.items())
