@@ -1,4 +1,4 @@
-"""Oracle: the rows that they copy. A rule and a kind, each made here of a row and its own code, train and replay as those do."""
+"""Oracle: the rows that they copy. A rule and a kind, each made of a row and its own code, train and replay as those do."""
 
 from __future__ import annotations
 
