@@ -97,7 +97,7 @@ class ZerothOrderSettings:
     """The zeroth-order estimator (``zo.*``)."""
 
     kind: str = "spsa"
-    """spsa (two-point, MeZO), fzoo or hizoo."""
+    """The forwards of a step, and what is made of their losses: two-point estimates are spsa (MeZO)."""
     epsilon: float = 1e-3
     """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times the noise."""
     queries: int = 1
