@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.report import record
+from blockwalk.report import step_forecast
 from blockwalk.system import atomic_files
 from blockwalk.train import loop
 from blockwalk.walk import walker as training_walker
@@ -70,7 +70,7 @@ def test_a_refused_run_changes_nothing(
     for reason, (code, settings) in wanted.items():
         assert train(tiny_run, folder, *earlier, *OVER, *settings) == code, capsys.readouterr().err
         assert contents(folder) == before, reason
-    monkeypatch.setattr(record.Record, "of", refuse)  # when the walker has opened everything, the new ledger too
+    monkeypatch.setattr(step_forecast.StepForecast, "of", refuse)  # when the walker has opened everything, the new ledger too
     assert train(tiny_run, folder, *ZO2, *OVER) == 2
     assert contents(folder) == before
 
