@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 STATE = "\0"
-"""Between a parameter's name and that of a state kept beside it."""
+"""The separator between a parameter's name and that of a state kept beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Cell:
     layout: Layout
     bytes_P: torch.Tensor
     origin: int = 0
-    """Of its first element in the parameter that it is a piece of."""
+    """The index of its first element in the parameter that it is a range of."""
 
     @property
     def dense(self) -> bool:
@@ -71,7 +71,7 @@ class Cell:
         return codecs.decode_rows(self.bytes_P, self.layout, first, last, out)
 
     def save(self, first: int, rows_RD: torch.Tensor, rounding: NoiseKey | None) -> None:
-        """Encode what :meth:`load` gave; nothing to do where those were the elements themselves."""
+        """Encode the rows that :meth:`load` gave; nothing to do where those were the elements themselves."""
         if self.dense and self.layout.code_dtype == torch.float32:
             return
         codecs.encode_rows(
@@ -102,11 +102,11 @@ class Cell:
 
 
 Cells = dict[str, dict[str, Cell]]
-"""By canonical parameter name, then by state; the parameter itself is the state ``""``."""
+"""Cells by canonical parameter name, then by state; the parameter itself is the state ``""``."""
 
 
 def cells_of(unit: StoredUnit, bytes_P: torch.Tensor, group_size: int = 32) -> Cells:
-    """What a bucket holds: views of its bytes (uint8 [nbytes] or longer)."""
+    """The cells of a bucket: views of its bytes (uint8 [nbytes] or longer)."""
     cells: Cells = {}
     for param in unit.params:
         name, _, state = param.name.partition(STATE)
@@ -139,7 +139,7 @@ def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) 
 
 
 class Initial:
-    """Where buckets come from at the start: the model's weights, and for states what they begin as (a WeightSource)."""
+    """The source of buckets at the start (a WeightSource): the model's weights, and the values that states begin with."""
 
     def __init__(
         self,

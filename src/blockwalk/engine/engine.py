@@ -1,4 +1,4 @@
-"""What a walk works on: a model cut into units, each bound to its tiers.
+"""The state that a walk works on: a model cut into units, each bound to its tiers.
 
 The engine answers the ops that move state (FETCH, EVICT, STORE) and holds the trainables' masters and their optimizer
 states; the estimators compute with what it binds. It never decides when something happens: the program does.
@@ -121,7 +121,7 @@ class Engine:
         self._bound: dict[str, torch.Tensor | Weight] = {}
         self._visiting = {unit: found for unit in range(len(self._frozen)) if (found := self._visitors_of(unit))}
         self._frozen_slots: FrozenSlots | None = self._make_slots() if self._visiting else None
-        """What visits the device at its block's turn."""
+        """Slots for the frozen parameters that visit the device at their block's turn."""
         for index, unit in enumerate(self.spec.units):
             self._place_frozen(index)
             if plan.estimator is Estimator.BACKPROP:
@@ -139,10 +139,10 @@ class Engine:
     # ---- binding at construction ------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Before anything is read: meet the other ranks, where there are any."""
+        """Meet the other ranks, where there are any, before anything is read."""
 
     def make_buffers(self) -> None:
-        """When everything is placed: device buffers that units visit."""
+        """Make the device buffers that units visit, when everything is placed."""
 
     def _place_frozen(self, index: int) -> None:
         """Bind a unit's frozen parameters for good, mapped or copied to the device, and those that visit to a slot."""
@@ -161,7 +161,7 @@ class Engine:
 
     def _visitors_of(self, unit: int) -> tuple[ParamSpec, ...]:
         """A unit's frozen parameters that are copied to a slot when its turn comes, instead of staying or being read where
-        they are mapped. What has no source (an adapter that is frozen) stays, and so do both ends of the model."""
+        they are mapped. Parameters without a source (a frozen adapter's) stay, and so do both ends of the model."""
         if self.plan.frozen.tier is Tier.DEVICE or self.plan.sharded or unit in (0, len(self._frozen) - 1):
             return ()
         mapped = self.plan.frozen.tier is Tier.DISK and self.device.type == "cpu"
@@ -251,7 +251,7 @@ class Engine:
 
     @property
     def buckets(self) -> Buckets:
-        """Where a zeroth-order run's trainables are."""
+        """The buckets of a zeroth-order run's trainables."""
         assert self._buckets is not None, "backpropagation keeps masters, not buckets"
         return self._buckets
 
@@ -378,18 +378,18 @@ class Engine:
         return taken
 
     def grad_norm(self) -> float:
-        """Of all accumulated gradients."""
+        """The norm of all accumulated gradients."""
         return global_norm([self.gradients[name] for name in self.masters if name in self.gradients])
 
     # ---- what is different where state is spread over ranks ----------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.gradients.clear()
         self._squares.clear()
 
     def expect(self, op: Op) -> None:
-        """A compute op is about to run."""
+        """Prepare for a compute op that is about to run."""
 
     def graph(self, unit: int) -> AbstractContextManager[None]:
         """Graphs of a unit are made inside."""
@@ -406,7 +406,7 @@ class Engine:
     reduce = cache
 
     def masters_changed(self) -> None:
-        """The masters have new values from outside."""
+        """Note that the masters have new values from outside."""
 
     def total(self, values: list[float]) -> list[float]:
         """Sums over all ranks."""
@@ -456,7 +456,7 @@ class Engine:
         self._changed[unit] = tensors
 
     def commit(self) -> None:
-        """The step counts: what it has changed stays."""
+        """Keep the changes of a step that counts."""
         self._changed.clear()
 
     def undo(self) -> None:
@@ -482,15 +482,16 @@ class Engine:
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters by name, and optimizer states as ``name<NUL>state``; the tensors themselves, not copies. Of a zeroth-order
-        run the buckets, as bytes."""
+        """Masters by name, and optimizer states as ``name<NUL>state``; the tensors themselves, not copies. For a zeroth-order
+        run they are the buckets, as bytes."""
         if self._buckets is not None:
             return self._buckets.state_dict()
         states = {f"{name}\0{key}": t for name, inner in self.moments.items() for key, t in inner.items()}
         return {**self.masters, **states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy in what :meth:`state_dict` gave. Raises ValueError where names or shapes differ: another model or mesh."""
+        """Copy in the tensors that :meth:`state_dict` gave. Raises ValueError where names or shapes differ: another model or
+        mesh."""
         if self._buckets is not None:
             self._buckets.load_state_dict(state)
             return
@@ -521,8 +522,8 @@ class Engine:
         save_model(folder, self.module, {**self._bound, **stored, **trained, **self.stored_buffers()})
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """Every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Of ranks that
-        hold the same slice, each writes (``to_write``) another part of it."""
+        """Every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Where ranks
+        hold the same slice, each writes (``to_write``) another range of it."""
         found: dict[str, Pieces] = {}
         for name, master in self.masters.items():
             for kind, tensor in (("master", master), *self.moments.get(name, {}).items()):

@@ -1,8 +1,8 @@
-"""Frozen parameters that visit the device: each unit's in one piece on its tier, and fixed slots that they are copied to.
+"""Frozen parameters that visit the device: each unit's bucket on its tier, and fixed slots that it is copied to.
 
-On the host tier the pieces lie in pinned memory; on the disk tier, behind a GPU, they are read from file maps into pinned
+On the host tier the buckets lie in pinned memory; on the disk tier, behind a GPU, they are read from file maps into pinned
 staging on the way. Nothing is ever written back. A CPU reads what is on its disk in place, and only what the disk does not
-hold in one piece (experts stored one by one, or encoded) is put together in a slot.
+hold contiguously (experts stored one by one, or encoded) is put together in a slot.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One parameter among its unit's bytes."""
+    """One parameter among its unit's bytes: ``nbytes`` of them."""
 
     nbytes: int
     fill: Callable[[torch.Tensor], object]
-    """Put its bytes into a buffer (CPU uint8 [nbytes])."""
+    """The function that writes its bytes into a buffer (CPU uint8 [nbytes])."""
     open: Callable[[torch.Tensor], torch.Tensor | Weight]
-    """The parameter over its bytes, wherever they are."""
+    """The function that answers the parameter over its bytes (uint8 [nbytes]), wherever they are."""
 
 
 def piece_of(param: ParamSpec, source: WeightSource, compute_dtype: torch.dtype) -> Piece:
-    """How a stored parameter travels: as the tier has it where products read it a range at a time, otherwise in the compute
-    dtype; what the source assembles, whole."""
+    """A stored parameter as it travels: as the tier has it where products read it a range at a time, otherwise in the compute
+    dtype; a parameter that the source assembles travels whole."""
     shape = param.shape
 
     def dense(bytes_P: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ class _Pieces:
         raise AssertionError("frozen parameters are not written")
 
     def close(self) -> None:
-        """The source is closed by its owner."""
+        """Do nothing: the source is closed by its owner."""
 
 
 class FrozenSlots:

@@ -1,5 +1,5 @@
-"""From what a user names as the model to modules and a source of their weights: a block store or a checkpoint folder as it
-is, one that is packed first, or a model in memory."""
+"""Modules, and a source of their weights, for the model that a user names: a block store or a checkpoint folder as it is, a
+folder that is packed first, or a model in memory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
     """The weights of the model at ``path`` in the codec that a plan asks for.
 
     A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for int4, int8 and
-    fp8 it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. What is
-    packed there of a model of the same name goes when its weights are other ones. ``model`` is the skeleton.
+    fp8 it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. A pack
+    there of a model of the same name is removed when its weights are other ones. ``model`` is the skeleton.
 
     Raises:
         ValueError: the folder holds no weights that fit, or a store in another codec.

@@ -1,8 +1,8 @@
-"""What a walk works on where parameters, gradients and optimizer states are spread over ranks.
+"""The engine of a walk whose parameters, gradients and optimizer states are spread over ranks.
 
-The engine of :mod:`blockwalk.engine.engine`, whose parameters come and go in slots: GATHER and FETCH fill them, REDUCE turns a
-unit's gradients into this rank's slice of their sum over all ranks, CACHE keeps node slices on the host. What is where, and
-when, is compiled in :mod:`blockwalk.program.sharded`; slices are first filled in :mod:`blockwalk.engine.shards`, collectives
+It is the engine of :mod:`blockwalk.engine.engine`, whose parameters come and go in slots: GATHER and FETCH fill them, REDUCE
+turns a unit's gradients into this rank's slice of their sum over all ranks, CACHE keeps node slices on the host. Places and
+times are compiled in :mod:`blockwalk.program.sharded`; slices are first filled in :mod:`blockwalk.engine.shards`, collectives
 are in :mod:`blockwalk.ranks.groups`.
 """
 
@@ -78,7 +78,7 @@ class ShardedEngine(Engine):
         self._kept: dict[tuple[int, StateKind], torch.Tensor] = {}
         """Node slices that stay on the device for the rest of a step."""
         self._summed: dict[int, torch.Tensor] = {}
-        """Of each unit the gradients as far as they are reduced."""
+        """The gradients of each unit as far as they are reduced."""
         self._waiting: set[int] = set()
         """Units whose accumulators hold something of this step."""
 
@@ -102,7 +102,7 @@ class ShardedEngine(Engine):
         return self.source.weights([name])[name] if self.source.in_place(name) else None
 
     def inside(self, slice_P: torch.Tensor, numel: int, outer: int, inner: int) -> torch.Tensor:
-        """Of this rank's slice over ``outer`` ranks the part that is its slice over ``inner`` (more) ranks."""
+        """The part of this rank's slice over ``outer`` ranks that is its slice over ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
         own = self.groups.slice(numel, inner)
         return slice_P[own.start - start : own.stop - start]
@@ -163,7 +163,7 @@ class ShardedEngine(Engine):
         return shard.node, self._place(op)[self.groups.slice(shard.numel, self.plan.mesh.z3)]
 
     def _place(self, op: Op) -> torch.Tensor:
-        """Where a unit's part lies in the slot that an op fills."""
+        """The place of a unit's part in the slot that an op fills."""
         assert op.part is not None
         self._slot_of[op.unit] = op.slot
         return self._slots[op.slot][op.part][: self.shards[op.unit, op.part].numel]
@@ -282,7 +282,8 @@ class ShardedEngine(Engine):
         return work
 
     def grad_norm(self) -> float:
-        """Over all ranks. The sums of squares are of the same pieces, whatever Z1 is, and their sum is exactly rounded."""
+        """The norm over all ranks. The sums of squares are of the same ranges, whatever Z1 is, and their sum is exactly
+        rounded."""
         mesh = self.plan.mesh
         sums: list[float] = []
         for shard in self._trained():
@@ -314,7 +315,7 @@ class ShardedEngine(Engine):
             self.scratch.dont_need(unit)
 
     def overflowed(self) -> list[str]:
-        """Of the gradients that this rank has a slice of, by unit."""
+        """Units with a gradient that is not finite, among those that this rank has a slice of."""
         self._squares = {
             self.spec.units[unit].name: sum_of_squares(shard.gradient)
             for (unit, _), shard in self.shards.items()
@@ -340,8 +341,8 @@ class ShardedEngine(Engine):
         whole_parameters.save_pretrained(self, folder)
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """Every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Of ranks that
-        hold the same slice, each writes (``to_write``) another part of it."""
+        """Every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Where ranks
+        hold the same slice, each writes (``to_write``) another range of it."""
         found: dict[str, Pieces] = {}
         mesh = self.plan.mesh
         for (_, part), shard in self.shards.items():
@@ -392,7 +393,7 @@ class ShardedEngine(Engine):
         }
 
     def masters_changed(self) -> None:
-        """What gathers begin with follows the masters, and every node slice is out of date."""
+        """Bring the slices that gathers begin with up to date with the masters; every node slice is then out of date."""
         for shard in self._trained():
             assert shard.master is not None
             assert shard.source is not None

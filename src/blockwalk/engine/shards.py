@@ -35,11 +35,11 @@ Read = Callable[[ParamSpec], torch.Tensor]
 
 @dataclass(slots=True)
 class Shard:
-    """What a rank keeps of one part of a unit between its turns."""
+    """The slices that a rank keeps of one part of a unit between its turns."""
 
     layout: FlatLayout
     params: Mapping[str, ParamSpec]
-    """By canonical name, in the order of the layout."""
+    """Parameters by canonical name, in the order of the layout."""
     compute_dtype: torch.dtype
     source: torch.Tensor | None = None
     """The slice over Z1 in the compute dtype: what gathers begin with. It may be the master itself, or lie in ``node``."""
@@ -60,11 +60,11 @@ class Shard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the flat buffer's elements."""
+        """The dtype of the flat buffer's elements."""
         return self.compute_dtype if self.layout.codec is Codec.RAW else torch.uint8
 
     def encoding(self, param: ParamSpec) -> Layout:
-        """How a parameter's bytes are laid out, where elements are bytes."""
+        """The layout of a parameter's bytes, where elements are bytes."""
         name = str(self.compute_dtype).removeprefix("torch.")
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, name))
 
@@ -86,8 +86,8 @@ class Shard:
         return found
 
     def views(self, flat_P: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parameters, by name, in a buffer of numbers that holds all of them, in any dtype; what keeps float32's bits in a
-        narrower one, in float32."""
+        """The parameters, by name, in a buffer of numbers that holds all of them, in any dtype; parameters that keep float32's
+        bits in a narrower one are in float32."""
         assert self.layout.codec is Codec.RAW, "encoded parameters have no views"
         views = {}
         for name, start in self.layout.offsets:

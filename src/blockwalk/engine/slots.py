@@ -29,7 +29,7 @@ class Slots:
         return self._buffers[slot][:nbytes]
 
     def vacate(self, slot: int) -> None:
-        """On a GPU, mark where in the current stream a slot's last use ends."""
+        """Mark, on a GPU, the place in the current stream where a slot's last use ends."""
         if self._buffers[slot].is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._buffers[slot].device))

@@ -49,7 +49,8 @@ def gathered(engine: WholeModel, shard: Shard, own_P: torch.Tensor | None = None
 
 
 def whole(engine: WholeModel, piece: Callable[[Shard], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """What ``piece`` names of every trainable, by parameter, on every rank: for small models and tests."""
+    """The whole tensors of which ``piece`` answers this rank's slice of a shard, by parameter, on every rank: for small models
+    and tests."""
     found: dict[str, torch.Tensor] = {}
     for (_, part), shard in engine.shards.items():
         if part is StateKind.TRAINABLE and shard.numel:

@@ -40,17 +40,17 @@ IGNORE = -100
 
 @dataclass(slots=True)
 class _Graph:
-    """What one BACKWARD differentiates: the block's output with respect to its input and its trainables."""
+    """The graph that one BACKWARD differentiates: the block's output with respect to its input and its trainables."""
 
     input_BSD: torch.Tensor
     output: torch.Tensor | GradientEdge
-    """[B, S, D], or where it was computed."""
+    """The output [B, S, D], or the edge of the graph where it was computed."""
     trainables: dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
 class _State:
-    """What one step carries from op to op, by micro-batch."""
+    """Values that one step carries from op to op, by micro-batch."""
 
     batches: Sequence[Batch]
     tokens: int
@@ -70,9 +70,9 @@ class _State:
     prologue_trainables: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     loss_sum: float = 0.0
     row_losses_B: torch.Tensor | None = None
-    """Of an evaluation: the loss summed over each sequence, float64; over all in one where it is the model's own."""
+    """Losses [B] of an evaluation, summed over each sequence, float64; over all in one where it is the model's own."""
     logits_BV: torch.Tensor | None = None
-    """After the last position, where ``next_token`` asks for them instead of a loss."""
+    """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a loss."""
     coefficient: float = 1.0
     grad_norm: float | None = None
     projected_grad: float | None = None
@@ -85,14 +85,14 @@ class _State:
 
 
 class Backprop:
-    """Answers the compute ops of a first-order program."""
+    """The estimator that answers the compute ops of a first-order program."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.activations = Activations(engine.plan.activation.tier, engine.device, engine.scratch)
         self.saved: dict[tuple[int, int], SavedTensors] = {}
-        """What graphs save in file maps: of kept ones by :meth:`_place`, of recomputed ones, which follow each other, under
-        one key."""
+        """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of recomputed ones, which follow
+        each other, under one key."""
         self._maps_graphs = maps_graphs(engine.plan, engine.device.type)
         self.state: _State | None = None
         self.chunked = engine.plan.loss == "chunked" and not engine.cut.head.custom

@@ -1,4 +1,4 @@
-"""Compile a plan into a program: the one place where the order of a step is decided.
+"""The compiler from a plan to a program: the one place where the order of a step is decided.
 
 A step is a list of *turns*: the prologue, the blocks forwards, the epilogue, and for backpropagation the blocks
 backwards. Each turn names a unit and the work done with it; everything else (fetches ahead of their turn, slots,

@@ -1,4 +1,4 @@
-"""What a program is compiled from beside the plan and the model: costs of units, and what the step finds pending."""
+"""Inputs of the compiler beside the plan and the model: costs of units, and the updates that a step finds pending."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Work:
     starts: int = 0
     """Operations that move nothing: views, allocations."""
     thin: Sizes = ()
-    """Products one of whose sides is below :data:`THIN`, an adapter's: far from a machine's rate for the others."""
+    """Products by FLOPs, with a side that is below :data:`THIN`, an adapter's: far from a machine's rate for the others."""
     wide: Sizes = ()
     """Passes whose result is float32: of a float32 model all of them, of others the norms."""
     hot: Sizes = ()
@@ -66,11 +66,11 @@ class Work:
         )
 
     def __sub__(self, part: Work) -> Work:
-        """What is left of the work without a part of it."""
+        """The rest of the work without a part of it."""
         return self + part * -1
 
     def __mul__(self, times: int) -> Work:
-        """The same work so many times."""
+        """The work done so many times."""
         return Work(
             tuple((size, count * times) for size, count in self.products),
             tuple((size, count * times) for size, count in self.passes),
@@ -91,7 +91,7 @@ def elementwise(passes: Sizes, itemsize: int) -> Work:
 
 
 def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
-    """Pairs of size and count with equal sizes added up; what has no size is left out."""
+    """Pairs of size and count with equal sizes added up; pairs without a size are left out."""
     total: Counter[int] = Counter()
     for size, count in pairs:
         if size > 0:
@@ -101,23 +101,25 @@ def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """What one kind of unit needs while it computes, for one shape: measured once, read by plan, program and simulator."""
+    """The memory and the work of one kind of unit while it computes, for one shape: measured once, read by plan, program and
+    simulator."""
 
     forward_transient: int = 0
     """Peak device bytes of a forward without graph, beyond its input."""
     backward_transient: int = 0
     """Peak device bytes of recomputing with graph and differentiating, gradients of parameters included."""
     saved: int = 0
-    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and what its calls hold for the blocks."""
+    """Bytes of activations that a kept graph holds; of a prologue, its hidden state and the tensors that its calls hold
+    for the blocks."""
     forward_flops: int = 0
     backward_flops: int = 0
-    """Of a block that is recomputed, the recomputation not included."""
+    """FLOPs of differentiating; the recomputation of a block is not included."""
     forward: Work = NOTHING
-    """What ``forward_flops`` are made of, and all that is done beside them; empty where only FLOPs are known."""
+    """The operations of a forward: those that ``forward_flops`` count, and all others; empty where only FLOPs are known."""
     backward: Work = NOTHING
     unread: Work = NOTHING
-    """What a recomputation leaves out of the forward (:mod:`blockwalk.cutting.verify`): ``backward`` is less by it, and a
-    kept graph's backward is not."""
+    """The operations of a forward that a recomputation leaves out (:mod:`blockwalk.cutting.verify`). They are already
+    subtracted from ``backward``: add them back for a kept graph, which recomputes nothing."""
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ ALIGN = 16
 """Elements that every parameter's place, and every rank's slice, is a multiple of: 64 bytes of float32."""
 
 ENCODED_ALIGN = 64
-"""The same in bytes, where a part's matrices are encoded."""
+"""Bytes that every place and slice is a multiple of, where a part's matrices are encoded."""
 
 PARTS = (StateKind.FROZEN, StateKind.TRAINABLE)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where the parameters of one part of a unit lie in its flat buffer."""
+    """The places of the parameters of one part of a unit in its flat buffer, its bucket."""
 
     offsets: tuple[tuple[str, int], ...]
     """First element of each parameter, by canonical name."""
@@ -36,7 +36,7 @@ class FlatLayout:
     itemsize: int
     """Bytes of an element; 1 where matrices are encoded."""
     codec: Codec = Codec.RAW
-    """Of the matrices, where elements are bytes; the other parameters are in the compute dtype."""
+    """The codec of the matrices, where elements are bytes; the other parameters are in the compute dtype."""
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ _USES = (*COMPUTES, OpKind.UPDATE, OpKind.STORE)
 
 
 def happens_before(program: Program) -> list[int]:
-    """For each op the set, as a bit mask, of ops that are done when it starts: dependencies and its lane's order."""
+    """The set of ops, as a bit mask, that are done when each op starts: dependencies and its lane's order."""
     before: list[int] = []
     last_on_lane: dict[Lane, int] = {}
     for op in program.ops:
@@ -78,7 +78,8 @@ def used_unfetched(program: Program) -> list[str]:
 
 
 def left_behind(program: Program) -> list[str]:
-    """What a program takes it gives back: slots are empty at its end, and no pool has grown or gone below its start."""
+    """Breaches of the rule that a program gives back all memory that it takes: slots are empty at its end, and no pool has
+    grown or gone below its start."""
     held: Counter[Pool] = Counter()
     occupied: dict[int, int] = {}
     for op in program.ops:

@@ -25,7 +25,7 @@ class LossMemory:
 def loss_memory(
     tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, soft_cap: bool, device: str, trains_head: bool
 ) -> LossMemory:
-    """What :func:`blockwalk.numerics.loss.chunked_cross_entropy` allocates for ``tokens`` tokens."""
+    """Bytes that :func:`blockwalk.numerics.loss.chunked_cross_entropy` allocates for ``tokens`` tokens."""
     n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
     size = dtype.itemsize
     wide = max(size, 4)
@@ -52,8 +52,8 @@ def loss_work(
     gradient: bool,
     trains_head: bool,
 ) -> Work:
-    """What :func:`blockwalk.numerics.loss.chunked_cross_entropy` does on ``tokens`` tokens, gradients included where they
-    are asked for: one pass over the vocabulary, two where the head is trained."""
+    """The operations of :func:`blockwalk.numerics.loss.chunked_cross_entropy` on ``tokens`` tokens, gradients included where
+    they are asked for: one pass over the vocabulary, two where the head is trained."""
     n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
     size, wide = dtype.itemsize, max(dtype.itemsize, 4)
     chunks = -(-tokens // n) * -(-vocab_size // v)
@@ -85,7 +85,7 @@ def loss_work(
 def own_loss_work(
     tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, trains_head: bool
 ) -> tuple[Work, Work]:
-    """The same of a model's own loss, on whole logits: forward, and backward."""
+    """The operations of a model's own loss, on whole logits: forward, and backward."""
     size, wide, count = dtype.itemsize, max(dtype.itemsize, 4), tokens * vocab_size
     product = 2 * count * hidden_size
     forward = Work(((product, 1),), wide=sizes([(count * (size + wide) * (size < wide), 1), (2 * count * wide, 2)]))

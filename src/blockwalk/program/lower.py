@@ -69,7 +69,7 @@ class Builder(Placements):
 
     @property
     def hidden_bytes(self) -> int:
-        """Of one micro-batch's hidden state."""
+        """Bytes of one micro-batch's hidden state."""
         return self.shape.tokens * self.model.hidden_size * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
 
     def gradient_bytes(self, unit: int) -> int:
@@ -83,8 +83,8 @@ class Builder(Placements):
         return {Tier.DEVICE: Pool.DEVICE, Tier.HOST: Pool.HOST, Tier.DISK: Pool.DISK}[self.plan.gradient.tier]
 
     def differentiates(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
-        """What a backward op takes: its first micro-batch's gradients stay as accumulators, where they already are in
-        float32 they are the very tensors that it made. The loss adds to accumulators that were there before it."""
+        """Memory claimed by a BACKWARD: the first micro-batch allocates the float32 accumulators. In a float32 model they are
+        the gradient tensors themselves. LOSS finds its accumulators already allocated."""
         made = self.gradient_bytes(unit) if micro_batch == 0 else 0
         size = DTYPE_BYTES[compute_dtype(self.plan, self.model)]
         beside = made * size // 4 if size < 4 else 0
@@ -96,7 +96,7 @@ class Builder(Placements):
         }
 
     def updates(self, unit: int) -> dict[str, object]:
-        """What an update uses up: the accumulated gradients of a unit's own parameters."""
+        """Memory freed by an UPDATE: the accumulated gradients of a unit's own parameters."""
         used = 0
         if self.plan.estimator is Estimator.BACKPROP:
             used = 4 * self.model.units[unit].numel(trainable=True)

@@ -14,7 +14,7 @@ from blockwalk.program.zeroth_order import forwards, own_micro_batches
 
 
 def mezo_original(b: Builder, _: Pending) -> None:
-    """To θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the update."""
+    """The walk of one step: to θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the update."""
     for p in range(2):
         _in_place(b, OpKind.PERTURB, forward_pass=p)
         b.walk(forwards(b, own_micro_batches(b), [p]))

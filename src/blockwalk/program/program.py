@@ -1,8 +1,8 @@
 """A program: the ops of one kind of step, in order, with lane, bytes, memory and dependencies. Data, not behaviour.
 
-Lanes are first-in, first-out; an op starts when the op before it on its lane and all its dependencies are done. The
-executors (:class:`blockwalk.walk.walker.Walker` and the simulator) run this list and decide nothing. What must hold of every
-program is written below as pure functions over it, each returning the broken places in words.
+Lanes are first-in, first-out; an op starts when the op before it on its lane and all its dependencies are done. The executors
+(:class:`blockwalk.walk.walker.Walker` and the simulator) run this list and decide nothing. The rules that hold for every
+program are written below as pure functions over it, each returning the broken places in words.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from blockwalk.plan.placement import StateKind
 
 
 class OpKind(StrEnum):
-    """What an op does."""
+    """The kinds of op, each an action on one unit."""
 
     FETCH = "FETCH"
-    """Bring a unit's state from its tier into a slot (on a CPU with mapped files: make its pages resident)."""
+    """A unit's state is brought from its tier into a slot (on a CPU with mapped files: its pages are made resident)."""
     GATHER = "GATHER"
-    """Complete a slice over a group of ranks."""
+    """A slice is completed over a group of ranks."""
     CACHE = "CACHE"
-    """Keep a gathered slice for the backward walk."""
+    """A gathered slice is kept for the backward walk."""
     PROLOGUE = "PROLOGUE"
     FORWARD = "FORWARD"
     SAVE = "SAVE"
-    """Write a block's input, the activation checkpoint, to its tier."""
+    """A block's input, the activation checkpoint, is written to its tier."""
     LOAD = "LOAD"
-    """Bring an activation checkpoint back."""
+    """An activation checkpoint is brought back."""
     LOSS = "LOSS"
     """The epilogue: final norm, head and loss, with the gradient of its input where the estimator needs one."""
     BACKWARD = "BACKWARD"
-    """Recompute a block with its graph, unless the graph was kept, and differentiate it."""
+    """A block is recomputed with its graph, unless the graph was kept, and differentiated."""
     PROLOGUE_BACKWARD = "PROLOGUE_BACKWARD"
     REDUCE = "REDUCE"
-    """Sum gradients over a group."""
+    """Gradients are summed over a group of ranks."""
     NORM = "NORM"
-    """Take the norm of all gradients, which a clipped step's updates are scaled by."""
+    """The norm of all gradients is taken, which a clipped step's updates are scaled by."""
     PERTURB = "PERTURB"
-    """The original MeZO: perturb the resident weights in place, all of them in one pass of draws."""
+    """The original MeZO: the resident weights are perturbed in place, all of them in one pass of draws."""
     UPDATE_ALL = "UPDATE_ALL"
-    """The original MeZO: update the resident weights in place, all of them in one pass of draws."""
+    """The original MeZO: the resident weights are updated in place, all of them in one pass of draws."""
     REPLAY = "REPLAY"
-    """The original MeZO: do the steps of an earlier process again on all weights, perturbations and updates."""
+    """The original MeZO: the steps of an earlier process are done again on all weights, perturbations and updates."""
     TOTAL = "TOTAL"
-    """First order: add up the losses of all ranks."""
+    """First order: the losses of all ranks are added up."""
     CHECK = "CHECK"
-    """First order: add up the losses of all ranks, and refuse the step on all of them where it or a gradient is not finite."""
+    """First order: the losses of all ranks are added up, and the step is refused where it or a gradient is not finite."""
     EXCHANGE = "EXCHANGE"
-    """Zeroth order: turn the losses of all ranks' forwards into the step's entry of the ledger."""
+    """Zeroth order: the losses of all ranks' forwards become the step's entry of the ledger."""
     UPDATE = "UPDATE"
     STORE = "STORE"
-    """Write a unit's state back to its tier."""
+    """A unit's state is written back to its tier."""
     EVICT = "EVICT"
-    """Give a slot or a unit's pages back."""
+    """A slot or a unit's pages are given back."""
 
 
 COMPUTES = (OpKind.PROLOGUE, OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD, OpKind.PROLOGUE_BACKWARD)
@@ -124,19 +124,19 @@ class Op:
     flops: int = 0
     micro_batch: int = 0
     forward_pass: int = 0
-    """Which forward of a zeroth-order step: one for each perturbed copy of the weights."""
+    """The number of the forward in a zeroth-order step: one for each perturbed copy of the weights."""
     slot: int = -1
     span: tuple[int, int] | None = None
-    """Groups of so many ranks become groups of so many: where a GATHER's pieces come from, where a REDUCE's sums go."""
+    """Groups of so many ranks become groups of so many: where a GATHER's slices come from, where a REDUCE's sums go."""
     buffer: int = -1
     """The gradient buffer that a backward op fills and a REDUCE empties."""
     kept: bool = False
-    """A CACHE that keeps a node slice on the device for the rest of the step, a GATHER that begins with it, an EVICT that lets
-    go of it."""
+    """True for a CACHE that keeps a node slice on the device for the rest of the step, for a GATHER that begins with that
+    slice, and for an EVICT that frees it."""
     entries: int = 0
     """Entries of the ledger that an UPDATE or a REPLAY applies."""
     keep_graph: bool = False
-    """A FORWARD whose activations stay for its BACKWARD; a BACKWARD that need not recompute."""
+    """True for a FORWARD whose activations stay for its BACKWARD, and for a BACKWARD that need not recompute."""
     last: bool = False
     """The last of its micro-batches: gradients are complete after it."""
     takes: Bytes = ()

@@ -1,4 +1,4 @@
-"""What a plan's placements mean for a model: which part of which unit travels, how many bytes it has, what stays where."""
+"""A plan's placements applied to a model: which part of which unit travels, how many bytes it has, and where the rest stays."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Placements:
         return [part for part in (StateKind.FROZEN, StateKind.TRAINABLE) if self.streams(unit, part)]
 
     def assembled_bytes(self, unit: int) -> int:
-        """Of a slot, what a block's mapped parameters take that are made at its turn."""
+        """Bytes of a slot for those of a block's mapped parameters that are assembled at its turn."""
         if unit in (0, self.last) or self.plan.sharded or not self.mapped(StateKind.FROZEN):
             return 0
         return self._whole([p for p in self.model.units[unit].params if p.assembled and not p.trainable])
@@ -82,7 +82,7 @@ class Placements:
         return unit.nbytes(self.plan.trainable.codec, trainable=True)
 
     def memory_bytes(self, unit: UnitSpec) -> int:
-        """The same of the frozen ones in a slot, or where they stay: matrices encoded, experts in three dimensions whole."""
+        """Bytes of a unit's frozen parameters in memory (slot or resident): 2-D weights encoded, 3-D expert weights decoded."""
         whole = [p for p in unit.params if not p.trainable and (p.assembled or len(p.shape) > 2)]
         encoded = replace(unit, params=tuple(p for p in unit.params if p not in whole))
         return self._whole(whole) + encoded.nbytes(self.plan.frozen.codec, trainable=False)

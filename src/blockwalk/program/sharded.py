@@ -1,4 +1,4 @@
-"""Lower a plan whose state is spread over ranks: gathers before a unit's turn, reductions after its backward.
+"""The lowering of a plan whose state is spread over ranks: gathers before a unit's turn, reductions after its backward.
 
 A unit's parameters of one part (frozen or trainable) are one flat buffer of n elements. Between uses a rank keeps its slice
 over Z3 ranks (the *node slice*, where Z3 is a node: on the device, or with ``cache.tier: host`` in host memory), the slice
@@ -7,8 +7,8 @@ over Z3 → Z1 at the first use after an update, and never else: which of them a
 program is compiled, so that all ranks agree. With Z3 = Z1 there is no node slice, and every use gathers from Z1.
 
 Bytes that one node sends per optimizer step, with N nodes, Z3 = Z2 = a node and Z1 = world: (N − 1)/N · n · (b_p + b_g),
-whatever the number of micro-batches. That is the least for an exact synchronous step: every node must learn of every
-parameter what the node that updates it made of it, and that node must learn every other's gradient.
+whatever the number of micro-batches. That is the least for an exact synchronous step: every node must receive
+every parameter from the node that updates it, and that node must receive every other's gradient.
 
 Source: Rajbhandari et al., "ZeRO" (2020); Wang et al., "ZeRO++" (2023); Zhang et al., "MiCS" (2022).
 """

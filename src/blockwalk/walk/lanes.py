@@ -58,7 +58,8 @@ class Lanes:
             self._start.record(torch.cuda.current_stream(self.device))
 
     def drain(self, marks: Iterable[Mark]) -> None:
-        """Wait until every op was issued, and raise the first error. What the caller issues next comes after all of them."""
+        """Wait until every op was issued, and raise the first error. Ops that the caller issues next come after all of
+        them."""
         errors = [mark.future.exception() for mark in marks if mark.future is not None]
         for stream in self._streams.values():
             torch.cuda.current_stream(self.device).wait_stream(stream)

@@ -75,7 +75,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def work(self) -> Work:
-        """What was done under it so far."""
+        """The operations done under the meter so far."""
         products, passes, thin, wide = (
             sizes(each.items()) for each in (self.products, self.passes, self.thin, self.wide)
         )
@@ -113,7 +113,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
 
     def _product(self, matrices: Sequence[torch.Tensor]) -> Counter[int]:
-        """Where the product of two matrices is counted."""
+        """The counter in which the product of two matrices is counted."""
         sides = [side for each in matrices for side in each.shape[-2:]]
         return self.thin if min(sides) < THIN else self.products
 

@@ -1,8 +1,8 @@
-"""What each kind of unit needs while it computes: transient bytes and FLOPs for one shape, without any weight.
+"""Costs of each kind of unit while it computes: transient bytes and FLOPs for one shape, without any weight.
 
 A block's own code runs on fake tensors (shapes and strides without data) under a mode that sees every operation: it adds
 up the storages that are alive and the FLOPs of PyTorch's own formulas. One block of each kind is run, once; the answer is
-kept in the cache folder. What kernels allocate inside themselves is not seen.
+kept in the cache folder. Memory that kernels allocate inside themselves is not seen.
 
 The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D hidden, V vocabulary,
 N tokens with a label.
@@ -150,7 +150,7 @@ class _Bench:
         return dtype
 
     def frozen_values(self, unit: UnitSpec) -> dict[str, torch.Tensor | Weight]:
-        """What stands in the places of a unit's parameters for the whole of its turn."""
+        """Fake values that stand in the places of a unit's parameters for the whole of its turn, by name."""
         values: dict[str, torch.Tensor | Weight] = {}
         for p in unit.params:
             if self.lazily(p):

@@ -60,7 +60,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did."""
+    """Figures of one step."""
 
     step: int
     """Steps done, this one included."""
@@ -73,7 +73,7 @@ class StepResult:
     bytes: dict[Lane, int] = field(default_factory=dict)
     """Bytes moved, by lane."""
     grad_norm: float | None = None
-    """Before clipping, where the plan clips."""
+    """The gradient's norm before clipping, where the plan clips."""
     projected_grad: float | None = None
     """The scalar g of a zeroth-order step."""
 
@@ -91,7 +91,7 @@ class EvalResult:
 
 
 class Walker:
-    """Trains a model under a plan, one block at a time.
+    """A walker trains a model under a plan, one block at a time.
 
     Args:
         model: a checkpoint folder, a block store, or a ``transformers`` causal model in memory. Given a path, the weights
@@ -363,7 +363,7 @@ class Walker:
     # ---- the executor -----------------------------------------------------------------------------------------------
 
     def costs(self, shape: Shape, *, padded: bool = True) -> Costs:
-        """What each kind of unit needs while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
+        """Costs of each kind of unit while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
         weights."""
         if (shape, padded) not in self._costs:
             from blockwalk.walk.unit_costs import unit_costs
@@ -469,7 +469,7 @@ class Walker:
         return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.live_state().items()}
 
     def live_state(self) -> dict[str, Any]:
-        """What :meth:`state_dict` copies, the tensors themselves: for a writer that is done before the next step.
+        """The tensors that :meth:`state_dict` copies, themselves: for a writer that is done before the next step.
 
         Raises:
             FloatingPointError: first order: a value is not finite.
@@ -526,7 +526,7 @@ class Walker:
         saver.save(folder, self.steps_done, wait=wait, beside=beside)
 
     def wait_saved(self) -> None:
-        """Until a checkpoint that is being written behind the steps is whole."""
+        """Wait until a checkpoint that is being written behind the steps is whole."""
         if self._saver is not None:
             self._saver.wait()
 

@@ -40,7 +40,7 @@ from blockwalk.ranks.shared_forwards import SharedForwards
 
 
 class ZerothOrder:
-    """Answers the compute ops of a zeroth-order program.
+    """The estimator that answers the compute ops of a zeroth-order program.
 
     Args:
         engine: the cut model and its buckets.
@@ -61,7 +61,7 @@ class ZerothOrder:
         """Called with each step's entry before any weight changes; the step counts when it returns."""
         self.scratch = LossScratch()
         self.slice_scratch = LossScratch()
-        """Of updates to slices, which run beside the forwards."""
+        """Scratch of updates to slices, which run beside the forwards."""
         self.loss_scratch = LossScratch()
         self.state: Step | None = None
         self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
@@ -256,7 +256,7 @@ class ZerothOrder:
         return weight if param.quantizable and len(param.shape) == 2 else weight.whole()
 
     def _readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
-        """How the head's parameters are read."""
+        """Functions that read the head's matrices and vectors, perturbed."""
         return partial(self._matrix, perturbation=perturbation), partial(self._vector, perturbation=perturbation)
 
     def _vector(self, name: str | None, perturbation: Perturbation) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ def run_of(ledger: str | os.PathLike[str] | None) -> str:
 
 
 def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
-    """What a ledger says of its run: all that a replay needs beside the entries and the base."""
+    """The facts of a run in its ledger's header: all that a replay needs beside the entries and the base."""
     plan = engine.plan
     settings: Any = None
     if isinstance(lora, str | os.PathLike):

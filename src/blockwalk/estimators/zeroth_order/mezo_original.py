@@ -86,8 +86,9 @@ def replay_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOr
 
 
 class MezoOriginal(ZerothOrder):
-    """Answers the compute ops of the original's program: forwards read the weights as they lie, which PERTURB, UPDATE_ALL and
-    REPLAY change in place. Arguments as :class:`~blockwalk.estimators.zeroth_order.estimator.ZerothOrder`."""
+    """The estimator that answers the compute ops of the original's program: forwards read the weights as they lie, which
+    PERTURB, UPDATE_ALL and REPLAY change in place. Arguments as
+    :class:`~blockwalk.estimators.zeroth_order.estimator.ZerothOrder`."""
 
     def __init__(self, engine: Engine, objective: Objective | None = None, ranks: SharedForwards | None = None) -> None:
         super().__init__(engine, objective, ranks)

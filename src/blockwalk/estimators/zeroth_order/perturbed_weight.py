@@ -1,8 +1,8 @@
 """A perturbed weight: θ + s·z a range at a time, generated when it is read. The master is never changed, z never stored.
 
-What it answers is ``cast(float32(master) + float32(s)·z)``, with the kind's direction in place of z where it has one; with
+It answers ``cast(float32(master) + float32(s)·z)``, with the kind's direction in place of z where it has one; with
 s = 0, the master alone. The noise of any range is that range of the whole's (:mod:`blockwalk.numerics.noise.noise`), so
-the same bits come out in whatever pieces they are read."""
+the same bits come out in whatever ranges they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockwalk.plan.sizes import UPDATE_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:
-    """What one forward adds to every parameter: scale·z of one query of one step."""
+    """The term that one forward adds to every parameter: scale·z of one query of one step."""
 
     seed: int
     step: int

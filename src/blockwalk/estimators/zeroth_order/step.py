@@ -17,11 +17,11 @@ IGNORE = -100
 
 @dataclass(slots=True)
 class Step:
-    """What one step carries from op to op, by (micro-batch, forward pass)."""
+    """Values that one step carries from op to op, by (micro-batch, forward pass)."""
 
     batches: Sequence[Batch]
     labels: Sequence[torch.Tensor]
-    """Of each micro-batch, on the CPU."""
+    """Labels of each micro-batch, on the CPU."""
     counted: tuple[int, ...]
     """Labels that count, of each micro-batch."""
     step: int
@@ -36,13 +36,13 @@ class Step:
     prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
     hidden: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """What each forward answered, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
+    """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
     entry: Entry | None = None
     row_losses_B: torch.Tensor | None = None
-    """Of an evaluation: the loss summed over each sequence, float64; over all in one where it is the model's own."""
+    """Losses [B] of an evaluation, summed over each sequence, float64; over all in one where it is the model's own."""
     logits_BV: torch.Tensor | None = None
-    """After the last position, where ``next_token`` asks for them."""
+    """Logits [B, V] after the last position, where ``next_token`` asks for them."""
     grad_norm: float | None = None
     """A zeroth-order step has none."""
 

@@ -43,7 +43,7 @@ UNDECAYED = ("bias", "layer_norm", "layernorm")
 
 @dataclass(frozen=True, slots=True)
 class ZerothOrderRule:
-    """What turns an entry into an update: all that a replay must know beside the entries."""
+    """The rule that turns an entry into an update: all that a replay must know beside the entries."""
 
     zo: ZerothOrderSettings
     optimizer: OptimizerSettings
