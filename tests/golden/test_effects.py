@@ -10,7 +10,6 @@ import torch
 
 from blockwalk import LoraSettings, Walker, method
 from blockwalk.estimators.zeroth_order.mezo_original import SIGNS
-from blockwalk.estimators.zeroth_order.step import passes_of
 from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.program import COMPUTES, Op, OpKind, Program, StepKind
@@ -56,7 +55,7 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
         if not zeroth and trains and op.kind not in (OpKind.PROLOGUE, OpKind.FORWARD):
             found.add(("differentiate",))
         if zeroth and trains and plan.zo.noise != "mezo":
-            query, sign = passes_of(plan)[op.forward_pass]
+            query, sign = plan.kind.passes(plan.zo.queries)[op.forward_pass]
             found |= {("perturbed", step, query, sign * plan.zo.epsilon)} if sign else set()
         return found
     match op.kind:
