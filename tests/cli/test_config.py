@@ -19,6 +19,8 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.simulate import hardware
 from blockwalk.train import config
 
+pytestmark = pytest.mark.fast
+
 EXAMPLE = """
 model: some/model
 method: mebp

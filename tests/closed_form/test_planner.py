@@ -9,6 +9,7 @@ import pstats
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,10 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Pool, Shape
 from blockwalk.simulate import hardware
-from blockwalk.simulate.planner import Task, largest_batch, look_at, program_of, rank
+from blockwalk.simulate.planner import Task, candidates, choose, largest_batch, look_at, program_of, rank
 from blockwalk.train import config
+
+pytestmark = pytest.mark.fast
 
 CALLS = 6_000_000
 """Function calls that the ranking may take: 3.5 million today, 2.5 s under the profiler."""
@@ -74,6 +77,62 @@ def test_405b_on_1024_devices_is_answered_in_few_calls_and_without_torch() -> No
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+SMALL = {**QWEN_3B, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4000}
+
+
+@pytest.mark.parametrize("lora_rank", [None, 8])
+def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int | None) -> None:
+    """Oracle: the rows that the ranking holds; a zeroth-order step counts as its measured share of an exact one."""
+    machine = dataclasses.replace(hardware.load("a40-48gb-x8-eth10"), nodes=2)
+    task = Task(SMALL, machine, 1, 128, lora_rank, budget=3 * 10**8)
+    found = rank(task)
+    looked_at = [label for label, _ in candidates(task)]
+    assert len(set(looked_at)) == len(looked_at)
+    every = [*found.first_order, *found.zeroth_order, *found.refused]
+    assert sorted(c.label for c in every) == sorted(looked_at)
+    assert {c.plan.method for c in every} >= {"zero3", "zeropp", "mics", "fcdp", "hzp", "distzo2"}
+    assert {c.plan.mesh.world for c in every} == {1, 16}
+    printed = [line.split("  ")[0] for line in found.lines(most=100)]
+    order = [c.label for c in every]
+    assert [label for label in printed if label in order] == order
+    speeds = [c.progress for c in found.ranked]
+    assert speeds == sorted(speeds, reverse=True)
+    for c in found.zeroth_order:
+        assert c.simulation is not None
+        assert c.progress == pytest.approx(c.simulation.tokens_per_second / 44)
+    assert all(c.progress == 0.0 and c.refused for c in found.refused)
+    for world in (1, 16):
+        best = next(c for c in found.ranked if c.plan.mesh.world == world)
+        assert choose(task, world=world) == best.plan
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        ({"device": "cpu", "device_bytes": 10**6}, "on the device, which has 1.0 MB"),
+        ({"host_bytes": 10**6}, "of host memory, which has 1.0 MB"),
+        ({"disk_bytes": 10**6}, "of disk, which has 1.0 MB"),
+    ],
+)
+def test_the_memory_that_is_short_is_named(room: dict[str, Any], said: str) -> None:
+    """A megabyte of one kind; the plan streams from that one, and on a processor device and host are one memory."""
+    machine = dataclasses.replace(hardware.load("rtx-4090"), **room)
+    tier = "disk" if "disk_bytes" in room else "host"
+    plan = method("zo2", trainable=f"{tier} × raw", frozen=f"{tier} × raw")
+    found = look_at(Task(SMALL, machine, 1, 128), "zo2", plan)
+    assert found.simulation is None
+    assert said in found.refused
+    assert largest_batch(Task(SMALL, machine, 1, 128), plan) == 0
+
+
+def test_a_step_that_does_not_fit_beside_weights_that_do_says_what_would_help() -> None:
+    machine = dataclasses.replace(hardware.load("rtx-4090"), device_bytes=10**8)
+    found = look_at(Task(SMALL, machine, 64, 512, 8), "plain", method("plain", recompute="none"))
+    assert "fewer tokens a micro-batch would fit, or recompute: all" in found.refused
+    with pytest.raises(ValueError, match=r"no method fits .*; the nearest, .* needs .* which has 1.0 MB"):
+        choose(Task(SMALL, dataclasses.replace(machine, device_bytes=10**6, host_bytes=10**6)))
+
+
 def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,5 +156,5 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     assert chosen.lora is not None
     assert chosen.lora.rank == 8
     assert config.from_mapping(chosen.to_mapping()) == chosen
-    with pytest.raises(ValueError, match="no method fits"):
+    with pytest.raises(ValueError, match=r"no method fits"):
         config.from_mapping({**settings, "budget": "1MB"})

@@ -21,6 +21,8 @@ from blockwalk.simulate import formula_costs, formula_model, hardware, process_m
 from blockwalk.simulate.hardware import Curve, Hardware, Link
 from blockwalk.simulate.seconds import CostModel
 
+pytestmark = pytest.mark.fast
+
 CONFIG = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "vocab_size": 4000,
     "num_attention_heads": 8, "num_key_value_heads": 4, "dtype": "bfloat16", "tie_word_embeddings": True,
@@ -225,3 +227,44 @@ def test_a_trace_holds_every_op_that_took_time(tmp_path: Path) -> None:
     for lane in {e["tid"] for e in events}:
         mine = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == lane)
         assert all(a + d <= b + 0.01 for (a, d), (b, _) in itertools.pairwise(mine))
+
+
+@pytest.mark.parametrize(
+    ("name", "slow", "words"),
+    [
+        ("plain", {"flops": {"float32": 1.0}}, "computing backwards"),
+        ("mezo", {"flops": {"float32": 1.0}}, "computing forwards"),
+        ("plain", {"update_rate": {"adamw": 1.0}}, "updating"),
+        ("zero3", {"inter": Link(1.0)}, "waiting for the network: gather of trainable parameters"),
+        ("zero3", {"intra": Link(1.0)}, "waiting for the node's own link: gather of trainable parameters"),
+        ("host", {"host_to_device": Link(1.0)}, "waiting for the host's link: fetch of trainable parameters"),
+        ("disk", {"disk_write": Link(1.0)}, "waiting for the disk: save of activation checkpoints"),
+    ],
+)
+def test_the_critical_path_names_the_part_that_is_slow(name: str, slow: dict[str, object], words: str) -> None:
+    """Oracle: the one part of the machine that was made a billion times slower takes all of the time."""
+    plan = {**PLANS, "disk": method("plain", recompute="all", activation="disk")}[name]
+    machine = dataclasses.replace(hardware.load("a100-80gb"), **slow)  # type: ignore[arg-type]
+    found = run(plan, machine)
+    assert found.bottleneck().endswith(words)
+    title, longest, *_ = found.lines()
+    assert title.startswith(f"{found.seconds:.4g} s a step, {found.tokens_per_second:.4g} tokens/s")
+    assert longest.endswith(words)
+    assert sum(found.critical.values()) == pytest.approx(found.seconds)
+
+
+def test_useful_work_over_promised_speed() -> None:
+    """Closed form: twice the ranks, twice the tokens; recomputing costs time and is no useful work; without time no rate."""
+    machine = hardware.load("a100-80gb")
+    plain, again = run(PLANS["plain"], machine), run(method("plain", recompute="all"), machine)
+    assert plain.tokens == again.tokens == SHAPE.tokens
+    assert run(PLANS["zero3"], machine).tokens == 16 * SHAPE.tokens
+    assert again.seconds > plain.seconds
+    assert again.useful_flops == pytest.approx(plain.useful_flops)
+    assert plain.mfu == pytest.approx(plain.useful_flops / plain.seconds / machine.peak_of("bfloat16"))
+    empty = Program("toy", StepKind.TRAIN, SHAPE, ("a",), frozenset(), frozenset(), ())
+    model = formula_model.model_spec(CONFIG)
+    nothing = simulator.simulate(empty, PLANS["plain"], model, machine)
+    assert (nothing.seconds, nothing.mfu, nothing.tokens_per_second) == (0.0, 0.0, float("inf"))
+    assert nothing.bottleneck() == "nothing takes time"
+    assert len(list(nothing.lines())) == 1
