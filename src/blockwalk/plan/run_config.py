@@ -23,7 +23,7 @@ class DataSettings:
     eval: str = ""
     """Held-out records in the same form; empty: no evaluation."""
     eval_limit: int = 200
-    """Records of ``data.eval`` that a training run evaluates, drawn at random once; 0: all, as ``blockwalk eval`` always does."""
+    """Records of ``data.eval`` that a training run evaluates, drawn at random once; 0: all, as ``blockwalk eval`` does."""
     subset: str = ""
     """The configuration of a hub data set; empty: the only one."""
     train_split: str = "train"
