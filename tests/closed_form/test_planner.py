@@ -16,7 +16,7 @@ import pytest
 from blockwalk.plan.methods import method
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Pool, Shape
-from blockwalk.simulate import hardware
+from blockwalk.simulate import formula_model, hardware
 from blockwalk.simulate.planner import Task, candidates, choose, largest_batch, look_at, program_of, rank
 from blockwalk.train import config
 
@@ -158,3 +158,35 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     assert config.from_mapping(chosen.to_mapping()) == chosen
     with pytest.raises(ValueError, match=r"no method fits"):
         config.from_mapping({**settings, "budget": "1MB"})
+
+
+def test_what_is_no_configuration_of_a_model_is_refused(tmp_path: Path) -> None:
+    """A file and its folder are read alike; broken JSON, JSON that is no model and a family without a formula are not."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN_3B))
+    assert formula_model.read_config(tmp_path) == formula_model.read_config(file) == QWEN_3B
+    for text, message in (("{", "config.json is not valid JSON"), ("[]", "it names no model_type")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            formula_model.read_config(file)
+    with pytest.raises(ValueError, match=r"model_type 'rwkv' has no formula; known: .*llama"):
+        rank(Task({**QWEN_3B, "model_type": "rwkv"}, hardware.load("laptop")))
+
+
+MIXTRAL_8X7B = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_local_experts": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_experts_per_tok": 2, "dtype": "bfloat16",
+}  # fmt: skip
+OPT_125M = {
+    "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "dtype": "float16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config_", "parameters"), [(MIXTRAL_8X7B, 46_702_792_704), (OPT_125M, 125_239_296)])
+def test_other_families_have_their_published_parameters_and_are_walked(config_: dict[str, Any], parameters: int) -> None:
+    """Oracle: the parameter counts on the models' cards."""
+    task = Task(config_, hardware.load("h200"), 1, 128)
+    program, model, _ = program_of(task, method("mezo"))
+    assert model.numel() == parameters
+    assert sum(op.flops for op in program.ops) > 0
