@@ -16,9 +16,11 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-# What needs neither torch nor processes: plan, program, simulator, golden programs, layers.
+# What is computed without torch: plan, program, simulator, golden programs. Of these folders 95% of the branches are run.
 test-fast: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -q -m fast
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m coverage run -m pytest -q -m fast
+	@for folder in plan program simulate; do \
+		$(VENV)/bin/python -m coverage report --include="*/blockwalk/$$folder/*" --fail-under=95 || exit 1; done
 
 # How large the house is and whether imports go one way; fails over the budget of dev/house.toml.
 house:

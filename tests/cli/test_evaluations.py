@@ -29,7 +29,21 @@ def test_a_limit_takes_records_from_all_over_the_file(tiny_run: TinyRun) -> None
     everything = rows(0)
     assert len(everything) == 10
     assert rows(10) == rows(200) == everything
-    assert rows(4) == [everything[row] for row in (0, 2, 5, 7)]
+    few = rows(4)
+    assert few == rows(4)
+    assert len(few) == 4
+    left = iter(everything)
+    assert all(row in left for row in few), "they stand in the file's order"
+
+
+def test_a_limit_meets_every_label_of_a_file_in_which_they_alternate(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: the labels of the file, half of them each; every second record has only one of them."""
+    path = tmp_path / "alternating.jsonl"
+    path.write_text("".join(json.dumps({"text": f"visit {n}", "label": n % 2}) + "\n" for n in range(200)))
+    settings = DataSettings(eval=str(path), template="{text} It was {label}.", label_words=("good", "bad"))
+    found = HeldOut.read(settings, load_tokenizer(tiny_run.model), batch_size=4, limit=100)
+    assert isinstance(found.rows, Choices)
+    assert 30 < int(found.rows.targets.sum()) < 70
 
 
 def test_what_is_evaluated_and_when_is_said(

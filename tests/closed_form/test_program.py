@@ -19,6 +19,8 @@ from blockwalk.program.invariants import INVARIANTS, over_budget, shared_slots, 
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import Forecast
 
+pytestmark = pytest.mark.fast
+
 
 def toy(layers: int, *, lora: bool, tied: bool, hidden: int = 64, vocab: int = 1000) -> ModelSpec:
     """A decoder's units without a model: an embedding, ``layers`` blocks of one matrix and one norm, a head."""

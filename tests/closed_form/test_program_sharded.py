@@ -22,6 +22,8 @@ from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, St
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from tests.closed_form.test_program import toy
 
+pytestmark = pytest.mark.fast
+
 SHARDED = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 
 

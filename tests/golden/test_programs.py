@@ -13,6 +13,7 @@ from tests.golden.programs import path_of, text
 from tests.golden.specs import HIDDEN, MODELS, VOCABULARY
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_programs_of_a_row_are_those_of_main(name: str, model: str) -> None:

@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import between, gather_bytes, make_axes, slice_of
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import gather_json, require_agreement
 from blockwalk.ranks.groups import make_groups
@@ -27,34 +24,6 @@ from tests.ranks.cluster import cluster, sent_payload
 from tests.ranks.processes import run_ranks
 
 CPU = torch.device("cpu")
-
-
-def chain(draw: st.DrawFn) -> MeshSettings:
-    z3, step2, step1, replicas = (draw(st.integers(1, 3)) for _ in range(4))
-    z2, z1 = z3 * step2, z3 * step2 * step1
-    world = z1 * replicas
-    return MeshSettings(z1=z1, z2=z2, z3=z3, world=world, ranks_per_node=draw(st.sampled_from([1, z3, z2, z1, world])))
-
-
-@given(st.composite(chain)())
-def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
-    """Closed form: the slices of a group are disjoint, cover everything, and each holds those of the next larger group."""
-    axes = make_axes(mesh)
-    numel = mesh.world * 5
-    for size in (mesh.z3, mesh.z2, mesh.z1, mesh.world):
-        for lowest in range(0, mesh.world, size):
-            pieces = sorted(slice_of(axes, rank, numel, size) for rank in range(lowest, lowest + size))
-            assert pieces == [(i * numel // size, (i + 1) * numel // size) for i in range(size)]
-    for rank in range(mesh.world):
-        inner, outer = slice_of(axes, rank, numel, mesh.z3), slice_of(axes, rank, numel, mesh.z1)
-        assert inner[0] <= outer[0] < outer[1] <= inner[1]
-    sent = gather_bytes(between(axes, 1, mesh.world), numel)
-    assert sent == sum(numel // a.inner - numel // a.outer for a in axes) == numel - numel // mesh.world
-
-
-def test_groups_that_do_not_nest_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"mesh.z3 = 2 does not divide mesh.ranks_per_node = 3"):
-        make_axes(MeshSettings(z3=2, z2=6, z1=6, world=6, ranks_per_node=3))
 
 
 def _refuse(why: str) -> None:

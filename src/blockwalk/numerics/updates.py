@@ -128,7 +128,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "betas": (lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
     "eps": (lambda value: value >= 0, "0 or above"),
 }
-"""What the numbers that a rule reads must be: a test, and its words."""
+"""Conditions on the numbers that a rule reads: a test, and its words."""
 
 
 def square_sums(tensor: Tensor) -> Tensor:

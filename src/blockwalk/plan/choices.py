@@ -38,14 +38,14 @@ class LoraSettings:
 
 
 class Estimator(StrEnum):
-    """How a step turns losses into a direction."""
+    """The estimator: how a step turns losses into a direction."""
 
     BACKPROP = "backprop"
     ZEROTH_ORDER = "zeroth-order"
 
 
 class Timing(StrEnum):
-    """When an update is applied: inside the backward walk, after it, or at the next step's fetch."""
+    """The time at which an update is applied: inside the backward walk, after it, or at the next step's fetch."""
 
     BLOCK = "block"
     STEP = "step"
@@ -63,13 +63,13 @@ class OptimizerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     """adamw: the decay of the mean of the gradient, and of its square."""
     eps: float = 1e-8
-    """adamw: what is added to the root of the mean square."""
+    """adamw: the number that is added to the root of the mean square."""
     momentum: float = 0.9
     """momentum: the share of the last step's direction that is kept."""
     weight_decay: float = 0.0
     """The share of a parameter, times the learning rate, that an update takes off (adamw), or that is added to the gradient."""
     schedule: str = "constant"
-    """How the learning rate goes on after ``warmup_steps``: it stays, or falls along a line or half a cosine."""
+    """The learning rate's way after ``warmup_steps``: it stays, or falls along a line or half a cosine."""
     warmup_steps: int = 0
     """Steps over which the learning rate climbs from 0 to its highest."""
     total_steps: int = 0
@@ -77,19 +77,20 @@ class OptimizerSettings:
     min_ratio: float = 0.0
     """The learning rate at the schedule's end, as a share of the highest."""
     max_grad_norm: float = 0.0
-    """Clip the global norm of the gradient to this; 0 switches clipping off."""
+    """The global norm that the gradient is clipped to; 0 switches clipping off."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """When updates happen and how they are rounded (``update.*``)."""
+    """The time of updates and their rounding (``update.*``)."""
 
     timing: Timing = Timing.STEP
-    """At the block's turn of the backward walk, at the step's end, or (zeroth order) deferred to the block's next fetch."""
+    """The time of a block's update: its turn of the backward walk, the step's end, or (zeroth order) deferred to its next
+    fetch."""
     flush_every: int = 1
     """Deferred updates: a block is written back every this many steps; in between, entries wait and are applied at fetch."""
     rounding: str = "stochastic"
-    """How a 16- or 8-bit master is rounded after an update: stochastic (counter-based, reproducible) or nearest."""
+    """The rounding of a 16- or 8-bit master after an update: stochastic (counter-based, reproducible) or nearest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +108,17 @@ class ZerothOrderSettings:
     hessian_alpha: float = 1e-8
     """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
     hessian_codec: Codec = Codec.FP32
-    """What HiZOO's curvature is kept in: fp32, bf16 or fp16."""
+    """The codec that HiZOO's curvature is kept in: fp32, bf16 or fp16."""
     objective: str = "loss"
     """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Where forward-gathered parameters are kept for the backward walk (``cache.*``)."""
+    """The cache that keeps forward-gathered parameters for the backward walk (``cache.*``)."""
 
     tier: str = "none"
-    """Where what the forward walk gathered is kept for the backward walk."""
+    """The tier that keeps the parameters gathered in the forward walk for the backward walk; none: they are gathered again."""
     threshold: float = 0.0
     """Adaptive cache, ``tier: host``: a rank's slice of a gathered block stays on the device instead of going to the host where
     the device's use, all that time and with every op's transients, stays within this share of the budget (0 to 1)."""

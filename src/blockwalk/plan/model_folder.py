@@ -71,7 +71,7 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 
 def _instead(folder: Path) -> str:
-    """What a folder without safetensors holds that its owner may have taken for a model."""
+    """The files in a folder without safetensors that its owner may have taken for a model, in words."""
     for suffix, what in (
         (".gguf", "is GGUF, which is not read: take the safetensors that it was made from"),
         (

@@ -23,7 +23,7 @@ class ParamSpec:
     """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused 3-D experts."""
     assembled: bool = False
     """True where its tier does not hold it in one piece, to be read where it lies: experts stored one by one, or encoded. It
-    is made at its block's turn. What a model's configuration alone tells is a guess; the source of the weights knows."""
+    is made at its block's turn. A model's configuration alone gives a guess; the source of the weights knows."""
     group_size: int = 32
     """Elements of a row that share a scale where its source has it in int4."""
     exact: bool = False
@@ -100,7 +100,8 @@ class ModelSpec:
         return sum(unit.numel(trainable=trainable) for unit in self.units)
 
     def as_stored(self, group_size: int, assembled: Callable[[str], bool] | None = None) -> ModelSpec:
-        """The same model with what its source says: the group size, and by name what is ``assembled``."""
+        """A copy of the model with the facts that its source knows: the group size, and by name which parameters are
+        ``assembled``."""
 
         def marked(unit: UnitSpec) -> UnitSpec:
             known = {p.name: p.assembled if assembled is None else assembled(p.name) for p in unit.params}

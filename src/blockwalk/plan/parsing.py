@@ -222,4 +222,4 @@ _READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     Mapping[str, Any]: ("a mapping", _mapping),
     Placement: (f"tier × codec × group: {', '.join(Tier)}; {', '.join(Codec)}; {', '.join(Group)}", _placement),
 }
-"""For each type of a setting what it takes, in words, and the function that reads it."""
+"""Readers of settings by type: the values that a setting takes, in words, and the function that reads it."""

@@ -42,7 +42,7 @@ _AS_IT_IS = CodecFacts()
 
 
 class Codec(StrEnum):
-    """How a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in.
+    """The form in which a parameter's elements are written on its tier. ``RAW`` keeps the dtype that the model came in.
 
     A codec is a row here and, where its elements are codes, a file of its name beside :mod:`blockwalk.numerics.codecs.codecs`.
     """
@@ -84,7 +84,7 @@ class Group(StrEnum):
 
 
 class StateKind(StrEnum):
-    """What a training step reads and writes."""
+    """Kinds of state that a training step reads and writes."""
 
     FROZEN = "frozen"
     TRAINABLE = "trainable"
@@ -95,7 +95,7 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one kind of state lives: a slice on a tier, in a codec, gathered over a group."""
+    """The place of one kind of state: a slice on a tier, in a codec, gathered over a group."""
 
     tier: Tier = Tier.DEVICE
     codec: Codec = Codec.RAW

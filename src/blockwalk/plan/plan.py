@@ -35,18 +35,18 @@ class Plan:
     method: str = "plain"
     """The row of the table of methods that every other choice begins from; auto: the planner's best for this machine."""
     estimator: Estimator = Estimator.BACKPROP
-    """How a step gets its direction; the method's own."""
+    """The way in which a step gets its direction; the method's own."""
     frozen: Placement = Placement()
-    """Where parameters that are not trained live: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8, int4) and
-    group of ranks (nobody, node, nested, world)."""
+    """The placement of parameters that are not trained: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8,
+    int4) and group of ranks (nobody, node, nested, world)."""
     trainable: Placement = Placement()
-    """Where parameters that are trained live."""
+    """The placement of parameters that are trained."""
     gradient: Placement = Placement(codec=Codec.FP32)
-    """Where gradients wait for their update."""
+    """The placement of gradients that wait for their update."""
     optimizer_state: Placement = Placement(codec=Codec.FP32)
-    """Where the optimizer's moments live."""
+    """The placement of the optimizer's moments."""
     activation: Placement = Placement()
-    """Where what the backward walk needs of the forward walk lives."""
+    """The placement of activation checkpoints, which the backward walk needs of the forward walk."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     update: UpdateSettings = field(default_factory=UpdateSettings)
     zo: ZerothOrderSettings = field(default_factory=ZerothOrderSettings)
@@ -69,9 +69,9 @@ class Plan:
     budget: int | None = None
     """Device memory that the step may use, in bytes."""
     compile: bool = False
-    """Compile each kind of block once with torch.compile; a block's weights are then whole while it computes."""
+    """Whether each kind of block is compiled once with torch.compile; a block's weights are then whole while it computes."""
     seed: int = 0
-    """Of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
+    """The seed of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
 
     def __post_init__(self) -> None:
         short = {str(codec): codec.facts.dtype for codec in Codec if codec.facts.dtype}
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def sliceable(self) -> bool:
-        """True where a share of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
+        """True where a slice of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
         that a forward reads lies beside the parameters."""
         away = self.trainable.tier is not Tier.DEVICE and self.update.timing is Timing.DEFERRED
         return away and not self.kind.states

@@ -16,39 +16,39 @@ from blockwalk.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """What is read, and how records become tokens (``data.*``)."""
+    """The data sets, and how records become tokens (``data.*``)."""
 
     train: str = ""
     """JSONL or Parquet file (or a folder of them), or a hub name."""
     eval: str = ""
     """Held-out records in the same form; empty: no evaluation."""
     eval_limit: int = 200
-    """Records of ``data.eval`` that a training run evaluates, spread evenly; 0: all, as ``blockwalk eval`` always does."""
+    """Records of ``data.eval`` that a training run evaluates, drawn at random once; 0: all, as ``blockwalk eval`` does."""
     subset: str = ""
-    """Of a hub data set, its configuration; empty: the only one."""
+    """The configuration of a hub data set; empty: the only one."""
     train_split: str = "train"
-    """Of a hub data set, the split that is trained on."""
+    """The split of a hub data set that is trained on."""
     eval_split: str = "validation"
-    """Of a hub data set, the split that is evaluated on."""
+    """The split of a hub data set that is evaluated on."""
     format: str = ""
-    """messages, completion, classification or text; empty: what the first record looks like."""
+    """messages, completion, classification or text; empty: the one that the first record looks like."""
     template: str = ""
-    """Classification: the text with record fields in braces and the label's place, as in ``{text} It was {label}.``"""
+    """Classification: the text with record fields in braces and the label's place, as in ``{text} It was {label}``."""
     label_words: tuple[str, ...] = ()
     """Classification: the word of each class, in the order of the classes' numbers."""
     label_field: str = "label"
     """Classification: the record's field that holds the class, as a number or as its word."""
     label_scores: str = "mean"
-    """Classification: what label words are ranked by, in evaluation and by ``zo.objective``: the mean of the log-probabilities
-    of a word's tokens (as MeZO does), or their sum."""
+    """Classification: the score that ranks label words, in evaluation and by ``zo.objective``: the mean of the
+    log-probabilities of a word's tokens (as MeZO does), or their sum."""
     max_length: int = 512
-    """Tokens a sequence; longer records are cut, and counted."""
+    """Tokens of a sequence at most; longer records are cut, and counted."""
     packing: bool = False
-    """Join records end to end, whatever their length, and cut that into rows of ``max_length``: no token is padding or lost."""
+    """Whether records are joined end to end and cut into rows of ``max_length``: no token is padding or lost."""
     padding_multiple: int = 8
     """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True
-    """Take records in an order drawn anew for each epoch; false: in the file's."""
+    """Whether records come in an order drawn anew for each epoch; false: in the file's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ class RunConfig:
     plan: Plan = field(default_factory=lambda: method("mebp"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
-    """Train adapters (true, or any of the settings below); false: all parameters. Unless given, as the method needs."""
+    """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, as the method
+    needs."""
     batch_size: int = 8
-    """Sequences an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
+    """Sequences of an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
     eval_batch_size: int = 0
-    """Sequences an evaluation batch, which ranks share; 0: those of a micro-batch."""
+    """Sequences of an evaluation batch, which ranks share; 0: those of a micro-batch."""
     max_steps: int = 0
     """Optimizer steps; 0: as many as ``epochs`` takes."""
     epochs: int = 1
@@ -76,7 +77,7 @@ class RunConfig:
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
-    """Evaluate before the first step."""
+    """Whether there is an evaluation before the first step."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and on SIGTERM."""
     keep_checkpoints: int = 2
@@ -86,10 +87,10 @@ class RunConfig:
     start_timeout: float = 120.0
     """Seconds that a rank waits at the start for all others to come."""
     output_dir: str = "runs/blockwalk"
-    """The folder of the run: its configuration, metrics, checkpoints, and what it trained."""
+    """The folder of the run: its configuration, metrics, checkpoints, and trained weights."""
     overwrite_output_dir: bool = False
-    """Replace an earlier run's checkpoints, ledger and metrics; they stay in ``output_dir/replaced`` until this run's first
-    checkpoint is whole."""
+    """Whether an earlier run's checkpoints, ledger and metrics are replaced; they stay in ``output_dir/replaced`` until this
+    run's first checkpoint is whole."""
     resume_from_checkpoint: str = ""
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
 
@@ -152,7 +153,8 @@ class RunConfig:
         return {"model": own.pop("model"), "method": plan.pop("method"), **own, "lora": lora, **plan}
 
     def shared(self) -> dict[str, Any]:
-        """What must be equal on all ranks of a run: every setting but the places where each finds model, data and output."""
+        """Settings that must be equal on all ranks of a run: every one but the places where each finds model, data and
+        output."""
         found = self.to_mapping()
         data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
         return {**{name: value for name, value in found.items() if name not in ("model", "output_dir")}, "data": data}

@@ -1,6 +1,6 @@
-"""How large the pieces are that weights, logits and updates are worked on in, and what a chunked loss takes.
+"""Sizes of the chunks that weights, logits and updates are worked on in.
 
-Read by the estimators and by those who foresee what they will need; nothing here imports torch.
+They are read by the estimators and by those who foresee what they will need; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ LIFT = 1 << 18
 """Elements of the float32 scratch through which 16-bit products are added up."""
 
 DECODE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Of decoded weight at a time. Measured on a CPU with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB
+"""Bytes of decoded weight at a time. Measured on a CPU with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB
 nothing is won."""
 
 UPDATE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 22}
-"""Elements of a zeroth-order update at a time: what stays in cache on a processor, what pays for its launches on an
-accelerator."""
+"""Elements of a zeroth-order update at a time: few enough to stay in cache on a processor, enough to pay for the launches on
+an accelerator."""
 
 
 class Sized(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ class HeldOut:
 
     @staticmethod
     def read(settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int, limit: int = 0) -> HeldOut:
-        """Read and encode ``data.eval``: all of its records, or ``limit`` of them, spread evenly.
+        """Read and encode ``data.eval``: all of its records, or ``limit`` of them, drawn at random, the same in every run.
 
         Raises:
             ValueError: a record lacks what its format needs; file, line and field are named.
@@ -72,7 +73,8 @@ class HeldOut:
         records = list(read_records(settings.eval, split=settings.eval_split, subset=settings.subset or None))
         count = len(records)
         if 0 < limit < count:
-            records = [records[each * count // limit] for each in range(limit)]
+            chosen = random.Random(0).sample(range(count), limit)  # every n-th would miss what alternates
+            records = [records[each] for each in sorted(chosen)]
         template = template_of(settings)
         rows: Encoded | Choices
         if template is not None and settings.format in ("", Format.CLASSIFICATION):

@@ -1,0 +1,64 @@
+"""Oracle: folders written here, whole or with one thing wrong; the message names the file and says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockwalk.plan.model_folder import INDEX, STORE_INDEX, checkpoint_files, require_config, require_weights
+
+pytestmark = pytest.mark.fast
+
+
+def write(folder: Path, *files: str) -> Path:
+    """A folder of empty files, with an index of two parts if it has one."""
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    if INDEX in files:
+        parts = {"a": "part-2.safetensors", "b": "part-1.safetensors", "c": "part-2.safetensors"}
+        (folder / INDEX).write_text(json.dumps({"weight_map": parts}))
+    return folder
+
+
+def test_weights_are_one_file_or_those_of_the_index_or_a_block_store(tmp_path: Path) -> None:
+    """Closed form: each part once, by name; one whole file goes before an index."""
+    one = write(tmp_path / "one", "config.json", "model.safetensors", INDEX)
+    parts = write(tmp_path / "parts", "config.json", INDEX, "part-1.safetensors", "part-2.safetensors")
+    packed = write(tmp_path / "packed", "config.json", STORE_INDEX)
+    assert checkpoint_files(one) == ["model.safetensors"]
+    assert checkpoint_files(parts) == ["part-1.safetensors", "part-2.safetensors"]
+    for folder in (one, parts, packed):
+        require_weights(folder)
+        assert require_config(str(folder)) == folder
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "has no config.json; give the folder of a model"),
+        (("model.gguf",), r"has no config.json; model.gguf is GGUF, which is not read"),
+        (("config.json",), f"has neither model.safetensors nor {INDEX}$"),
+        (("config.json", "pytorch_model.bin"), r"pytorch_model.bin must be converted to safetensors first"),
+        (("config.json", INDEX, "part-2.safetensors"), r"incomplete: its index lists part-1.safetensors, which is not"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_weights(write(tmp_path / "model", *files))
+
+
+def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of the hub, a file, and a path where nothing is."""
+    monkeypatch.chdir(tmp_path)
+    Path("weights.safetensors").touch()
+    for name, message in (
+        ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B"),
+        ("weights.safetensors", "weights.safetensors is a file; give the folder"),
+        ("no/such/folder", "there is no folder no/such/folder; give that of a downloaded model"),
+    ):
+        for check in (require_config, require_weights, checkpoint_files):
+            with pytest.raises(ValueError, match=message):
+                check(name)

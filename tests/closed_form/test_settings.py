@@ -1,0 +1,154 @@
+"""Oracle: closed forms. A value changes where its dotted name points and nowhere else; each refusal names its setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from blockwalk.plan.choices import LoraSettings, MeshSettings
+from blockwalk.plan.methods import METHODS, method
+from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.parsing import did_you_mean, lora_settings, parse_bytes
+from blockwalk.plan.placement import Codec, Group, Placement, Tier
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.plan.settings import override, setting_names
+from tests.closed_form.test_program import toy
+
+pytestmark = pytest.mark.fast
+
+
+def changed(before: Plan, after: Plan) -> set[str]:
+    """The fields in which two plans differ."""
+    return {f.name for f in dataclasses.fields(Plan) if getattr(before, f.name) != getattr(after, f.name)}
+
+
+def test_a_setting_changes_what_its_name_points_to_and_nothing_else() -> None:
+    """Dotted, nested, and both at once, over a value that is itself replaced."""
+    plan = method("plain")
+    for given in ({"optimizer.learning_rate": "2e-4"}, {"optimizer": {"learning_rate": 2e-4}}):
+        found = override(plan, given)
+        assert changed(plan, found) == {"optimizer"}
+        assert found.optimizer == dataclasses.replace(plan.optimizer, learning_rate=2e-4)
+    found = override(plan, {"prefetch": "3", "trainable": "host × fp32", "trainable.codec": "bf16", "recompute": "all"})
+    assert changed(plan, found) == {"prefetch", "trainable", "recompute"}
+    assert found.trainable == Placement(Tier.HOST, Codec.BF16)
+
+
+def test_a_placement_without_a_group_keeps_the_plans() -> None:
+    """The rows over ranks: another tier or codec does not gather anything elsewhere."""
+    plan = method("zero3", mesh={"world": 4, "ranks_per_node": 2})
+    assert plan.frozen.group is Group.WORLD
+    assert override(plan, {"frozen": "device × int8"}).frozen == Placement(Tier.DEVICE, Codec.INT8, Group.WORLD)
+    assert override(plan, {"frozen": plan.frozen}) == plan
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefetc": 1}, "unknown setting 'prefetc'; did you mean 'prefetch'"),
+        ({"prefetch.depth": 1}, "setting 'prefetch' has no parts; it was given depth"),
+        ({"optimizer.lr": 1}, "unknown setting 'optimizer.lr'; did you mean 'optimizer.learning_rate'"),
+        ({"optimizer": 3}, "optimizer takes a group of settings, such as optimizer.name, not 3"),
+        ({"prefetch": "deep"}, "prefetch is 'deep'; it takes a whole number"),
+        ({"recompute": "some"}, "recompute"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        override(method("plain"), given)
+
+
+def test_every_name_that_is_listed_can_be_set() -> None:
+    """Of every row: setting a value to what it is changes nothing."""
+    for row in METHODS.values():
+        plan = row()
+        for name in setting_names(plan):
+            head, _, part = name.partition(".")
+            value = getattr(plan, head)
+            assert override(plan, {name: getattr(value, part) if part else value}) == plan, name
+    with pytest.raises(ValueError, match=r"unknown method 'mepb'; did you mean 'mebp'\?; known: .*zo2"):
+        method("mepb")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("18GB", 18 * 10**9), ("512MiB", 2**29), ("1.5 kb", 1500), ("2 TiB", 2**41), ("7", 7), (7, 7), ("3b", 3)],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+def test_names_that_were_probably_meant() -> None:
+    """The nearest; else what other libraries call it; else the only one that ends so; else nothing."""
+    known = setting_names()
+    assert did_you_mean("lr", known) == "; did you mean 'optimizer.learning_rate'?"
+    assert did_you_mean("eps", known) == "; did you mean 'zo.epsilon'?"
+    assert did_you_mean("optimizr.name", known) == "; did you mean 'optimizer.name'?"
+    assert did_you_mean("betas", known) == "; did you mean 'optimizer.betas'?"
+    assert did_you_mean("zzzzzz", known) == ""
+
+
+def test_adapters_are_read_as_every_other_setting() -> None:
+    given = {"rank": "8", "alpha": 16, "target_modules": "q_proj, v_proj", "options": {"use_rslora": True}}
+    wanted = LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), options={"use_rslora": True})
+    assert lora_settings(given) == wanted
+    with pytest.raises(ValueError, match=r"unknown setting 'lora.rnk'; did you mean 'lora.rank'"):
+        lora_settings({"rnk": 8})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *(({name: -1}, f"{name} is -1; it must be at least 0") for name in ("max_steps", "eval_every", "save_every")),
+        *(({name: 0}, f"{name} is 0; it must be at least 1") for name in ("epochs", "keep_checkpoints", "log_every")),
+        ({"start_timeout": 0.0}, "start_timeout is 0.0; it must be above 0 seconds"),
+        ({"data": DataSettings(eval_limit=-1)}, "data.eval_limit is -1"),
+        ({"data": DataSettings(max_length=1)}, "data.max_length is 1; it must be at least 2"),
+        ({"data": DataSettings(label_scores="max")}, "data.label_scores is 'max'; it must be mean or sum"),
+        ({"data": DataSettings(padding_multiple=0)}, "data.padding_multiple is 0"),
+        ({"data": DataSettings(label_words=("a", "b"))}, "needs both data.template and data.label_words"),
+        ({"batch_size": 9, "plan": method("plain", gradient_accumulation_steps=2)}, "steps=2 does not divide"),
+        (
+            {"batch_size": 6, "plan": method("distzo2", mesh={"world": 4, "data": 4})},
+            "mesh.data=4 parts of gradient_accumulation_steps=1 micro-batches do not divide",
+        ),
+    ],
+)
+def test_a_run_with_one_setting_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**wrong)
+
+
+def test_ranks_agree_on_all_but_the_places() -> None:
+    """Two nodes keep model, data and output elsewhere; any other difference is one."""
+    here = RunConfig(model="/a/model", data=DataSettings(train="/a/t", eval="/a/e"), output_dir="/a/out")
+    there = RunConfig(model="/b/model", data=DataSettings(train="/b/t", eval="/b/e"), output_dir="/b/out")
+    assert here.shared() == there.shared()
+    assert here.digest() != there.digest()
+    assert here.shared() != dataclasses.replace(there, batch_size=4).shared()
+    assert here.shared() != dataclasses.replace(there, data=DataSettings(max_length=64)).shared()
+
+
+def test_a_model_as_its_source_stores_it() -> None:
+    """The group size is every parameter's; what is put together from several tensors is told by name."""
+    model = toy(2, lora=False, tied=False)
+    found = model.as_stored(64, lambda name: name.endswith("norm"))
+    assert {p.group_size for p in found.params()} == {64}
+    assert {p.name for p in found.params() if p.assembled} == {"layers.0.norm", "layers.1.norm", "norm"}
+
+    def as_before(stored: ParamSpec, before: ParamSpec) -> ParamSpec:
+        return dataclasses.replace(stored, group_size=before.group_size, assembled=before.assembled)
+
+    assert [as_before(*pair) for pair in zip(found.params(), model.params(), strict=True)] == list(model.params())
+    again = found.as_stored(32)
+    assert {p.name for p in again.params() if p.assembled} == {p.name for p in found.params() if p.assembled}
+
+
+def test_forwards_of_a_step_are_shared_by_the_ranks_that_perturb() -> None:
+    """Closed form: world = data × perturb."""
+    plan = method("distzo2", mesh={"world": 4})
+    assert (plan.mesh.data * plan.mesh.perturb, plan.forward_passes) == (4, 2)
+    assert MeshSettings().world == 1
