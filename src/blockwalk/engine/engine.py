@@ -255,6 +255,11 @@ class Engine:
         assert self._buckets is not None, "backpropagation keeps masters, not buckets"
         return self._buckets
 
+    def settle(self) -> None:
+        """Write the resident trainables of a zeroth-order run to the disk, where that is their tier."""
+        if self._buckets is not None:
+            self._buckets.settle()
+
     def _master_dtype(self, param: ParamSpec) -> torch.dtype:
         codec = self.plan.trainable.codec
         name = codec.dtype_of(param.dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batching import loss_tokens, row_losses
 from blockwalk.engine.engine import Engine
@@ -97,6 +98,31 @@ class Backprop:
         self.state: _State | None = None
         self.chunked = engine.plan.loss == "chunked" and not engine.cut.head.custom
 
+    # ---- what the walker asks of every estimator ---------------------------------------------------------------------
+
+    def waiting(self) -> int:
+        """Entries that wait to be applied: none, every step updates its weights."""
+        return 0
+
+    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
+        """Entries to go on from: masters and moments are all of a first-order run's state."""
+
+    def compare(self, step: int) -> None:
+        """The ranks' weights after a step: each master has one rank that updates it, or several that sum alike."""
+
+    def require_finite(self, step: int) -> None:
+        """Masters and optimizer states of all ranks together, after a step: no NaN and no infinity. Raises FloatingPointError
+        on every rank where one has."""
+        wrong = self.engine.not_finite()
+        (count,) = self.engine.total([float(len(wrong))])
+        if count:
+            raise FloatingPointError(
+                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step {step}: an update"
+                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a lower optimizer.learning_rate"
+            )
+
+    # ---- a step -------------------------------------------------------------------------------------------------------
+
     def begin(
         self,
         batches: Sequence[Batch],
@@ -107,20 +133,24 @@ class Backprop:
         by_row: bool = False,
         next_token: bool = False,
         tokens: int | None = None,
+        seed: int | None = None,
     ) -> None:
         """Start a step on its micro-batches. ``training`` keeps what a backward walk needs; ``by_row`` and ``next_token``
         (evaluation of one micro-batch) ask for the loss of each sequence even where it would be the model's own of all, or for
         the next token's logits instead.
 
         Raises:
-            ValueError: no label of the step counts towards the loss.
+            ValueError: no label of the step counts towards the loss, or a seed is given, and nothing draws noise.
         """
+        if seed is not None:
+            raise ValueError(f"method {self.engine.plan.method!r} draws no noise: seed belongs to zeroth order")
         if tokens is None:
             tokens = sum(loss_tokens(batch) for batch in batches)
         if training and not tokens:
             raise ValueError(
                 "every label of this step is ignored (-100); check the data's completion or template settings"
             )
+        self.engine.module.train(training)
         self.engine.begin()
         self.activations.clear()
         self.state = _State(batches, tokens, learning_rate, step, training, by_row, next_token)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from blockwalk.checkpoints.ledger import Entry, Ledger, LedgerCopy
+from blockwalk.checkpoints.ledger import Ledger, LedgerCopy
 from blockwalk.cutting.adapters import as_lora
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine.engine import Engine
@@ -167,9 +167,10 @@ class Walker:
         if plan.estimator is Estimator.ZEROTH_ORDER:
             function = None if objective is None else as_objective(objective)
             make = MezoOriginal if plan.zo.noise == "mezo" else ZerothOrder
-            self.estimator = make(self.engine, function, self.ranks)
+            self.estimator = estimator = make(self.engine, function, self.ranks)
             if ledger is not None:
-                self._take_up(self._open_ledger(Path(ledger), header(self.engine, lora, run)))
+                self.ledger = self._open_ledger(Path(ledger), header(self.engine, lora, run))
+                self.steps_done = estimator.take_up(self.ledger)
         elif ledger is not None or objective is not None:
             raise ValueError(f"method {plan.method!r} differentiates: ledger and objective belong to zeroth order")
         else:
@@ -201,16 +202,9 @@ class Walker:
                 "this walker was made with training=False, to evaluate and to generate; make another to train"
             )
         learning_rate = self._schedule(self.steps_done)
-        options: dict[str, Any] = {}
-        if isinstance(self.estimator, ZerothOrder):
-            self.engine.module.eval()
-            if self.plan.update.timing is not Timing.DEFERRED:
-                self._catch_up()  # nothing to do, unless the run was taken up again
-            options = {"seed": self.estimator.seed_of(seed)}
-        elif seed is not None:
-            raise ValueError(f"method {self.plan.method!r} draws no noise: seed belongs to zeroth order")
-        else:
-            self.engine.module.train()
+        options: dict[str, Any] = {"seed": seed}
+        if self.plan.update.timing is not Timing.DEFERRED:
+            self._catch_up()  # nothing to do, unless a zeroth-order run was taken up again
         if isinstance(batch, LabelWordBatch):
             options["words"], batch = batch, batch.batch
         if self._watch is not None:
@@ -219,9 +213,7 @@ class Walker:
         state = self.estimator.state
         assert state is not None
         self.steps_done += 1
-        together = self.ranks.world > 1 and isinstance(self.estimator, ZerothOrder)
-        if together and self.steps_done % self.plan.mesh.check_every == 0:
-            self.ranks.compare(self.steps_done, *self.engine.buckets.sums())
+        self.estimator.compare(self.steps_done)
         if self._watch is not None:
             self._watch.end_step()
         return StepResult(
@@ -238,13 +230,11 @@ class Walker:
     def flush(self) -> None:
         """Zeroth order: apply every update that waits, and write the weights back to their tier. Before the weights are
         looked at (evaluation, generation, saving) this happens by itself."""
-        if not isinstance(self.estimator, ZerothOrder):
-            return
         self._catch_up()
-        self.engine.buckets.settle()
+        self.engine.settle()
 
     def _catch_up(self) -> None:
-        if isinstance(self.estimator, ZerothOrder) and self.estimator.waiting():
+        if self.estimator.waiting():
             self._execute(self.program(StepKind.FLUSH, Shape(1, 1)))
 
     def _open_ledger(self, path: Path, head: Mapping[str, Any]) -> Ledger:
@@ -258,34 +248,14 @@ class Walker:
         found, entries = self.ranks.first(ask)
         return opened[0] if opened else LedgerCopy(path, found, entries)
 
-    def _take_up(self, ledger: Ledger) -> None:
-        """Go on where a ledger stands."""
-        assert isinstance(self.estimator, ZerothOrder)
-        estimator, self.ledger, self.steps_done = self.estimator, ledger, ledger.steps
-        buckets = self.engine.buckets
-        ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
-        if ahead > ledger.steps:
-            raise ValueError(
-                f"{ledger.path} has {ledger.steps} steps, and the weights of this run in the working folder have"
-                f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
-            )
-        estimator.resume(ledger.entries)
-
-        def record(entry: Entry) -> None:
-            ledger.append(entry)
-            estimator.entries.append(entry)
-
-        estimator.record = record
-
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The gradient of the mean loss, float32, by canonical parameter name; nothing is updated.
 
         Raises:
             ValueError: the method does not differentiate.
         """
-        if isinstance(self.estimator, ZerothOrder):
+        if self.plan.estimator is not Estimator.BACKPROP:
             raise ValueError(f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or mebp")
-        self.engine.module.train()
         self._run(StepKind.GRADIENTS, batch, 0.0)
         return self.engine.take_gradients()
 
@@ -304,7 +274,6 @@ class Walker:
         """Summed losses of the batch, in its order: of each sequence, or of each rank's where the model's own loss is asked
         for."""
         self.flush()
-        self.engine.module.eval()
         self._run(StepKind.EVALUATE, batch, 0.0, **options)
         state = self.estimator.state
         assert state is not None
@@ -315,7 +284,6 @@ class Walker:
         """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
         and ``use_cache: True`` continues what that cache holds, and is taken into it."""
         self.flush()
-        self.engine.module.eval()
         ids_BS = batch["input_ids"].to(self.device)
         whole = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
         self.estimator.begin([whole], step=self.steps_done + 1, learning_rate=0.0, training=False, next_token=True)
@@ -385,7 +353,7 @@ class Walker:
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
         costs = self.costs(shape) if training and (foresee or spends) else Costs()
         pending = Pending()
-        if isinstance(self.estimator, ZerothOrder) and self.plan.update.timing is Timing.DEFERRED:
+        if self.plan.update.timing is Timing.DEFERRED:
             entries = self.estimator.waiting()
             pending = Pending(entries, flush=entries >= self.plan.update.flush_every)
         elif step_kind is StepKind.FLUSH:
@@ -475,21 +443,8 @@ class Walker:
             FloatingPointError: first order: a value is not finite.
         """
         self.flush()
-        self._require_finite()
+        self.estimator.require_finite(self.steps_done)
         return {"steps_done": self.steps_done, **self.engine.state_dict()}
-
-    def _require_finite(self) -> None:
-        """First order, all ranks together: masters and optimizer states have no NaN and no infinity. Raises FloatingPointError
-        on every rank where one has."""
-        if isinstance(self.estimator, ZerothOrder):
-            return
-        wrong = self.engine.not_finite()
-        (count,) = self.engine.total([float(len(wrong))])
-        if count:
-            raise FloatingPointError(
-                f"{', '.join(wrong[:3]) or 'a tensor of another rank'} is not finite after step {self.steps_done}: an update"
-                " overflowed, and nothing was saved. Go on from an earlier checkpoint with a lower optimizer.learning_rate"
-            )
 
     def join_gathers(self) -> None:
         """Zeroth order: call this on every rank but 0 while rank 0 saves. It joins the gathers that assemble the sliced
@@ -505,13 +460,12 @@ class Walker:
             ValueError: a tensor is missing, unknown or of another shape.
         """
         steps = int(state["steps_done"])
-        if isinstance(self.estimator, ZerothOrder):
-            if self.ledger is not None and self.ledger.steps < steps:
-                raise ValueError(
-                    f"{self.ledger.path} has {self.ledger.steps} steps, the saved state {steps}: not of one run"
-                )
-            if self.ledger is None:
-                self.estimator.resume([], after=steps)
+        if self.ledger is not None and self.ledger.steps < steps:
+            raise ValueError(
+                f"{self.ledger.path} has {self.ledger.steps} steps, the saved state {steps}: not of one run"
+            )
+        if self.ledger is None:
+            self.estimator.resume([], after=steps)
         self.engine.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
         self.steps_done = steps if self.ledger is None else self.ledger.steps
 
@@ -522,7 +476,7 @@ class Walker:
         False it is written behind the next steps; ``beside`` are further files of it, by name. See
         :class:`blockwalk.checkpoints.distributed.Saver`."""
         saver = self._state_saver()
-        self._require_finite()
+        self.estimator.require_finite(self.steps_done)
         saver.save(folder, self.steps_done, wait=wait, beside=beside)
 
     def wait_saved(self) -> None:
@@ -535,7 +489,7 @@ class Walker:
         self.steps_done = self._state_saver().load(folder)
 
     def _state_saver(self) -> Saver:
-        if isinstance(self.estimator, ZerothOrder):
+        if self.plan.estimator is not Estimator.BACKPROP:
             raise ValueError(f"method {self.plan.method!r} is zeroth-order: its ledger is its checkpoint")
         if self._saver is None:
             from blockwalk.checkpoints.distributed import Saver
@@ -550,8 +504,8 @@ class Walker:
             FloatingPointError: first order: a value is not finite.
         """
         self.flush()
-        self._require_finite()
-        if self.ranks.rank and isinstance(self.estimator, ZerothOrder):
+        self.estimator.require_finite(self.steps_done)
+        if self.ranks.rank and not self.plan.sharded:
             self.join_gathers()
         else:
             self.engine.save_pretrained(Path(folder))

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from blockwalk.checkpoints.ledger import Entry
+from blockwalk.checkpoints.ledger import Entry, Ledger
 from blockwalk.data.batching import LabelWordBatch, row_losses
 from blockwalk.engine.cells import STATE
 from blockwalk.engine.engine import Engine
@@ -79,6 +79,47 @@ class ZerothOrder:
         """A step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's."""
         return self.plan.seed if given is None else self.ranks.first_seed(given)
 
+    # ---- what the walker asks of every estimator ---------------------------------------------------------------------
+
+    def waiting(self) -> int:
+        """The most entries that any unit has not seen where it stays between its turns."""
+        buckets = self.engine.buckets
+        return max((self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())), default=0)
+
+    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
+        """Take up a run where its ledger stands: ``entries`` follow step ``after``."""
+        self.entries[:], self.entries_after = entries, after
+
+    def take_up(self, ledger: Ledger) -> int:
+        """Go on where a ledger stands, and write every step to it before the step counts; the answer is the steps done.
+
+        Raises:
+            ValueError: the weights on the disk have more steps than the ledger.
+        """
+        buckets = self.engine.buckets
+        ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
+        if ahead > ledger.steps:
+            raise ValueError(
+                f"{ledger.path} has {ledger.steps} steps, and the weights of this run in the working folder have"
+                f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
+            )
+        self.resume(ledger.entries)
+
+        def record(entry: Entry) -> None:
+            ledger.append(entry)
+            self.entries.append(entry)
+
+        self.record = record
+        return ledger.steps
+
+    def compare(self, step: int) -> None:
+        """Every so many steps, compare the weights that ranks hold copies of. Raises RuntimeError where two differ."""
+        if self.ranks.world > 1 and step % self.plan.mesh.check_every == 0:
+            self.ranks.compare(step, *self.engine.buckets.sums())
+
+    def require_finite(self, step: int) -> None:
+        """Weights after a step: an entry whose losses are not finite was never made."""
+
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def begin(
@@ -108,6 +149,7 @@ class ZerothOrder:
         Raises:
             ValueError: no label of the step counts towards the loss.
         """
+        self.engine.module.eval()
         labels = [batch["labels"].to("cpu") for batch in batches]
         counted = tuple(int((each[:, 1:] != IGNORE).sum()) for each in labels)
         if training and not sum(counted):
@@ -125,7 +167,7 @@ class ZerothOrder:
             labels,
             counted,
             step,
-            seed=self.plan.seed if seed is None else seed,
+            seed=self.seed_of(seed) if training else self.plan.seed,
             learning_rate=learning_rate,
             passes=self.plan.kind.passes(self.plan.zo.queries) if training else (AT_REST,),
             training=training,
@@ -334,15 +376,6 @@ class ZerothOrder:
     def steps(self) -> int:
         """Steps that count as done."""
         return self.entries_after + len(self.entries)
-
-    def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
-        """Take up a run where its ledger stands: ``entries`` follow step ``after``."""
-        self.entries[:], self.entries_after = entries, after
-
-    def waiting(self) -> int:
-        """The most entries that any unit has not seen where it stays between its turns."""
-        buckets = self.engine.buckets
-        return max((self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())), default=0)
 
     @torch.no_grad()
     def _update(self, op: Op) -> None:
