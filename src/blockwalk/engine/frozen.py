@@ -23,7 +23,7 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TravellingParameter:
     """One parameter among its unit's bytes: ``nbytes`` of them."""
 
     nbytes: int
@@ -33,7 +33,7 @@ class Piece:
     """The function that answers the parameter over its bytes (uint8 [nbytes]), wherever they are."""
 
 
-def piece_of(param: ParamSpec, source: WeightSource, compute_dtype: torch.dtype) -> Piece:
+def travelling(param: ParamSpec, source: WeightSource, compute_dtype: torch.dtype) -> TravellingParameter:
     """A stored parameter as it travels: as the tier has it where products read it a range at a time, otherwise in the compute
     dtype; a parameter that the source assembles travels whole."""
     shape = param.shape
@@ -43,11 +43,11 @@ def piece_of(param: ParamSpec, source: WeightSource, compute_dtype: torch.dtype)
 
     if not source.in_place(param.name):
         nbytes = param.numel * compute_dtype.itemsize
-        return Piece(nbytes, lambda out_P: source.read_into(param.name, dense(out_P)), dense)
+        return TravellingParameter(nbytes, lambda out_P: source.read_into(param.name, dense(out_P)), dense)
     weight = source.weights([param.name])[param.name]
     if isinstance(weight, EncodedWeight):
         buffer, layout = weight.buffer, weight.layout
-        return Piece(
+        return TravellingParameter(
             layout.nbytes,
             lambda out_P: out_P.copy_(buffer),
             lambda bytes_P: EncodedWeight(bytes_P, layout, compute_dtype),
@@ -55,26 +55,26 @@ def piece_of(param: ParamSpec, source: WeightSource, compute_dtype: torch.dtype)
     assert isinstance(weight, torch.Tensor), type(weight)
     if weight.dtype != compute_dtype and param.quantizable and weight.dim() == 2:
         stored, nbytes = weight.dtype, weight.numel() * weight.element_size()
-        return Piece(
+        return TravellingParameter(
             nbytes,
             lambda out_P: out_P.view(stored).view(shape).copy_(weight),
             lambda bytes_P: DenseWeight(bytes_P.view(stored).view(shape), compute_dtype),
         )
-    return Piece(weight.numel() * compute_dtype.itemsize, lambda out_P: dense(out_P).copy_(weight), dense)
+    return TravellingParameter(weight.numel() * compute_dtype.itemsize, lambda out_P: dense(out_P).copy_(weight), dense)
 
 
-class _Pieces:
+class _FromSource:
     """Units gathered from their source, a :class:`~blockwalk.tiers.protocols.UnitTier` that is only read."""
 
-    def __init__(self, units: Mapping[int, Mapping[str, tuple[int, Piece]]]) -> None:
+    def __init__(self, units: Mapping[int, Mapping[str, tuple[int, TravellingParameter]]]) -> None:
         self._units = units
 
     def step(self, unit: int) -> int:
         return 0
 
     def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
-        for start, piece in self._units[unit].values():
-            piece.fill(out_P[start : start + piece.nbytes])
+        for start, param in self._units[unit].values():
+            param.fill(out_P[start : start + param.nbytes])
         return 0
 
     def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
@@ -106,32 +106,32 @@ class FrozenSlots:
         device: torch.device,
         used_as: Callable[[str], torch.dtype],
     ) -> None:
-        self._units: dict[int, dict[str, tuple[int, Piece]]] = {}
+        self._units: dict[int, dict[str, tuple[int, TravellingParameter]]] = {}
         self._nbytes: dict[int, int] = {}
         for unit, params in units.items():
             placed, end = {}, 0
             for param in params:
-                piece = piece_of(param, source, used_as(param.name))
-                placed[param.name] = (end, piece)
-                end += -(-piece.nbytes // _ALIGN) * _ALIGN
+                stored = travelling(param, source, used_as(param.name))
+                placed[param.name] = (end, stored)
+                end += -(-stored.nbytes // _ALIGN) * _ALIGN
             self._units[unit], self._nbytes[unit] = placed, end
         largest = max(self._nbytes.values(), default=0)
-        pieces = _Pieces(self._units)
-        self._tier: UnitTier = pieces
+        from_source = _FromSource(self._units)
+        self._tier: UnitTier = from_source
         if tier is Tier.HOST:
             host = HostTier([self._nbytes.get(unit, 0) for unit in range(max(units, default=-1) + 1)], device)
             for unit in self._units:
-                pieces.read_unit(unit, host.bucket(unit))
+                from_source.read_unit(unit, host.bucket(unit))
                 source.release([name for name in self._units[unit] if source.in_place(name)])
             self._tier = host
         elif device.type == "cuda":
-            self._tier = Staged(pieces, largest, device)
+            self._tier = Staged(from_source, largest, device)
         self._slots = Slots(count, largest, device)
 
     def view(self, unit: int, slot: int) -> dict[str, torch.Tensor | Weight]:
         """A unit's parameters as a slot will hold them."""
         bytes_P = self._slots.view(slot, self._nbytes[unit])
-        return {n: piece.open(bytes_P[start : start + piece.nbytes]) for n, (start, piece) in self._units[unit].items()}
+        return {n: param.open(bytes_P[start : start + param.nbytes]) for n, (start, param) in self._units[unit].items()}
 
     def fetch(self, unit: int, slot: int) -> None:
         """Copy a unit to a slot, on the calling lane."""
