@@ -1,4 +1,5 @@
-"""What a block does while it computes, by formula: the counterpart of what :mod:`blockwalk.walk.unit_costs` counts.
+"""The operations of a block while it computes, by formula: the counterpart of those that :mod:`blockwalk.walk.unit_costs`
+counts.
 
 Products are exact. Element-wise passes are counted in elements a token, operation by operation of transformers' own modules;
 backward, autograd makes :data:`BACKWARD` of the forward's. Nothing here imports torch.
@@ -96,7 +97,7 @@ def _block_cost(
 
 
 def _norm_elements(d: Dimensions, wide: int, full: bool) -> int:
-    """Elements a token that a block's RMS norms keep: their float32 input (where it is not the hidden state itself), the
+    """Elements per token that a block's RMS norms keep: their float32 input (where it is not the hidden state itself), the
     normed value where the norm's weight is trained, and the two outputs that linears read. ``wide``: float32 elements are
     so many of the compute dtype's."""
     gemma = d.family.startswith("gemma")
@@ -218,7 +219,7 @@ def block_work(
     adapted = sum(rows for rows, _ in linears) if rank and not fused else 0
 
     def passes(elements: float, wide: float) -> Work:
-        """As passes of an average size."""
+        """Passes of an average size."""
         own, float32 = (_of_average_size(size * each, tokens * size * d.hidden) for each in (elements, wide))
         return elementwise(own, size) + Work(wide=float32)
 
@@ -241,7 +242,7 @@ def block_work(
 
 
 def _elements(d: Dimensions, size: int) -> tuple[int, int]:
-    """Elements a token that a block's forward passes read and write, adapters left out, in the compute dtype's size: those of
+    """Elements per token that a block's forward passes read and write, adapters left out, in the compute dtype's size: those of
     passes with a result in that dtype, and in a 16-bit model those with a float32 result."""
     if d.plain_mlp:  # fused layer norms, residual sums, the activation, the queries' scale
         return 10 * d.hidden + 2 * d.feed_forward + 2 * d.queries, 0

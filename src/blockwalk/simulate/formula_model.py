@@ -2,7 +2,7 @@
 
 For the families whose block is attention (fused, or gemma2's capped scores) and a gated or plain MLP: llama, mistral, qwen2,
 qwen3, seed_oss, gemma2, gemma3_text, opt, mixtral and qwen3_moe.
-What :mod:`blockwalk.walk.unit_costs` measures on such a model is the oracle.
+The figures that :mod:`blockwalk.walk.unit_costs` measures on such a model are the oracle.
 
 T tokens of a micro-batch, B batch, S sequence, D hidden, F feed-forward, Q = heads × head size, K = key heads × head size,
 E experts of which k are chosen, V vocabulary, R LoRA rank.
@@ -24,7 +24,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss", "gemma2", "gemma3_
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """What a decoder's shapes follow from."""
+    """Dimensions that a decoder's shapes follow from."""
 
     family: str
     layers: int
@@ -173,7 +173,7 @@ def model_spec(config: Mapping[str, Any], name: str = "", *, lora_rank: int | No
 
 
 ROUTER = "mlp.gate.weight"
-"""Of a mixture of experts: kept as it came."""
+"""The name of the router of a mixture of experts, which is kept as it came."""
 
 
 def _linears(d: Dimensions) -> list[tuple[str, tuple[int, int]]]:
