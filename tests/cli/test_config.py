@@ -245,7 +245,9 @@ def test_help_lists_every_setting_once_with_its_sentence() -> None:
         assert form
         assert sentence.endswith("."), name
     text = " ".join(" ".join(settings_help.lines("train")).split())
-    assert "--data.max_length N Tokens of a sequence at most; longer records are cut, and counted. (default: 512)" in text
+    assert (
+        "--data.max_length N Tokens of a sequence at most; longer records are cut, and counted. (default: 512)" in text
+    )
     assert "--optimizer.name adamw|sgd|momentum|sign The update rule" in text
     assert "--update.timing block|step|deferred " in text
     assert f"(default: {RunConfig().plan.frozen})" in text

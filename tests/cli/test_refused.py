@@ -70,7 +70,9 @@ def test_a_refused_run_changes_nothing(
     for reason, (code, settings) in wanted.items():
         assert train(tiny_run, folder, *earlier, *OVER, *settings) == code, capsys.readouterr().err
         assert contents(folder) == before, reason
-    monkeypatch.setattr(step_forecast.StepForecast, "of", refuse)  # when the walker has opened everything, the new ledger too
+    monkeypatch.setattr(
+        step_forecast.StepForecast, "of", refuse
+    )  # when the walker has opened everything, the new ledger too
     assert train(tiny_run, folder, *ZO2, *OVER) == 2
     assert contents(folder) == before
 

@@ -184,7 +184,9 @@ OPT_125M = {
 
 
 @pytest.mark.parametrize(("config_", "parameters"), [(MIXTRAL_8X7B, 46_702_792_704), (OPT_125M, 125_239_296)])
-def test_other_families_have_their_published_parameters_and_are_walked(config_: dict[str, Any], parameters: int) -> None:
+def test_other_families_have_their_published_parameters_and_are_walked(
+    config_: dict[str, Any], parameters: int
+) -> None:
     """Oracle: the parameter counts on the models' cards."""
     task = Task(config_, hardware.load("h200"), 1, 128)
     program, model, _ = program_of(task, method("mezo"))

@@ -102,7 +102,9 @@ class Layout:
     def codes(self, buffer: torch.Tensor) -> torch.Tensor:
         """The codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
         if self.codec.facts.interleaved:
-            return self._blocks(buffer)[..., len(self.codec.facts.scales) * self.scale_dtype.itemsize :].view(self.code_dtype)
+            return self._blocks(buffer)[..., len(self.codec.facts.scales) * self.scale_dtype.itemsize :].view(
+                self.code_dtype
+            )
         return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
 
     def _blocks(self, buffer: torch.Tensor) -> torch.Tensor:
