@@ -20,6 +20,7 @@ from blockwalk.program.program import OpKind, Shape, StepKind
 from blockwalk.program.residency import Placements
 from blockwalk.report.forecast import model_spec
 from blockwalk.tiers.block_store.store import BlockStore
+from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
@@ -78,7 +79,7 @@ def test_a_program_has_the_bytes_of_a_store_in_groups_of_64(folder: Path, tmp_pa
         stored = {unit.name: sum(p.nbytes for p in unit.params) for unit in BlockStore(tmp_path / "store").index.units}
         program = walker.program(StepKind.TRAIN, Shape(4, 12))
         fetched = {op.unit: op.nbytes for op in program.ops if op.kind is OpKind.FETCH}
-        for spec in (walker.spec, model_spec(run)):
+        for spec in (walker.spec, model_spec(run.model, UnitCosts(run.model, lora=LORA))):
             assert {unit.name: unit.nbytes(Codec.INT4, trainable=False) for unit in spec.units} == stored
         assert all(fetched[number] == stored[unit.name] for number, unit in enumerate(walker.spec.units[:-1]))
 

@@ -13,35 +13,41 @@ from typing import Any
 
 import pytest
 
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
+from blockwalk.plan.run_config import DataSettings
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Pool, Shape
-from blockwalk.simulate import formula_model, hardware
+from blockwalk.report import advice
+from blockwalk.simulate import hardware
 from blockwalk.simulate.planner import Task, candidates, choose, largest_batch, look_at, program_of, rank
 from blockwalk.train import config
+from tests.given import costs, decoder
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.fast
 
 CALLS = 6_000_000
 """Function calls that the ranking may take: 3.5 million today, 2.5 s under the profiler."""
 
-LLAMA_405B = {
-    "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
-    "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
-}  # fmt: skip
+LLAMA_405B = decoder(layers=126, hidden=16384, wide=53248, keys=1024, vocab=128256, tied=False)
 QWEN_3B = {
-    "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "dtype": "bfloat16",
-    "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-}  # fmt: skip
+    lora_rank: decoder(layers=36, hidden=2048, wide=11008, keys=256, vocab=151936, lora_rank=lora_rank)
+    for lora_rank in (None, 8)
+}
+
+
+def qwen_task(lora_rank: int | None, budget: int | None = None) -> Task:
+    model = QWEN_3B[lora_rank]
+    return Task(model, costs(model), hardware.load("rtx-4090"), Shape(1, 512), budget)
 
 
 @pytest.mark.parametrize("rank_", [None, 8])
 def test_a_larger_budget_is_never_worse(rank_: int | None) -> None:
     """The plans that fit a budget fit a larger one, so its best is at least as fast."""
-    machine = hardware.load("rtx-4090")
     last = 0.0
     for budget in (1 * 10**9, 4 * 10**9, 10 * 10**9, 22 * 10**9):
-        found = rank(Task(QWEN_3B, machine, 1, 512, rank_, budget))
+        found = rank(qwen_task(rank_, budget))
         fits = [c for c in (*found.first_order, *found.zeroth_order) if c.simulation]
         assert all(c.peaks[Pool.DEVICE] <= budget for c in fits)
         best = max((c.simulation.tokens_per_second for c in fits if c.simulation), default=0.0)
@@ -50,17 +56,17 @@ def test_a_larger_budget_is_never_worse(rank_: int | None) -> None:
 
 
 def test_the_largest_batch_fits_and_one_more_step_of_search_does_not() -> None:
-    task = Task(QWEN_3B, hardware.load("rtx-4090"), 1, 512, 8)
+    task = qwen_task(8)
     plan = method("plain", recompute="all")
     most = largest_batch(task, plan)
     assert most > 1
     for batch, fits in ((most, True), (most + most // 32 + 1, False)):
-        program, _, _ = program_of(task, plan, Shape(batch, task.sequence))
+        program, _ = program_of(task, plan, Shape(batch, task.shape.sequence))
         assert (program.peaks()[Pool.DEVICE] <= task.room) == fits
 
 
 def test_what_does_not_fit_is_left_out_with_figures() -> None:
-    task = Task(QWEN_3B, hardware.load("rtx-4090"), 1, 512)
+    task = qwen_task(None)
     found = look_at(task, "plain", method("plain"))
     assert found.simulation is None
     assert "on the device, which has 23.0 GB" in found.refused
@@ -70,21 +76,25 @@ def test_405b_on_1024_devices_is_answered_in_few_calls_and_without_torch() -> No
     """Oracle: the interpreter's count of function calls, which is the same on any machine: three seconds of a quiet one."""
     cluster = dataclasses.replace(hardware.load("a100-80gb"), devices_per_node=8, nodes=128)
     profile = cProfile.Profile()
-    found = profile.runcall(rank, Task(LLAMA_405B, cluster, 1, 4096))
+    found = profile.runcall(rank, Task(LLAMA_405B, costs(LLAMA_405B), cluster, Shape(1, 4096)))
     assert pstats.Stats(profile).total_calls < CALLS
     assert found.best is not None
     code = "import sys, blockwalk.simulate.planner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-SMALL = {**QWEN_3B, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 4000}
+def small_task(
+    machine: hardware.Hardware, lora_rank: int | None = None, *, rows: int = 1, budget: int | None = None
+) -> Task:
+    model = decoder(layers=3, hidden=256, wide=704, keys=32, vocab=4000, lora_rank=lora_rank)
+    return Task(model, costs(model), machine, Shape(rows, 128), budget)
 
 
 @pytest.mark.parametrize("lora_rank", [None, 8])
 def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int | None) -> None:
     """Oracle: the rows that the ranking holds; a zeroth-order step counts as its measured share of an exact one."""
     machine = dataclasses.replace(hardware.load("a40-48gb-x8-eth10"), nodes=2)
-    task = Task(SMALL, machine, 1, 128, lora_rank, budget=3 * 10**8)
+    task = small_task(machine, lora_rank, budget=3 * 10**8)
     found = rank(task)
     looked_at = [label for label, _ in candidates(task)]
     assert len(set(looked_at)) == len(looked_at)
@@ -119,25 +129,25 @@ def test_the_memory_that_is_short_is_named(room: dict[str, Any], said: str) -> N
     machine = dataclasses.replace(hardware.load("rtx-4090"), **room)
     tier = "disk" if "disk_bytes" in room else "host"
     plan = method("zo2", trainable=f"{tier} × raw", frozen=f"{tier} × raw")
-    found = look_at(Task(SMALL, machine, 1, 128), "zo2", plan)
+    found = look_at(small_task(machine), "zo2", plan)
     assert found.simulation is None
     assert said in found.refused
-    assert largest_batch(Task(SMALL, machine, 1, 128), plan) == 0
+    assert largest_batch(small_task(machine), plan) == 0
 
 
 def test_a_step_that_does_not_fit_beside_weights_that_do_says_what_would_help() -> None:
     machine = dataclasses.replace(hardware.load("rtx-4090"), device_bytes=10**8)
-    found = look_at(Task(SMALL, machine, 64, 512, 8), "plain", method("plain", recompute="none"))
+    found = look_at(small_task(machine, 8, rows=256), "plain", method("plain", recompute="none"))
     assert "fewer tokens a micro-batch would fit, or recompute: all" in found.refused
     with pytest.raises(ValueError, match=r"no method fits .*; the nearest, .* needs .* which has 1.0 MB"):
-        choose(Task(SMALL, dataclasses.replace(machine, device_bytes=10**6, host_bytes=10**6)))
+        choose(small_task(dataclasses.replace(machine, device_bytes=10**6, host_bytes=10**6)))
 
 
 def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the ranking itself."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_3B))
+    tiny_model("llama").config.save_pretrained(tmp_path)
     monkeypatch.chdir(tmp_path)
     settings = {
         "model": str(tmp_path),
@@ -149,28 +159,16 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     with pytest.raises(ValueError, match="blockwalk doctor"):
         config.from_mapping(settings)
     hardware.save(hardware.load("rtx-4090"), tmp_path / "hardware.yaml")
-    best = rank(Task(QWEN_3B, hardware.load("rtx-4090"), 1, 512, 8)).best
+    shape = Shape(1, DataSettings().max_length)
+    best = rank(advice.task(str(tmp_path), LoraSettings(rank=8), hardware.load("rtx-4090"), shape, budget=None)).best
     assert best is not None
     chosen = config.from_mapping(settings)
     assert chosen.plan == override(best.plan, {"optimizer.learning_rate": 3e-4})
     assert chosen.lora is not None
     assert chosen.lora.rank == 8
     assert config.from_mapping(chosen.to_mapping()) == chosen
-    with pytest.raises(ValueError, match=r"no method fits"):
-        config.from_mapping({**settings, "budget": "1MB"})
-
-
-def test_what_is_no_configuration_of_a_model_is_refused(tmp_path: Path) -> None:
-    """A file and its folder are read alike; broken JSON, JSON that is no model and a family without a formula are not."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(QWEN_3B))
-    assert formula_model.read_config(tmp_path) == formula_model.read_config(file) == QWEN_3B
-    for text, message in (("{", "config.json is not valid JSON"), ("[]", "it names no model_type")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            formula_model.read_config(file)
-    with pytest.raises(ValueError, match=r"model_type 'rwkv' has no formula; known: .*llama"):
-        rank(Task({**QWEN_3B, "model_type": "rwkv"}, hardware.load("laptop")))
+    with pytest.raises(ValueError, match="no method fits"):
+        config.from_mapping({**settings, "budget": "10kB"})
 
 
 MIXTRAL_8X7B = {
@@ -185,10 +183,27 @@ OPT_125M = {
 
 @pytest.mark.parametrize(("config_", "parameters"), [(MIXTRAL_8X7B, 46_702_792_704), (OPT_125M, 125_239_296)])
 def test_other_families_have_their_published_parameters_and_are_walked(
-    config_: dict[str, Any], parameters: int
+    config_: dict[str, Any], parameters: int, tmp_path: Path
 ) -> None:
     """Oracle: the parameter counts on the models' cards."""
-    task = Task(config_, hardware.load("h200"), 1, 128)
-    program, model, _ = program_of(task, method("mezo"))
-    assert model.numel() == parameters
+    (tmp_path / "config.json").write_text(json.dumps(config_))
+    machine, shape = hardware.load("h200"), Shape(1, 128)
+    for path in (tmp_path, tmp_path / "config.json"):
+        task = advice.task(str(path), None, machine, shape, budget=None)
+        assert task.model.numel() == parameters
+    program, _ = program_of(task, method("mezo"))
     assert sum(op.flops for op in program.ops) > 0
+
+
+def test_what_is_no_configuration_of_a_model_is_refused(tmp_path: Path) -> None:
+    """Broken JSON, JSON that names no model, and a family that transformers does not have."""
+    file = tmp_path / "config.json"
+    for text, message in (
+        ("{", "config.json' is not a valid JSON file"),
+        ("{}", "Should have a `model_type` key"),
+        ('{"model_type": "no_such"}', "no_such"),
+    ):
+        file.write_text(text)
+        for path in (tmp_path, file):
+            with pytest.raises((ValueError, OSError), match=message):
+                advice.task(str(path), None, hardware.load("laptop"), Shape(1, 128), budget=None)

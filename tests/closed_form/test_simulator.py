@@ -17,16 +17,16 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Pending
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.simulate import formula_costs, formula_model, hardware, process_memory, simulator, timeline
+from blockwalk.simulate import hardware, process_memory, simulator, timeline
 from blockwalk.simulate.hardware import Curve, Hardware, Link
 from blockwalk.simulate.seconds import CostModel
+from tests.given import costs as costs_of
+from tests.given import decoder
 
 pytestmark = pytest.mark.fast
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 5, "vocab_size": 4000,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "dtype": "bfloat16", "tie_word_embeddings": True,
-}  # fmt: skip
+MODEL = decoder(layers=5, hidden=256, wide=704, keys=128, vocab=4000)
+COSTS = costs_of(MODEL)
 SHAPE = Shape(2, 64)
 MESH = {"mesh": {"world": 16, "ranks_per_node": 8}}
 PLANS = {
@@ -43,8 +43,8 @@ PLANS = {
 
 
 def program_of(plan: Plan) -> tuple[Program, object, object]:
-    costs = formula_costs.costs(CONFIG, plan, SHAPE, device="cuda")
-    model = formula_model.model_spec(CONFIG)
+    costs = COSTS(plan, SHAPE)
+    model = MODEL
     return compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cuda"), model, costs
 
 
@@ -141,7 +141,7 @@ def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
     """Closed form: every byte of a bucket's FETCH and STORE, at one thread's rate, once; mapped weights are not copied."""
     machine = dataclasses.replace(hardware.load("laptop"), host_to_device=Link(4e9), device_to_host=Link(4e9))
     for plan, copied in ((method("zo2"), True), (method("zo2", trainable="disk × raw"), True), (method("mebp"), False)):
-        costs, model = formula_costs.costs(CONFIG, plan, SHAPE, device="cpu"), formula_model.model_spec(CONFIG)
+        costs, model = COSTS(plan, SHAPE), MODEL
         program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
         free = dataclasses.replace(machine, host_to_device=Link(1e30))
         slow, fast = (CostModel(plan, model, each, costs, program) for each in (machine, free))
@@ -155,7 +155,7 @@ def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
 def test_an_update_of_slices_takes_a_slice_of_the_time() -> None:
     """Closed form: noise for 1/n of a block's parameters, where zo2's update makes it for all of them."""
     machine = dataclasses.replace(hardware.load("rtx-4090"), op_seconds=0.0, devices_per_node=4)
-    model = formula_model.model_spec(CONFIG)
+    model = MODEL
     for plan, share in ((method("zo2"), 1), (method("distzo2", mesh={"world": 4, "ranks_per_node": 4}), 4)):
         program = compile(plan, model, StepKind.TRAIN, SHAPE, pending=Pending(1, flush=True), device="cuda")
         update = next(op for op in program.ops if op.kind is OpKind.UPDATE and op.unit == 1)
@@ -175,9 +175,9 @@ def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_sharded_process_holds_gloos_copy_of_its_largest_gather() -> None:
     """Closed form: the largest unit whole, twice, whatever a rank sends of it."""
-    machine, model = hardware.load("laptop"), formula_model.model_spec(CONFIG)
+    machine, model = hardware.load("laptop"), MODEL
     plan = method("zero3", mesh={"world": 4, "ranks_per_node": 4})
-    costs = formula_costs.costs(CONFIG, plan, SHAPE, device="cpu")
+    costs = COSTS(plan, SHAPE)
     program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
     largest = max(unit.nbytes() for unit in model.units)
     found = process_memory.process_peak(program, plan, machine, adapters=False) - process_memory.tensors(program)
@@ -202,7 +202,7 @@ def test_a_gather_takes_alpha_and_beta() -> None:
     """Closed form: 8 ranks share the node's link; a tree over 2 nodes has one round."""
     machine = hardware.load("a40-48gb-x8-eth1")
     plan = PLANS["zero3"]
-    model = CostModel(plan, formula_model.model_spec(CONFIG), machine)
+    model = CostModel(plan, MODEL, machine)
     op = Op(0, OpKind.GATHER, 1, Lane.INTER, part=StateKind.TRAINABLE, nbytes=10**6, span=(8, 16))
     assert model.seconds(op) == pytest.approx(1e-4 + 8 * 10**6 / 1.18e8)
 
@@ -263,7 +263,7 @@ def test_useful_work_over_promised_speed() -> None:
     assert again.useful_flops == pytest.approx(plain.useful_flops)
     assert plain.mfu == pytest.approx(plain.useful_flops / plain.seconds / machine.peak_of("bfloat16"))
     empty = Program("toy", StepKind.TRAIN, SHAPE, ("a",), frozenset(), frozenset(), ())
-    model = formula_model.model_spec(CONFIG)
+    model = MODEL
     nothing = simulator.simulate(empty, PLANS["plain"], model, machine)
     assert (nothing.seconds, nothing.mfu, nothing.tokens_per_second) == (0.0, 0.0, float("inf"))
     assert nothing.bottleneck() == "nothing takes time"

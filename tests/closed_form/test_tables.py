@@ -20,6 +20,8 @@ from blockwalk.program.compile import compile
 from blockwalk.program.program import StepKind
 from blockwalk.simulate import hardware
 from blockwalk.simulate.planner import Task, candidates
+from tests.given import costs as costs_of
+from tests.given import decoder
 from tests.golden.programs import MESHES, SHAPE, costs, whole
 from tests.golden.specs import MODELS
 
@@ -28,9 +30,8 @@ pytestmark = pytest.mark.fast
 SOURCE = Path(methods.__file__).parents[1]
 README = SOURCE.parents[1] / "README.md"
 
-CHOSEN = {"plan.choices": {"adamw", "spsa"}, "plan.methods": {"sgd"}, "plan.plan": {"sgd", "spsa"},
-          "simulate.formula_costs": {"sgd", "hizoo"}}  # fmt: skip
-"""Values chosen: the defaults, what rows begin with, what the original MeZO's arithmetic is of, and the formulas' cases."""
+CHOSEN = {"plan.choices": {"adamw", "spsa"}, "plan.methods": {"sgd"}, "plan.plan": {"sgd", "spsa"}}
+"""Values chosen: the defaults, what rows begin with, and what the original MeZO's arithmetic is of."""
 
 
 def named(words: Iterable[str]) -> dict[str, set[str]]:
@@ -88,8 +89,8 @@ def test_the_tables_of_methods_are_one() -> None:
     firsts = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ")][1:]
     assert [name for first in firsts for name in re.findall(r"`(\w+)`", first)] == list(METHODS)
     machine = replace(hardware.load("rtx-4090"), nodes=2, devices_per_node=2)
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 2, "vocab_size": 64, "dtype": "bfloat16"}  # fmt: skip
-    labels = {plan.method: label for label, plan in candidates(Task(config, machine, 1, 16, lora_rank=8))}
+    model = decoder(layers=2, hidden=64, wide=64, keys=64, vocab=64, lora_rank=8)
+    task = Task(model, costs_of(model), machine, SHAPE)
+    labels = {plan.method: label for label, plan in candidates(task)}
     assert set(labels) == set(METHODS)
     assert all(label.startswith(name) for name, label in labels.items())

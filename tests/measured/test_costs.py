@@ -16,7 +16,7 @@ from blockwalk.program.compile import compile, resident
 from blockwalk.program.program import Pool, Program, Shape, StepKind
 from blockwalk.system import cache
 from blockwalk.walk.meter import Meter
-from blockwalk.walk.unit_costs import unit_costs
+from blockwalk.walk.unit_costs import UnitCosts, unit_costs
 from blockwalk.walk.walker import Walker
 
 CASES = {
@@ -89,6 +89,19 @@ def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyP
     first = unit_costs(settings, plan, shape)
     monkeypatch.delattr(costs, "_measure")
     assert unit_costs(settings, plan, shape) == first
+
+
+def test_a_model_that_was_asked_before_answers_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: each plan measured anew, on a model that was cut for it alone. Plans that cost differently are told apart."""
+    settings, shape = config("llama", "bfloat16"), Shape(2, 32)
+    moving = {"optimizer": {"name": "adamw"}}
+    plans = [method(name) for name in ("plain", "mezo", "zo2", "zero3")]
+    plans += [method("mezo", **moving), method("zo2", **moving), method("plain", compute_dtype="float32")]
+    asked = UnitCosts(settings)
+    answers = [asked(plan, shape) for plan in plans]
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "empty"))
+    assert answers == [unit_costs(settings, plan, shape) for plan in plans]
+    assert len(set(answers)) == 4  # of gradients and of losses, with a rule that keeps states and in another dtype
 
 
 def test_a_mask_for_padding_costs_what_it_takes() -> None:

@@ -14,6 +14,7 @@ from blockwalk.program.program import Lane, Shape
 from blockwalk.simulate import hardware
 from blockwalk.simulate.planner import Task, program_of
 from blockwalk.simulate.simulator import simulate
+from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster, sent_payload
@@ -51,11 +52,12 @@ def test_what_is_simulated_is_what_the_program_says_and_the_kernel_counts() -> N
     with cluster(2, 2) as nodes:
         answers = nodes.run(_step_bytes)
     machine = hardware.load("a40-48gb-x8-eth1")
+    costs_of = UnitCosts(made.config, device=machine.device)
+    task = Task(costs_of.spec(), costs_of, machine, Shape(4, 8))
     for name, counts in zip(METHODS, zip(*answers[::2], strict=True), strict=True):
-        settings = {**made.config.to_dict(), "dtype": "float32"}
         plan = method(name, mesh=MESH)
-        program, spec, costs = program_of(Task(settings, machine, 4, 8), plan, Shape(4, 8))
-        simulated = 2 * simulate(program, plan, spec, machine, costs).bytes_by_lane.get(Lane.INTER, 0)
+        program, costs = program_of(task, plan)
+        simulated = 2 * simulate(program, plan, task.model, machine, costs).bytes_by_lane.get(Lane.INTER, 0)
         for sent, said in counts:
             assert said == simulated, name
             assert simulated * 0.99 <= sent <= simulated * 1.02 + 16_384, (name, sent, simulated)

@@ -13,10 +13,10 @@ from blockwalk.checkpoints import run_checkpoint
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
-from blockwalk.report import html
+from blockwalk.report import advice, html
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
-from blockwalk.simulate import formula_model, hardware, planner, timeline
+from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import atomic_files, cache
 
 
@@ -119,11 +119,11 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
     Raises:
         DoesNotFit: no plan fits.
     """
-    task = task_of(run, arguments.hardware)
-    machine = task.hardware
-    trained = "every parameter" if task.lora_rank is None else f"adapters of rank {task.lora_rank}"
+    machine, shape = hardware.load(arguments.hardware), Shape(run.micro_batch_rows, run.data.max_length)
+    task = advice.task(run.model, run.lora, machine, shape, budget=run.plan.budget)
+    trained = "every parameter" if run.lora is None else f"adapters of rank {run.lora.rank}"
     nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
-    print(f"{run.model} on {machine.name} ({nodes}): {trained}, {task.batch} × {task.sequence} tokens a rank")
+    print(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
     ranking = planner.rank(task)
     print("\n".join(ranking.lines()))
     if arguments.largest_batch:
@@ -140,19 +140,6 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
         print(f"timeline of {best.label}: {arguments.trace}")
     return 0
-
-
-def task_of(run: RunConfig, machine: str) -> planner.Task:
-    """The task that a run's settings ask for, on a machine by name or file."""
-    found = hardware.load(machine)
-    return planner.Task(
-        config=formula_model.read_config(run.model),
-        hardware=found,
-        batch=run.micro_batch_rows,
-        sequence=run.data.max_length,
-        lora_rank=None if run.lora is None else run.lora.rank,
-        budget=run.plan.budget,
-    )
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ class Skeleton(NamedTuple):
 
 
 def load_config(path_or_config: Any) -> Any:
-    """The ``transformers`` configuration of a checkpoint folder (or the configuration itself, copied).
+    """The ``transformers`` configuration of a checkpoint folder or a ``config.json`` (or the configuration itself, copied).
 
     Raises ValueError for what is no folder with a ``config.json`` and for one whose model needs code of its own.
     """
@@ -40,8 +40,9 @@ def load_config(path_or_config: Any) -> Any:
         return copy.deepcopy(path_or_config)
     from transformers import AutoConfig
 
-    folder = require_config(path_or_config)
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    path = Path(path_or_config)
+    path = path if path.is_file() and path.suffix == ".json" else require_config(path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def model_class(config: Any) -> type[nn.Module]:

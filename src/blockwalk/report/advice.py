@@ -1,4 +1,6 @@
-"""Advice for a plan that does not fit: the next plan that does, with its figures. Nothing here imports torch."""
+"""Advice on the choice of a plan: what the planner is asked for a model, and the next plan where one does not fit.
+
+Importing this imports no torch; asking does."""
 
 from __future__ import annotations
 
@@ -7,27 +9,35 @@ from typing import TYPE_CHECKING
 from blockwalk.program.program import Pool, Shape, human_bytes
 
 if TYPE_CHECKING:
+    from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.run_config import RunConfig
+    from blockwalk.simulate.hardware import Hardware
+    from blockwalk.simulate.planner import Task
+
+
+def task(model: str, lora: LoraSettings | None, machine: Hardware, shape: Shape, *, budget: int | None) -> Task:
+    """The planner's task for a model's folder or ``config.json``: the model as it is cut, and costs that are measured as the
+    planner asks for them, without padding.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be cut.
+    """
+    from blockwalk.report.forecast import model_spec
+    from blockwalk.simulate.planner import Task
+    from blockwalk.walk.unit_costs import UnitCosts
+
+    costs = UnitCosts(model, lora=lora, device=machine.device)
+    return Task(model_spec(model, costs), costs, machine, shape, budget)
 
 
 def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     """The fastest plan for one rank that needs less than ``room`` bytes of memory, in words; empty where none is known.
     ``shape`` is that of a micro-batch."""
-    from blockwalk.simulate import formula_model as analytic
     from blockwalk.simulate import hardware, planner
 
-    machine = hardware.of_this_machine(device)
     try:
-        task = planner.Task(
-            config=analytic.read_config(run.model),
-            hardware=machine,
-            batch=shape.batch,
-            sequence=shape.sequence,
-            lora_rank=None if run.lora is None else run.lora.rank,
-            budget=room,
-        )
-        found = planner.rank(task)
-    except (ValueError, KeyError, FileNotFoundError):  # no configuration that a formula describes
+        found = planner.rank(task(run.model, run.lora, hardware.of_this_machine(device), shape, budget=room))
+    except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
     fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
     if (best := next(fits, None)) is None:

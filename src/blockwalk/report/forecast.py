@@ -21,6 +21,7 @@ from blockwalk.system.process_memory import page_cache
 
 if TYPE_CHECKING:
     from blockwalk.plan.run_config import RunConfig
+    from blockwalk.walk.unit_costs import UnitCosts
 
 
 class DoesNotFit(ValueError):
@@ -129,27 +130,20 @@ def foresee(run: RunConfig, shape: Shape, *, device: str, padded: bool = True) -
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
     weight is touched."""
     from blockwalk.program.compile import compile
-    from blockwalk.walk.unit_costs import unit_costs
+    from blockwalk.walk.unit_costs import UnitCosts
 
-    model = model_spec(run)
-    costs = unit_costs(run.model, run.plan, shape, lora=run.lora, device=device, padded=padded)
+    measured = UnitCosts(run.model, lora=run.lora, device=device, padded=padded)
+    model, costs = model_spec(run.model, measured), measured(run.plan, shape)
     room = page_cache(Path(run.output_dir))
     program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
     return Forecast(run.plan, model, program, device)
 
 
-def model_spec(run: RunConfig) -> ModelSpec:
-    """The model of a run as the walk will see it, adapters included; built without weights."""
-    from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.cutting.verify import certified
+def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
+    """The model of a folder as the walk will see it, adapters included and stored as it is there; no weight is read."""
     from blockwalk.tiers.block_store.store import is_store, read_index
 
-    model = build_skeleton(run.model).model
-    if run.lora is not None:
-        from blockwalk.cutting.adapters import adapt
-
-        model = adapt(model, run.lora)
-    return certified(model).spec().as_stored(read_index(run.model).group_size if is_store(run.model) else 32)
+    return measured.spec().as_stored(read_index(model).group_size if is_store(model) else 32)
 
 
 def _when(plan: Plan) -> str:

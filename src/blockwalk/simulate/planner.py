@@ -1,13 +1,13 @@
 """The planner: it enumerates the plans for a model on a machine, simulates and ranks them, and says why others were left out.
 
-Everything is read off the model's ``config.json`` and a description of hardware; nothing here imports torch.
+The model, its costs and the machine are values that are handed in (:func:`blockwalk.report.advice.task` makes them of a
+``config.json``); nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.methods import method
@@ -16,7 +16,6 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.compile import compile, resident
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.simulate import formula_costs, formula_model
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system.process_memory import DIRTY_SHARE
@@ -31,14 +30,13 @@ the held-out loss from 0.87 to 0.47; exact gradients (AdamW) were there, by inte
 class Task:
     """A model to be trained, and the machine to train it on."""
 
-    config: Mapping[str, Any]
-    """The model's ``config.json``."""
+    model: ModelSpec
+    """What of it is trained is marked there."""
+    costs: Callable[[Plan, Shape], Costs]
+    """The cost of each kind of the model's units under a plan at the shape of a micro-batch; the same answer each time."""
     hardware: Hardware
-    batch: int = 1
-    """Sequences of one rank's micro-batch."""
-    sequence: int = 512
-    lora_rank: int | None = None
-    """None trains every parameter."""
+    shape: Shape
+    """One rank's micro-batch."""
     budget: int | None = None
     """Device bytes that a step may use, where that is less than the device has."""
 
@@ -46,6 +44,11 @@ class Task:
     def room(self) -> int:
         """Device bytes that a step may use."""
         return min(self.hardware.device_bytes, self.budget or self.hardware.device_bytes)
+
+    @property
+    def adapters(self) -> bool:
+        """Whether the model's own weights are frozen."""
+        return self.model.numel(trainable=False) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
 
     Frozen weights in 4 or 8 bits need adapters; sharded rows need more ranks than one.
     """
-    lora = task.lora_rank is not None
+    lora = task.adapters
     for recompute in ("none", "all"):
         yield f"plain, recompute {recompute}", method("plain", recompute=recompute)
     if lora:
@@ -144,7 +147,7 @@ def _over_ranks(task: Task) -> Iterator[tuple[str, Plan]]:
             yield f"{name}, prefetch {prefetch}", method(name, prefetch=prefetch, mesh=mesh)
         if hardware.device == "cuda":
             yield f"{name}, activations on the host", method(name, activation="host", mesh=mesh)
-    if task.lora_rank is not None:
+    if task.adapters:
         for codec in ("int4", "int8"):
             yield f"zero3, {codec}", method("zero3", frozen=f"device × {codec} × world", mesh=mesh)
             yield f"mics, {codec}", method("mics", frozen=f"device × {codec} × node", mesh=mesh)
@@ -176,33 +179,30 @@ def steady(plan: Plan, model: ModelSpec) -> Pending:
     return Pending()
 
 
-def program_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[Program, ModelSpec, Costs]:
-    """The training step of a plan in a long run, its model and its costs."""
-    shape = shape or Shape(task.batch, task.sequence)
-    device = task.hardware.device
-    model = formula_model.model_spec(task.config, lora_rank=task.lora_rank)
-    costs = formula_costs.costs(task.config, plan, shape, lora_rank=task.lora_rank, device=device)
+def program_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[Program, Costs]:
+    """The training step of a plan in a long run, and its costs."""
+    shape = shape or task.shape
+    costs = task.costs(plan, shape)
     program = compile(
         plan,
-        model,
+        task.model,
         StepKind.TRAIN,
         shape,
         costs=costs,
-        pending=steady(plan, model),
-        device=device,
+        pending=steady(plan, task.model),
+        device=task.hardware.device,
         page_cache=task.hardware.host_bytes // DIRTY_SHARE,
     )
-    return program, model, costs
+    return program, costs
 
 
 def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     """One plan: simulated where it fits, else with the reason and what would make it fit."""
-    model = formula_model.model_spec(task.config, lora_rank=task.lora_rank)
-    between = resident(plan, model, device=task.hardware.device)
+    between = resident(plan, task.model, device=task.hardware.device)
     if refused := _too_large(task, between, plan.mesh.world):
         alone = "; weights and states alone do not fit: stream, shard, or train adapters"
         return Candidate(plan, label, between, None, refused + alone)
-    program, model, costs = program_of(task, plan)
+    program, costs = program_of(task, plan)
     held = program.peaks()
     if refused := _too_large(task, held, plan.mesh.world):
         if held.get(Pool.DEVICE, 0) > task.room:
@@ -210,19 +210,12 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
                 ", or recompute: all" if plan.recompute == "none" else ""
             )
         return Candidate(plan, label, held, None, refused)
-    return Candidate(plan, label, held, simulate(program, plan, model, task.hardware, costs))
+    return Candidate(plan, label, held, simulate(program, plan, task.model, task.hardware, costs))
 
 
 def rank(task: Task) -> Ranking:
-    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart.
-
-    Raises:
-        ValueError: a model that no formula describes.
-    """
-    found: list[Candidate] = []
-    formula_model.dimensions(task.config)
-    for label, plan in candidates(task):
-        found.append(look_at(task, label, plan))
+    """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart."""
+    found = [look_at(task, label, plan) for label, plan in candidates(task)]
     fits = sorted((c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens)  # type: ignore[union-attr]
     return Ranking(
         tuple(c for c in fits if not c.zeroth_order),
@@ -250,7 +243,7 @@ def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
     """The most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
 
     def fits(batch: int) -> bool:
-        program, _, _ = program_of(task, plan, Shape(batch, task.sequence))
+        program, _ = program_of(task, plan, Shape(batch, task.shape.sequence))
         return not _too_large(task, program.peaks(), plan.mesh.world)
 
     low, high = 0, 1

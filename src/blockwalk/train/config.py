@@ -2,7 +2,7 @@
 
 Beside the run's own settings stands every setting of :class:`~blockwalk.plan.plan.Plan`, at top level and under the same
 name: ``optimizer: {learning_rate: 1e-4}`` in YAML is ``--optimizer.learning_rate 1e-4`` on the command line. Unknown
-keys are errors. Nothing here imports torch.
+keys are errors. Nothing here imports torch, but for ``method: auto``.
 """
 
 from __future__ import annotations
@@ -94,20 +94,16 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
 def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:
     """The plan of ``method: auto``: the planner's best for the machine that ``blockwalk doctor`` described, with the
     settings that were given."""
-    from blockwalk.simulate import formula_model as analytic
+    from blockwalk.program.program import Shape
+    from blockwalk.report import advice
     from blockwalk.simulate import hardware, planner
 
     if not own.get("model"):
         raise ValueError("method: auto reads the model's configuration; give model")
     given = override(Plan(), settings)
-    task = planner.Task(
-        config=analytic.read_config(own["model"]),
-        hardware=hardware.load("here"),
-        batch=own.get("batch_size", RunConfig().batch_size) // given.gradient_accumulation_steps,
-        sequence=data.max_length,
-        lora_rank=None if lora is None else lora.rank,
-        budget=given.budget,
-    )
+    rows = own.get("batch_size", RunConfig().batch_size) // given.gradient_accumulation_steps
+    machine, shape = hardware.load("here"), Shape(rows, data.max_length)
+    task = advice.task(own["model"], lora, machine, shape, budget=given.budget)
     return override(planner.choose(task, world=given.mesh.world), settings)
 
 

@@ -1,8 +1,9 @@
 """Costs of each kind of unit while it computes: transient bytes and FLOPs for one shape, without any weight.
 
-A block's own code runs on fake tensors (shapes and strides without data) under a mode that sees every operation: it adds
-up the storages that are alive and the FLOPs of PyTorch's own formulas. One block of each kind is run, once; the answer is
-kept in the cache folder. Memory that kernels allocate inside themselves is not seen.
+A model's own code runs on fake tensors (shapes and strides without data) under a mode that sees every operation: it adds
+up the storages that are alive and the FLOPs of PyTorch's own formulas. One block of each kind is run, once for every shape and
+every distinct set of :class:`_Traits`; the answer is kept in the cache folder. Memory that kernels allocate inside
+themselves is not seen.
 
 The loss is a formula over the chunk sizes of :mod:`blockwalk.numerics.loss`. B batch, S sequence, D hidden, V vocabulary,
 N tokens with a label.
@@ -25,16 +26,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
+from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
-from blockwalk.numerics import lazy_linear, loss
+from blockwalk.numerics import lazy_linear
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.choices import Estimator
-from blockwalk.plan.model_spec import ParamSpec, UnitSpec
-from blockwalk.plan.placement import Tier
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.placement import Codec, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program import costs as work
+from blockwalk.program import loss_costs
 from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
 from blockwalk.program.loss_costs import LossMemory, loss_memory, loss_work, own_loss_work
 from blockwalk.program.program import Shape
@@ -50,6 +53,82 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class UnitCosts:
+    """Costs of a model's units under any plan at the shape of any micro-batch (:meth:`__call__`), and its description.
+
+    Args:
+        model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed nor read.
+        lora: the adapters that the run trains, the folder of saved ones, or a ``peft.LoraConfig``; None: none.
+        device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
+        padded: whether batches hold padding, so that a mask [B, 1, S, S] is made.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be cut; at the first question for what is kept in no file.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any,
+        *,
+        lora: LoraSettings | str | os.PathLike[str] | Any = None,
+        device: str = "cpu",
+        padded: bool = False,
+    ) -> None:
+        given = load_config(model)
+        self._class = model_class(given)
+        self.config = model_config(given, self._class)
+        self._lora, self._device, self._padded = lora, device, padded
+        self._digest = _digest(self.config, lora, device, padded)
+        self._cuts: dict[torch.dtype, CutModel] = {}
+        self._known: dict[str, Costs] = {}
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype that the configuration names for the weights."""
+        named = self.config.dtype or torch.float32
+        return named if isinstance(named, torch.dtype) else getattr(torch, str(named))
+
+    def spec(self) -> ModelSpec:
+        """The model as the walk sees it, adapters included."""
+        return self._cut(self.stored).spec()
+
+    def __call__(self, plan: Plan, shape: Shape) -> Costs:
+        """The cost of each kind of unit; none, with a warning, for a model whose code does not run on fake tensors."""
+        traits = _traits(plan, str(self.stored).removeprefix("torch."))
+        key = cache.key(f"{self._digest} {traits} {shape}".encode())
+        if key not in self._known:
+            self._known[key] = _read(key) or self._measured(key, traits, shape)
+        return self._known[key]
+
+    def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
+        dtype = getattr(torch, traits.dtype) if traits.backprop else self.stored
+        try:
+            found = _measure(self._cut(dtype), traits, shape, self._device, self._padded)
+        except (RuntimeError, NotImplementedError) as error:
+            del self._cuts[dtype]  # what was bound is still there
+            reason = str(error).partition("\n")[0]
+            log.warning(
+                "what a block needs while it computes is not foreseen: %s on fake tensors (%s)",
+                self.config.model_type,
+                reason,
+            )
+            return Costs()
+        _keep(key, found)
+        return found
+
+    def _cut(self, dtype: torch.dtype) -> CutModel:
+        """The model with no weights, parameters in this dtype, cut."""
+        if dtype not in self._cuts:
+            from blockwalk.cutting.adapters import adapt, add_lora
+
+            model, lora = build_skeleton(self.config, dtype, self._class).model, self._lora
+            if lora is not None:
+                model = add_lora(model, config=lora) if hasattr(lora, "peft_type") else adapt(model, lora)
+            self._cuts[dtype] = certified(model)
+            self._cuts[dtype].take_parameters()
+        return self._cuts[dtype]
+
+
 def unit_costs(
     model: str | os.PathLike[str] | Any,
     plan: Plan,
@@ -59,37 +138,8 @@ def unit_costs(
     device: str = "cpu",
     padded: bool = False,
 ) -> Costs:
-    """The cost of each kind of unit of a model at the shape of one micro-batch.
-
-    Args:
-        model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed nor read.
-        plan: its dtype, codecs and estimator decide which tensors a block works with.
-        shape: of one micro-batch.
-        lora: the adapters that the run trains, the folder of saved ones, or a ``peft.LoraConfig``; None: none.
-        device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
-        padded: whether batches hold padding, so that a mask [B, 1, S, S] is made.
-
-    Raises:
-        ValueError: the model cannot be cut.
-    """
-    from blockwalk.cutting.skeleton import load_config
-
-    config = load_config(model)
-    key = _key(config, plan, shape, lora, device, padded)
-    known = _read(key)
-    if known is None:
-        try:
-            known = _measure(config, plan, shape, lora, device, padded)
-        except (RuntimeError, NotImplementedError) as error:
-            reason = str(error).partition("\n")[0]
-            log.warning(
-                "what a block needs while it computes is not foreseen: %s on fake tensors (%s)",
-                config.model_type,
-                reason,
-            )
-            return Costs()
-        _keep(key, known)
-    return known
+    """The cost of each kind of unit of a model under one plan at one shape; arguments and errors as of :class:`UnitCosts`."""
+    return UnitCosts(model, lora=lora, device=device, padded=padded)(plan, shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,36 +167,88 @@ class _FakeWeight:
 
 
 @dataclass(frozen=True)
+class _Traits:
+    """All of a plan that the figures depend on; those that an estimator never asks for are at their defaults."""
+
+    backprop: bool
+    dtype: str
+    """The compute dtype's name."""
+    chunked: bool
+    """Whether the loss is Blockwalk's own, a chunk of tokens and vocabulary at a time."""
+    frozen: Codec
+    stays: bool
+    """Whether frozen weights lie on the device, in a dtype."""
+    trainable: Codec
+    own_noise: bool = False
+    """Whether a perturbation is the original MeZO's, of a whole tensor at a time."""
+    shaped: bool = False
+    """Whether its kind keeps states, which shape the direction."""
+    linear: bool = True
+    """Whether the update rule is."""
+    compiled: bool = False
+
+
+def _traits(plan: Plan, stored: str) -> _Traits:
+    """The traits of a plan for a model whose weights are stored in this dtype."""
+    frozen = plan.frozen
+    stays = frozen.tier is Tier.DEVICE and not frozen.codec.encoded
+    chunked = plan.loss == "chunked"
+    found = _Traits(
+        plan.estimator is Estimator.BACKPROP,
+        computes_in(plan, stored),
+        chunked,
+        frozen.codec,
+        stays,
+        plan.trainable.codec,
+    )
+    if found.backprop:
+        return found
+    return dataclasses.replace(
+        found,
+        own_noise=plan.zo.noise == "mezo",
+        shaped=bool(plan.kind.states),
+        linear=plan.update_rule.linear,
+        compiled=plan.compile,
+    )
+
+
+@dataclass(frozen=True)
 class _Bench:
     """A cut model without weights, and what the plan says about its parameters."""
 
     cut: CutModel
-    plan: Plan
+    traits: _Traits
     shape: Shape
     device: torch.device
-    dtype: torch.dtype
-    backprop: bool
+    mode: FakeTensorMode
+    """The mode of every tensor that has no data."""
+
+    @property
+    def backprop(self) -> bool:
+        return self.traits.backprop
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.traits.dtype)  # type: ignore[no-any-return]
 
     def lazily(self, p: ParamSpec) -> bool:
         """Whether a parameter is decoded, converted or perturbed a range at a time, instead of standing there whole."""
         if not p.quantizable or len(p.shape) != 2:
             return False
         if p.trainable:
-            dense = not self.plan.trainable.codec.encoded
-            as_it_is = self.plan.zo.noise == "mezo" and dense and self.master_dtype(p) == self.dtype
+            dense = not self.traits.trainable.encoded
+            as_it_is = self.traits.own_noise and dense and self.master_dtype(p) == self.dtype
             return not (self.backprop or as_it_is)
-        frozen = self.plan.frozen
-        if frozen.codec.encoded:
+        if self.traits.frozen.encoded:
             return True
-        stored = frozen.codec.dtype_of(p.dtype)
-        return frozen.tier is not Tier.DEVICE and getattr(torch, stored) != self.used_as(p)
+        stored = self.traits.frozen.dtype_of(p.dtype)
+        return not self.traits.stays and getattr(torch, stored) != self.used_as(p)
 
     def used_as(self, p: ParamSpec) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32) if p.exact else self.dtype
 
     def master_dtype(self, p: ParamSpec) -> torch.dtype:
-        codec = self.plan.trainable.codec
-        dtype: torch.dtype = getattr(torch, codec.dtype_of(p.dtype))
+        dtype: torch.dtype = getattr(torch, self.traits.trainable.dtype_of(p.dtype))
         return dtype
 
     def frozen_values(self, unit: UnitSpec) -> dict[str, torch.Tensor | Weight]:
@@ -173,40 +275,24 @@ class _Bench:
         return self.cut.bind(index, {name: master.detach().to(used[name]) for name, master in masters.items()})
 
 
-def _measure(
-    config: Any, plan: Plan, shape: Shape, lora: LoraSettings | str | os.PathLike[str] | Any, device: str, padded: bool
-) -> Costs:
-    from blockwalk.cutting.skeleton import build_skeleton
-
-    stored = config.dtype or torch.float32
-    stored = stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored))
-    dtype: torch.dtype = getattr(torch, computes_in(plan, str(stored).removeprefix("torch.")))
-    backprop = plan.estimator is Estimator.BACKPROP
-    model = build_skeleton(config, dtype if backprop else stored).model
-    if lora is not None:
-        from blockwalk.cutting.adapters import adapt, add_lora
-
-        model = add_lora(model, config=lora) if hasattr(lora, "peft_type") else adapt(model, lora)
-    model.train(backprop)
-    cut = certified(model)
-    cut.take_parameters()
-    bench = _Bench(cut, plan, shape, torch.device("cpu"), dtype, backprop)
+def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: bool) -> Costs:
+    cut.model.train(traits.backprop)
+    bench = _Bench(cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
     prologue, cost = _prologue(bench, padded)
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
-    spec = cut.spec()
     # without a CUDA build of PyTorch the blocks are run as on a CPU: attention saves its inputs there as well
     where = torch.device(device if torch.backends.cuda.is_built() else "cpu")  # type: ignore[no-untyped-call]
-    fake = _Bench(cut, plan, shape, where, dtype, backprop)
-    for index, unit in enumerate(spec.blocks, 1):
+    for index, unit in enumerate(cut.spec().blocks, 1):
         if unit.kind not in costs:
-            costs[unit.kind] = _block(fake, index, unit, prologue)
+            costs[unit.kind] = _block(dataclasses.replace(bench, device=where), index, unit, prologue)
     return Costs(tuple(costs.items()), _scratch(bench, device))
 
 
 def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
-    """Run the prologue for real, on parameters of one element each: masks depend on data."""
+    """Run the prologue on fake parameters and real ids: masks depend on data."""
     unit, cut, shape = bench.cut.spec().prologue, bench.cut, bench.shape
-    cut.bind(0, {p.name: _blank(p, bench.used_as(p)) for p in unit.params})
+    with bench.mode:
+        cut.bind(0, {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in unit.params})
     ids_BS = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
     mask_BS = torch.ones_like(ids_BS)
     if padded:
@@ -231,15 +317,10 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
     )
 
 
-def _blank(p: ParamSpec, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter of zeros that takes one element of memory."""
-    return torch.zeros((), dtype=dtype).expand(p.shape)
-
-
 def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> UnitCost:
     """One block, on fake tensors: without graph, and with it where the estimator differentiates."""
     cut, shape = bench.cut, bench.shape
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with bench.mode:
         call = _fake_call(prologue.calls[index - 1], bench.device)
         hidden_BSD = torch.empty(
             shape.batch, shape.sequence, cut.spec().hidden_size, dtype=bench.dtype, device=bench.device
@@ -298,8 +379,8 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
 
 
 def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
-    """The final norm, run for real; the head and the loss by their formula."""
-    cut, plan, shape = bench.cut, bench.plan, bench.shape
+    """The final norm, on fake tensors; the head and the loss by their formula."""
+    cut, shape = bench.cut, bench.shape
     spec = cut.spec()
     reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
     by_name = {p.name: p for p in reads.params}
@@ -316,16 +397,15 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
         p.numel * size for p in reads.params if p.trainable and bench.backprop and bench.master_dtype(p) != bench.dtype
     )
     flops = (product, (3 * product if trains_head else product) if bench.backprop else 0)
-    if plan.loss != "chunked" or head.custom:
+    if not bench.traits.chunked or head.custom:
         # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
         logits = shape.tokens * spec.vocab_size
         works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
         works = works if bench.backprop else (works[0], Work())
         return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops, *works)
-    cut.bind(
-        last, {p.name: _blank(p, bench.used_as(p)) for p in spec.epilogue.params if p.name in cut._units.places[last]}
-    )
-    hidden_BSD = torch.zeros(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
+    with bench.mode:
+        cut.bind(last, {p.name: torch.empty(p.shape, dtype=bench.used_as(p)) for p in spec.epilogue.params})
+        hidden_BSD = torch.empty(shape.batch, shape.sequence, spec.hidden_size, dtype=bench.dtype)
     hidden_BSD.requires_grad_(bench.backprop)
     batch = {"input_ids": torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)}
     with torch.set_grad_enabled(bench.backprop), Meter() as meter:
@@ -368,7 +448,7 @@ def _scratch(bench: _Bench, device: str) -> int:
     """Bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
     any, and under zeroth order the loss's and the update's."""
     spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
-    chunked = bench.plan.loss == "chunked" and not head.custom
+    chunked, traits = bench.traits.chunked and not head.custom, bench.traits
     largest = 0
     for unit in spec.units:
         for p in unit.params:
@@ -378,14 +458,14 @@ def _scratch(bench: _Bench, device: str) -> int:
                 largest = max(largest, _loss_memory(bench, device, False).head_rows)
             elif unit.kind != "prologue":
                 largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
-    if bench.plan.kind.states and not bench.backprop:
+    if traits.shaped:
         largest += 2 * largest * 4 // size  # the direction in float32, and what it is made with
     if bench.backprop:
         return largest
-    if bench.plan.compile:  # a block's trainables whole, under a perturbation
+    if traits.compiled:  # a block's trainables whole, under a perturbation
         largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
-    pieces = narrow + (not bench.plan.update_rule.linear or bool(bench.plan.kind.states)) * 2
+    pieces = narrow + (not traits.linear or traits.shaped) * 2
     return (
         largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
     )
@@ -396,19 +476,18 @@ def _scratch(bench: _Bench, device: str) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _key(config: Any, plan: Plan, shape: Shape, lora: Any, device: str, padded: bool) -> str:
-    """Everything that the figures depend on."""
+def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
+    """Everything that the figures depend on beside traits and shape."""
     import transformers
 
     dropped = ("_name_or_path", "transformers_version", "architectures", "use_cache")
     settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
     settings["dtype"] = str(config.dtype)
     adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
-    of_plan = [plan.estimator, plan.frozen, plan.trainable, plan.compute_dtype, plan.loss, plan.zo.kind, plan.compile]
-    rooms = (chunks.__file__, lazy_linear.__file__, loss.__file__, metering.__file__, work.__file__, __file__)
+    rooms = (chunks.__file__, lazy_linear.__file__, loss_costs.__file__, metering.__file__, work.__file__, __file__)
     code = b"".join(Path(str(room)).read_bytes() for room in rooms)
-    facts = [settings, adapter, [str(each) for each in of_plan], [shape.batch, shape.sequence], device, padded]
-    text = json.dumps([*facts, torch.__version__, transformers.__version__], sort_keys=True, default=str)
+    facts = [settings, adapter, device, padded, torch.__version__, transformers.__version__]
+    text = json.dumps(facts, sort_keys=True, default=str)
     return cache.key(text.encode() + code)
 
 
