@@ -31,7 +31,7 @@ class Task:
     """A model to be trained, and the machine to train it on."""
 
     model: ModelSpec
-    """What of it is trained is marked there."""
+    """Its parameters say which of them are trained."""
     costs: Callable[[Plan, Shape], Costs]
     """The cost of each kind of the model's units under a plan at the shape of a micro-batch; the same answer each time."""
     hardware: Hardware
