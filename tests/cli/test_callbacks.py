@@ -96,7 +96,7 @@ def test_a_model_card_is_one_for_the_hub(
 
     out, _ = told
     assert main.main(["report", str(out), "--card"]) == 0
-    assert f"hf upload OWNER/NAME {out / 'model'}" in capsys.readouterr().out
+    assert f"blockwalk push {out} OWNER/NAME" in capsys.readouterr().out
     card = ModelCard.load(out / "model" / "README.md")
     assert (card.data.library_name, card.data.tags) == ("transformers", ["blockwalk", "plain"])
     first, last = lines(out / "metrics.jsonl")[0]["loss"], lines(out / "metrics.jsonl")[-1]["loss"]

@@ -133,7 +133,7 @@ def test_callbacks_of_transformers_and_trl(tmp_path: Path, capsys: pytest.Captur
     [
         ("mezo", {}, "walks first-order methods on one rank, not 'mezo'"),
         ("plain", {"optim": "adafactor"}, "optim is"),
-        ("plain", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is 5.0"),
+        ("plain", {"torch_compile": True}, "torch_compile is True"),
     ],
 )
 def test_arguments_that_the_walk_does_not_follow(plan: str, settings: Any, words: str, tmp_path: Path) -> None:

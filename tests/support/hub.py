@@ -1,8 +1,10 @@
 """A server on this machine that answers what huggingface_hub's client asks of the hub: a repository's commit, its
-files, and their bytes. Not a test: no oracle."""
+files, and their bytes; and takes what it uploads, small files in a commit, large ones by LFS before it. Not a test: no
+oracle."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -24,6 +26,10 @@ class Hub:
     gated: tuple[str, ...] = ()
     token: str = ""
     asked: list[str] = field(default_factory=list)
+    private: dict[str, bool] = field(default_factory=dict)
+    """Repositories that were made, and whether they were asked to be private."""
+    root: Path = Path()
+    """The folder in which they lie."""
     url: str = ""
 
 
@@ -40,20 +46,67 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def give(self, body: bytes, headers: dict[str, str]) -> None:
-            self.send_response(200)
+        def give(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
+            self.send_response(status)
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
+
+        def give_json(self, found: object, status: int = 200) -> None:
+            self.give(json.dumps(found).encode(), {"Content-Type": "application/json"}, status)
+
+        def body(self) -> bytes:
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+        def do_PUT(self) -> None:
+            (hub.root / self.path.rpartition("/")[2]).write_bytes(self.body())
+            self.give(b"", {})
+
+        def do_POST(self) -> None:
+            path, body = unquote(urlsplit(self.path).path).removeprefix("/api"), self.body()
+            hub.asked.append(path)
+            if path == "/validate-yaml":
+                return self.give_json({"errors": [], "warnings": []})
+            if self.headers.get("Authorization") != f"Bearer {hub.token}":
+                return self.refuse(401, "Invalid username or password.")
+            if path == "/repos/create":
+                asked = json.loads(body)
+                repo = f"{asked['organization']}/{asked['name']}"
+                if repo in hub.repos:
+                    return self.give_json({"error": "it is there", "url": f"{hub.url}/{repo}"}, 409)
+                (hub.root / repo).mkdir(parents=True)
+                hub.repos[repo] = {"main": hub.root / repo}
+                hub.private[repo] = asked.get("visibility") == "private" or asked.get("private", False)
+                return self.give_json({"url": f"{hub.url}/{repo}"})
+            repo = path.removeprefix("/models").strip("/").partition("/preupload/")[0].partition("/commit/")[0]
+            if path.endswith("/preupload/main"):
+                files = [{**f, "shouldIgnore": False} for f in json.loads(body)["files"]]
+                modes = ["lfs" if f["path"].endswith(".safetensors") else "regular" for f in files]
+                return self.give_json({"files": [{**f, "uploadMode": m} for f, m in zip(files, modes, strict=True)]})
+            if path.endswith(".git/info/lfs/objects/batch"):
+                objects = [
+                    {**o, "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}
+                    for o in json.loads(body)["objects"]
+                ]
+                return self.give_json({"transfer": "basic", "objects": objects})
+            assert path.endswith("/commit/main"), path
+            folder = hub.repos[repo]["main"]
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
+                elif line["key"] == "lfsFile":
+                    (hub.root / value["oid"]).rename(folder / value["path"])
+            return self.give_json({"commitUrl": f"{hub.url}/{repo}/commit/main", "commitOid": COMMITS["main"]})
 
         def do_HEAD(self) -> None:
             self.do_GET()
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path).removeprefix("/api/models").strip("/")
-            owner, name, verb, *rest = path.split("/")
+            owner, name, verb, *rest = [*path.split("/"), *([] if path.count("/") > 1 else ["revision", "main"])]
             repo = f"{owner}/{name}"
             hub.asked.append(path)
             if repo not in hub.repos:

@@ -195,7 +195,7 @@ COMMANDS = (
         "blockwalk.cli.models:replay",
         (
             ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
-            ("ledger", {"metavar": "LEDGER", "help": "the run's ledger.jsonl, or what export made of it"}),
+            ("ledger", {"metavar": "LEDGER", "help": "ledger.jsonl, what export made of it, or a hub name"}),
             ("out", {"metavar": "OUT", "help": "the folder to write"}),
             _UNTIL,
         ),
@@ -225,6 +225,16 @@ COMMANDS = (
                 "--card",
                 {"action": "store_true", "help": "write a model card for the hub beside what was trained, as well"},
             ),
+        ),
+    ),
+    Command(
+        "push",
+        "upload what a run trained to the hub, with a model card",
+        "blockwalk.cli.run:push",
+        (
+            ("run", {"metavar": "RUN", "help": "the run's output_dir"}),
+            ("repo", {"metavar": "OWNER/NAME", "help": "the repository; made, private, if there is none"}),
+            ("--ledger", {"action": "store_true", "help": "zeroth order: the ledger instead of the weights"}),
         ),
     ),
     Command(

@@ -169,5 +169,11 @@ def report(arguments: argparse.Namespace) -> int:
     print(f"written to {out}, and its first curve to {out.with_name('loss.svg').name} beside it")
     if arguments.card:
         trained = card.write(arguments.run)
-        print(f"a model card in {trained}; upload it with: hf upload OWNER/NAME {trained}")
+        print(f"a model card in {trained}; upload both with: blockwalk push {arguments.run} OWNER/NAME")
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    """Upload what a run trained, or its ledger."""
+    print(f"uploaded to {card.push(arguments.run, arguments.repo, ledger=arguments.ledger)}")
     return 0

@@ -36,14 +36,14 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("adapters", "lora lora.*", _TRAIN),
     ("steps", "batch_size gradient_accumulation_steps accumulation_order epochs max_steps", _TRAIN),
-    ("optimizer", "optimizer.* update.*", _TRAIN),
+    ("optimizer", "optimizer.* update.* neftune_noise_alpha", _TRAIN),
     ("where the rest lives", "estimator gradient optimizer_state activation recompute budget cache.*", _TRAIN),
     ("zeroth order", "zo.*", _TRAIN),
     ("ranks", "mesh.* start_timeout interface", _TRAIN),
     (
         "run",
         "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints skip_nonfinite log_every"
-        " report_to eval_every eval_first data.eval_limit",
+        " report_to push_to_hub eval_every eval_first data.eval_limit",
         _TRAIN,
     ),
 )

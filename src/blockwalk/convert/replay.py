@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from blockwalk.checkpoints.ledger import Entry, read_ledger, write_exported
+from blockwalk.checkpoints.ledger import NAME, Entry, read_ledger, write_exported
 from blockwalk.cutting.adapters import adapt, save_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
@@ -25,7 +25,7 @@ from blockwalk.engine.buckets import checksum
 from blockwalk.engine.open_model import open_source
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of
-from blockwalk.models.folder import INDEX
+from blockwalk.models.folder import INDEX, file_of
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
@@ -58,7 +58,7 @@ def replay(
 
     Args:
         base: the model that the run began from: a checkpoint folder or a block store.
-        ledger: the run's ``ledger.jsonl``, or what :func:`export` made of it.
+        ledger: the run's ``ledger.jsonl``, what :func:`export` made of it, or the hub's repository that holds it.
         out: the folder to write; it appears when it is whole.
         until: the last step to apply; all of them unless given.
         progress: called with (bytes of trainables done, bytes in all) now and then.
@@ -125,7 +125,7 @@ def export(
 
 def read_for(ledger: str | os.PathLike[str], until: int | None) -> tuple[dict[str, Any], list[Entry]]:
     """A ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
-    found, entries = read_ledger(ledger)
+    found, entries = read_ledger(file_of(ledger, NAME))
     if until is not None and not 0 <= until <= len(entries):
         raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
     if found["noise_version"] != GENERATOR_VERSION:

@@ -44,9 +44,11 @@ _ACCEPTED = {
 # fmt: on
 """Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
 _WHY = {
-    "use_dora": "DoRA divides by the norm of W + B·A, so every step needs each base weight whole",
-    "modules_to_save": "it trains copies of base modules; use full fine-tuning for these",
-    "trainable_token_indices": "it trains rows of the base embedding; use full fine-tuning for these",
+    "use_dora": "DoRA divides by the norms of W + B·A, and a base weight in codes is never whole; LoRA+ is there"
+    " (optimizer.lora_b_ratio), and rsLoRA (use_rslora)",
+    "modules_to_save": "it trains copies of base modules; use full fine-tuning for these (lora: false)",
+    "trainable_token_indices": "it trains rows of the embedding, which a walk never has as one tensor to change; train new"
+    " tokens with all parameters (lora: false)",
     "layer_replication": "it changes the sequence of layers",
 }
 

@@ -301,6 +301,15 @@ class CutModel:
             )
         return given
 
+    def add_noise(self, alpha: float) -> None:
+        """Let the embeddings answer with NEFTune's noise in training mode, by transformers' own hook."""
+        from transformers.integrations.neftune import neftune_post_forward_hook
+
+        embeddings = self.base.get_input_embeddings()
+        embeddings.neftune_noise_alpha = alpha
+        embeddings.register_forward_hook(neftune_post_forward_hook)
+        self.draws_random_numbers = True
+
     def prologue(self, batch: Batch, seed: int | None = None) -> Prologue:
         """Run the model up to its first layer and record what every layer is called with.
 

@@ -92,6 +92,8 @@ class Engine:
             model, plan, lora=lora, device=device, workdir=workdir, packs=packs or workdir, training=training
         )
         self.module, self.cut, self.spec, self.source = opened.module, opened.cut, opened.spec, opened.source
+        if training and plan.neftune_noise_alpha:
+            self.cut.add_noise(plan.neftune_noise_alpha)
         self.compute_dtype, self.used_as = opened.compute_dtype, opened.used_as
         self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
         self.dirty: frozenset[int] = frozenset()
@@ -232,7 +234,8 @@ class Engine:
                 each.gradient.mul_(coefficient)
             rounding = NoiseKey(self.plan.seed, step, 0, each.name, "rounding") if stochastic else None
             gradient = self._landed(each.gradient, each.master.device)
-            self.rule.apply_(each.master, gradient, each.moments, step=step, lr=learning_rate, rounding=rounding)
+            rate = learning_rate * (self.plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0)
+            self.rule.apply_(each.master, gradient, each.moments, step=step, lr=rate, rounding=rounding)
         self.first_order.changed(unit)
 
     def _landed(self, gradient: torch.Tensor, where: torch.device) -> torch.Tensor:

@@ -75,7 +75,7 @@ class BlockwalkTrainer(Trainer):
         args = copy.copy(args) if args is not None else TrainingArguments("runs/trainer")
         plan = _plan(args, plan, "mebp" if lora is not None else "plain")
         args.per_device_train_batch_size *= args.gradient_accumulation_steps  # a step is one walk, cut by the plan
-        args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        args.gradient_accumulation_steps, args.max_grad_norm, args.neftune_noise_alpha = 1, 0.0, None
         for name in ("compute_metrics", "compute_loss_func", "optimizers", "model_init"):
             if more.get(name) is not None:
                 raise ValueError(f"{name} needs the model in memory, which the walk never has; leave it out")
@@ -169,7 +169,7 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str) -> Plan:
     if rule not in RULES or implementation not in _IMPLEMENTATIONS:
         known = [name for name, facts in RULES.items() if not facts.zeroth_order_only]
         raise ValueError(f"optim is {args.optim}; the walk has {', '.join(known)}, and each with _torch behind it")
-    for setting in ("deepspeed", "fsdp", "torch_compile", "neftune_noise_alpha"):
+    for setting in ("deepspeed", "fsdp", "torch_compile"):
         if getattr(args, setting, None):
             raise ValueError(f"{setting} is {getattr(args, setting)}; the walk does not follow it: leave it out")
     settings = {
@@ -181,6 +181,7 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str) -> Plan:
         "optimizer.weight_decay": args.weight_decay,
         "optimizer.max_grad_norm": args.max_grad_norm,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "neftune_noise_alpha": args.neftune_noise_alpha or 0.0,
         "seed": args.seed,
     }
     return method(name, **settings) if given is None else override(given, settings)

@@ -97,6 +97,12 @@ def repository(name: str | os.PathLike[str]) -> str:
     return found["repo"] if found else os.fspath(name)
 
 
+def file_of(name: str | os.PathLike[str], file: str) -> Path:
+    """A file that is named by its path, or by the repository of the hub that holds it as ``file``."""
+    found = None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
+    return hub.download(found["repo"], found["revision"], file) / file if found else Path(name)
+
+
 def require_config(name: str | os.PathLike[str]) -> Path:
     """The folder of a model, which holds its ``config.json``.
 

@@ -1,4 +1,4 @@
-"""Files of a repository of the hub, in huggingface_hub's cache.
+"""Files of a repository of the hub: read, in huggingface_hub's cache, and written.
 
 The cache, the token (``HF_TOKEN``, ``hf auth login``) and the endpoint (``HF_ENDPOINT``) are huggingface_hub's own. Without a
 network, or with ``HF_HUB_OFFLINE=1``, what the cache holds is taken.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 
 @lru_cache
@@ -44,3 +46,41 @@ def download(repo: str, revision: str | None, *files: str) -> Path:
     except OSError as error:  # what else the hub answers
         reason = f"{constants.ENDPOINT} says: {str(error).partition(chr(10))[0]}"
     raise ValueError(f"model: there is no folder {repo}, and as a name of the hub: {reason}")
+
+
+def create(repo: str) -> None:
+    """Make a repository, private, where there is none of this name.
+
+    Raises:
+        ValueError: there is no token, it may not write there, or the hub cannot be reached.
+    """
+    _asked(repo, lambda api: api.create_repo(repo, private=True, exist_ok=True))
+
+
+def upload(repo: str, files: Mapping[str, Path]) -> str:
+    """Write files into a repository as one commit, by their names there; answers its page.
+
+    Raises:
+        ValueError: as :func:`create`.
+    """
+    from huggingface_hub import CommitOperationAdd, constants
+
+    added = [CommitOperationAdd(name, path) for name, path in files.items()]
+    _asked(repo, lambda api: api.create_commit(repo, added, commit_message="Trained with Blockwalk"))
+    return f"{constants.ENDPOINT}/{repo}"
+
+
+def _asked(repo: str, ask: Callable[[Any], object]) -> None:
+    """Ask the hub to change a repository; every failure is one line."""
+    from huggingface_hub import HfApi, get_token
+
+    api = HfApi()
+    try:
+        if get_token() is None:
+            raise ValueError("no token was found")
+        ask(api)
+    except Exception as error:  # of huggingface_hub, and of the client that it is built on
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{repo} cannot be written at {api.endpoint}: {why}; run hf auth login, or set HF_TOKEN, for an account that may"
+        ) from error

@@ -60,6 +60,8 @@ class OptimizerSettings:
     """The update rule; sign with zeroth order alone."""
     learning_rate: float = 1e-4
     """The highest that the schedule comes to; zeroth order needs far smaller ones, 1e-7 to 1e-6 for billions of parameters."""
+    lora_b_ratio: float = 1.0
+    """The learning rate of adapters' B, in learning rates of the rest: LoRA+ takes 16 or so (Hayou et al. 2024)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """adamw: the decay of the mean of the gradient, and of its square."""
     eps: float = 1e-8

@@ -68,6 +68,9 @@ class Plan:
     backpropagation of a float16 checkpoint bfloat16."""
     loss: str = "chunked"
     """chunked: cross-entropy over vocabulary chunks; model: the model's own loss."""
+    neftune_noise_alpha: float = 0.0
+    """NEFTune: training adds uniform noise of up to alpha / √(S·D) to embeddings, sequences of S tokens of width D (Jain et al.
+    2023); 0: none."""
     budget: int | None = None
     """Device memory that the step may use, in bytes."""
     compile: bool = False
@@ -151,7 +154,9 @@ CHOICES: dict[str, Collection[str]] = {
 LEAST = {
     **dict.fromkeys(("gradient_accumulation_steps", "update.flush_every", "zo.queries"), 1),
     **{f"mesh.{f.name}": 1 for f in dataclasses.fields(MeshSettings) if f.name != "groups"},
-    **dict.fromkeys(("prefetch", "seed", "optimizer.learning_rate"), 0),
+    **dict.fromkeys(
+        ("prefetch", "seed", "optimizer.learning_rate", "optimizer.lora_b_ratio", "neftune_noise_alpha"), 0
+    ),
 }
 """The least that a setting may be."""
 
@@ -203,6 +208,9 @@ def _fixed(plan: Plan) -> Iterator[str]:
         (plan.sharded, "compile", False, "blocks whose parameters are gathered from other ranks run uncompiled"),
         (zeroth_order, "cache.tier", "none", "zeroth order has no backward walk to keep parameters for"),
         (zeroth_order, "optimizer.max_grad_norm", 0, "it clips a gradient, and zeroth order has only a scalar"),
+        (zeroth_order, "optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
+        (zeroth_order, "neftune_noise_alpha", 0, "a step's losses must differ by its perturbation alone"),
+        (plan.sharded, "optimizer.lora_b_ratio", 1, "ranks update slices of a block, in which A and B are one"),
         (timing is Timing.BLOCK, "optimizer.max_grad_norm", 0,
          "the global norm is known only after the backward walk, not at update.timing: block"),
         (timing is not Timing.DEFERRED, "update.flush_every", 1, f"update.timing is {timing}, not deferred"),

@@ -119,6 +119,9 @@ class RunConfig:
     that are started here talk over the loopback interface."""
     report_to: tuple[str, ...] = ()
     """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names)."""
+    push_to_hub: str = ""
+    """A repository of the hub (``owner/name``) that is given what was trained, with a model card; where there is none, one
+    is made, private, before the run."""
     output_dir: str = "runs/blockwalk"
     """The folder of the run: its configuration, metrics, checkpoints, and trained weights."""
     overwrite_output_dir: bool = False

@@ -1,4 +1,5 @@
-"""The model card of a run: a README.md with the hub's metadata, from the files that the run left. No torch."""
+"""The model card of a run: a README.md with the hub's metadata, from the files that the run left; and the run on the hub. No
+torch."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from blockwalk.checkpoints.ledger import NAME as LEDGER
+from blockwalk.models import hub
 from blockwalk.models.folder import repository
 from blockwalk.plan.parsing import Loader
 from blockwalk.report.html import curves, figures
@@ -27,16 +30,36 @@ def write(folder: str | Path) -> Path:
     settings: dict[str, Any] = yaml.load(text, Loader=Loader)
     adapter, model, train = trained.name == "adapter", settings["model"], settings["data"]["train"]
     tags = ["blockwalk", settings["method"], *(["lora"] if adapter else [])]
-    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": tags}
+    library = "peft" if adapter else "transformers"
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
     if not Path(model).exists():  # a name that the hub knows
         head["base_model"] = repository(model)
     what = f"LoRA adapters of rank {settings['lora']['rank']} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures(run))
     sources = ", ".join(f"`{source}`" for source in ([train] if isinstance(train, str) else train))
     again = f"`blockwalk train config.yaml` makes it again, with this file:\n\n```yaml\n{text.rstrip()}\n```"
+    if (run / LEDGER).is_file():
+        again += f"\n\n`blockwalk replay {model} {LEDGER} OUT` rebuilds the weights from the ledger, bit for bit."
     body = f"# {run.name}\n\n{what} `{model}`, trained on {sources} by Blockwalk, method `{settings['method']}`.\n\n"
     body += f"| | |\n|---|---|\n{rows}\n\n![loss](loss.svg)\n\n{again}\n"
     card = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body}"
     atomic_files.write_bytes(trained / "loss.svg", curves(run).encode())
     atomic_files.write_bytes(trained / "README.md", card.encode())
     return trained
+
+
+def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
+    """Upload what a run trained, with its card, curve, configuration and, of zeroth order, its ledger; with ``ledger`` all but
+    the weights and the tokenizer. Answers the repository's page.
+
+    Raises:
+        ValueError: the run has not ended, has no ledger, or the hub refuses.
+    """
+    run = Path(folder)
+    beside = [run / "config.yaml", *(path for path in [run / LEDGER] if path.is_file())]
+    if ledger and len(beside) == 1:
+        raise ValueError(f"{run} has no {LEDGER}: its method differentiates, and its weights are needed")
+    trained = write(run)
+    own = [trained / "README.md", trained / "loss.svg"] if ledger else sorted(trained.iterdir())
+    hub.create(repo)
+    return hub.upload(repo, {path.name: path for path in (*own, *beside)})

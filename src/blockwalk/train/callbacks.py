@@ -1,4 +1,4 @@
-"""The events of a run, as a callback is told of them; and trackers as callbacks, through ``accelerate.tracking``."""
+"""The events of a run, as a callback is told of them; trackers (``accelerate.tracking``) and the hub as callbacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from blockwalk.models import hub
 from blockwalk.plan.parsing import did_you_mean
+from blockwalk.ranks.shared_forwards import first
+from blockwalk.report import card
 
 if TYPE_CHECKING:
     from blockwalk.plan.run_config import RunConfig
@@ -82,6 +85,24 @@ def _tracker(cls: Any) -> Callback:
             opened[0].finish()
 
     return tell
+
+
+def pushes(repo: str) -> list[Callback]:
+    """The upload of a run's end to a repository of the hub, which is made first; none without a name.
+
+    Raises:
+        ValueError: on every rank: it cannot be written to.
+    """
+    if not repo:
+        return []
+    first(lambda: hub.create(repo))
+
+    def push(event: Event) -> None:
+        ended = event.name == "end" and not Path(event.values["saved_to"]).name.startswith("checkpoint")
+        if ended and event.walker.ranks.rank == 0:
+            print(f"uploaded to {card.push(event.run.output_dir, repo)}")
+
+    return [push]
 
 
 _GROUP = {"begin": "forecast", "step": "train", "evaluation": "eval"}

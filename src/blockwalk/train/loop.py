@@ -54,7 +54,7 @@ from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
-from blockwalk.train.callbacks import Callback, Event, trackers
+from blockwalk.train.callbacks import Callback, Event, pushes, trackers
 from blockwalk.train.evaluation import Evaluation, HeldOut
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.progress import Progress, learnt_lines
@@ -195,7 +195,7 @@ def train(
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
     refuse_rounded(run.model, run.plan, run.lora)
-    callbacks = (*callbacks, *trackers(run.report_to))
+    callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir, device = Path(run.output_dir), chosen().type
     with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         require_weights(run.model)
