@@ -31,6 +31,7 @@ from tests.conftest import TinyRun, make_tiny_run
 LIMIT = 75.0
 """Seconds after which a run counts as hanging."""
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved")
+_SLIDE = "--trainable disk×fp32 --optimizer_state disk×fp32 --update.timing block --recompute all --prefetch 1"
 _EXACT, _ZEROTH = "--optimizer.learning_rate 1e-3", "--optimizer.learning_rate 1e-5"
 
 
@@ -45,6 +46,7 @@ class Family:
 FAMILIES = {
     "mebp": Family(f"--method mebp --frozen disk×int4 --lora.rank 4 --lora.dropout 0.1 {_EXACT}"),
     "plain": Family(f"--method plain {_EXACT}"),
+    "slide": Family(f"--method plain {_SLIDE} {_EXACT}"),
     "mezo": Family(f"--method mezo {_ZEROTH}"),
     "zo2": Family(f"--method zo2 --trainable disk {_ZEROTH}"),
     "distzo2": Family(f"--method distzo2 --lora false {_ZEROTH}", 2),

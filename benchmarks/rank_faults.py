@@ -1,9 +1,11 @@
-"""What a run over ranks does when a rank dies, is stopped, cannot be reached, or hangs: seconds until every rank has ended.
+"""What a run over ranks does when a rank dies, is stopped, cannot be reached, or hangs: seconds until every rank has ended;
+and when a rank or its link is slow: it goes on, to the same losses.
 
     sudo python benchmarks/rank_faults.py [--check] [--json FILE] [--rounds 20] [--at_once 10]
 
 Each run trains a small model on two ranks with the limits that every run has; after some steps the last rank does something to
-itself. It counts as ended when no rank is left, and every rank that could speak has said why in one line.
+itself. It counts as ended when no rank is left, and every rank that could speak has said why in one line. A slow rank
+takes ten times as long for its forwards; a slow link sends 64 kbit a second (the kernel's token bucket filter).
 """
 
 from __future__ import annotations
@@ -31,26 +33,38 @@ from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster
 from tests.ranks.processes import run_ranks
 
+OVER_NODES = ("unreachable", "slow link")
 FAULTS = {"killed": 30.0, "stopped": 30.0, "unreachable": 30.0, "stuck": STUCK_AFTER + 10}
 """Each with the seconds in which the run must end."""
+SLOW = ("slow rank", "slow link")
+"""With these a run goes on: 30 steps, the last 20 of them disturbed."""
 
 
 def until_it_ends(rank: int, fault: str, folder: Path) -> None:
-    """Train until the run ends; the last rank does the harm."""
+    """Train until the run ends; the last rank does the harm. A run that should go on has one before it that nobody disturbs."""
     said = os.open(folder / f"said-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(said, 2)
-    mesh = {"world": 2, "ranks_per_node": 1 if fault == "unreachable" else 2}
-    try:
+    mesh = {"world": 2, "ranks_per_node": 1 if fault in OVER_NODES else 2}
+
+    def train(steps: int, harm: bool) -> list[float]:
+        losses = []
         with Walker(tiny_model("llama"), method("distzo2", mesh=mesh), device="cpu") as walker:
-            for step in range(1_000_000):
-                walker.step(random_batch(8, seed=step))
+            for step in range(steps):
+                losses.append(walker.step(random_batch(8, seed=step)).loss)
                 time.sleep(0.05)
-                if rank == 1 and step == 10:
+                if harm and rank == 1 and step == 10:
                     (folder / "began").write_text(str(time.time()))
                     _harm(fault, walker)
+        return losses
+
+    try:
+        if fault not in SLOW:
+            train(1_000_000, harm=True)
+        same = train(30, harm=False) == train(30, harm=True)
     except RuntimeError as error:
         print(lost_rank(rank, error) or error, file=sys.stderr, flush=True)
         os._exit(1)
+    print(f"rank {rank}: went on to {'the same' if same else 'OTHER'} losses", file=sys.stderr, flush=True)
 
 
 def _harm(fault: str, walker: Walker) -> None:
@@ -60,6 +74,19 @@ def _harm(fault: str, walker: Walker) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "unreachable":
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    elif fault == "slow link":
+        filtered = "tc qdisc add dev eth0 root tbf rate 64kbit burst 4kb latency 400ms"
+        subprocess.run(filtered.split(), check=True)
+    elif fault == "slow rank":
+        forward = walker.engine.cut.forward
+
+        def slowly(*arguments: Any) -> Any:
+            began = time.monotonic()
+            answer = forward(*arguments)
+            time.sleep(9 * (time.monotonic() - began))
+            return answer
+
+        walker.engine.cut.forward = slowly  # type: ignore[method-assign]
     else:
         walker.engine.cut.forward = lambda *_: time.sleep(1e6)  # type: ignore[method-assign,assignment]
 
@@ -69,7 +96,7 @@ def once(fault: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if fault == "unreachable":
+        if fault in OVER_NODES:
             with cluster(2, 1) as nodes:
                 codes = nodes.run(until_it_ends, fault, folder, timeout=100, may_die=True)
                 ended = time.time()
@@ -87,8 +114,8 @@ def main() -> None:
     options.add_argument("--at_once", type=int, default=10)
     arguments = options.parse_args()
     tiny_model("llama")
-    waiting = [fault for _ in range(arguments.rounds) for fault in FAULTS]
-    found: dict[str, list[Any]] = {fault: [] for fault in FAULTS}
+    waiting = [fault for _ in range(arguments.rounds) for fault in (*FAULTS, *SLOW)]
+    found: dict[str, list[Any]] = {fault: [] for fault in (*FAULTS, *SLOW)}
     context = multiprocessing.get_context("fork")
     for first in range(0, len(waiting), arguments.at_once):
         running = []
@@ -105,16 +132,19 @@ def main() -> None:
                 found[fault].append({"seconds": float("inf"), "codes": [0, 0], "said": []})
             process.join()
     bounds = []
-    for fault, limit in FAULTS.items():
-        runs = found[fault]
+    for fault, runs in found.items():
         seconds = [run["seconds"] for run in runs]
-        ended = sum(all(run["codes"]) and bool(run["said"]) for run in runs)
         print(
             f"{fault:12} {len(runs)} runs: seconds {min(seconds):.1f} to {max(seconds):.1f}, median {median(seconds):.1f}"
         )
         for line in dict.fromkeys(line for run in runs[:1] for line in run["said"]):
             print(f"{'':13}{line}")
-        bounds.append(Bound(f"{fault}: seconds until the run has ended, worst", max(seconds), limit))
+        if fault in SLOW:
+            went_on = sum(not any(run["codes"]) and len(run["said"]) == 2 and "OTHER" not in str(run) for run in runs)
+            bounds.append(Bound(f"{fault}: runs that went on to the same losses", went_on, len(runs), at_most=False))
+            continue
+        ended = sum(all(run["codes"]) and bool(run["said"]) for run in runs)
+        bounds.append(Bound(f"{fault}: seconds until the run has ended, worst", max(seconds), FAULTS[fault]))
         bounds.append(Bound(f"{fault}: runs ended with exit codes and a message", ended, len(runs), at_most=False))
     finish(arguments, found, bounds)
 
