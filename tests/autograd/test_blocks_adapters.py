@@ -21,16 +21,21 @@ def controlled(model, batch, layers, *, seeded: bool):
     return loss, logits, {canonical_name(name, ("default",)): grad for name, grad in grads.items()}
 
 
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = {"mixtral": [*ATTENTION, "gate", "w1", "w2", "w3"], "qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}
+"""Experts by the names that their layers once had, which PEFT takes for the fused ones."""
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
     """Oracle: `get_peft_model` on the float32 model after `torch.manual_seed`."""
     from peft import get_peft_model
 
-    config = tiny_config(model_type)
+    config, targets = tiny_config(model_type), EXPERTS.get(model_type, "all-linear")
     torch.manual_seed(5)
-    theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4))
+    theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4, target_modules=targets))
     before = torch.get_rng_state()
-    ours = add_lora(build_skeleton(config, torch.bfloat16).model, 4, seed=5)
+    ours = add_lora(build_skeleton(config, torch.bfloat16).model, 4, target_modules=targets, seed=5)
     assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     assert mine
@@ -40,6 +45,24 @@ def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
         if param.requires_grad:
             assert mine[name].dtype == torch.float32
             assert torch.equal(mine[name], param), name
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+def test_all_linear_leaves_experts_and_routers_out(model_type: str, tmp_path) -> None:
+    """Oracle: the names, and `PeftModel.from_pretrained`, which takes names of a dense layer's or a shared expert's for the
+    routed experts': the saved adapter has none of these."""
+    from peft import PeftModel
+
+    config = tiny_config(model_type)
+    model = add_lora(tiny_model(config), 2)
+    names = [name for name in canonical(model) if ".lora_" in name]
+    assert names
+    assert all(".self_attn." in name for name in names)
+    save_adapter(model, canonical(model), tmp_path)
+    theirs = PeftModel.from_pretrained(tiny_model(config), str(tmp_path))
+    assert [n for n, _ in theirs.named_parameters() if "lora_" in n] == [
+        n for n, _ in model.named_parameters() if "lora_" in n
+    ]
 
 
 def tiny_model_before_seed(config):
@@ -52,13 +75,14 @@ def tiny_model_before_seed(config):
 def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
     """Oracle: autograd of the whole PeftModel, in training mode with dropout in the adapter (and the model's own)."""
     config = tiny_config(model_type)
-    dropout = 0.0 if model_type == "qwen3_moe" else 0.2  # PEFT adapts fused experts, and these without dropout only
-    model = add_lora(tiny_model(config), 3, dropout=dropout, seed=1)
+    dropout = 0.0 if model_type == "qwen3_moe" else 0.2  # PEFT adapts fused experts without dropout only
+    targets = EXPERTS.get(model_type, "all-linear")
+    model = add_lora(tiny_model(config), 3, dropout=dropout, target_modules=targets, seed=1)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config).model, 3, dropout=dropout))
+    cut = certified(add_lora(build_skeleton(config).model, 3, dropout=dropout, target_modules=targets))
     cut.take_parameters()
     model.train()
     cut.model.train()

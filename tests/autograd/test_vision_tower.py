@@ -1,4 +1,4 @@
-"""Oracle: autograd through transformers and PEFT. A model with a vision tower, as Gemma 3's folders have it, learns text."""
+"""Oracle: autograd through transformers and PEFT. Models with a vision tower, as the hub's folders have them, learn text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from blockwalk import Walker, method
 from blockwalk.cutting.adapters import load_adapter
@@ -24,13 +24,35 @@ VISION = {
 }  # fmt: skip
 
 
-def make() -> Any:
+_ROPE = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e4}
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 100, "boi_token_index": 98,
+        "eoi_token_index": 99,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral"}, "image_token_index": 100,
+        "vision_config": {"model_type": "pixtral", "head_dim": 8, **VISION},
+    },
+    "qwen2_5_vl": {
+        "text_config": {"rope_parameters": _ROPE}, "image_token_id": 100, "video_token_id": 99,
+        "vision_start_token_id": 98, "vision_end_token_id": 97,
+        "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32},
+    },
+    "llama4": {
+        "text_config": {"intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2},
+        "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    },
+}  # fmt: skip
+"""The parts of a configuration in which kinds of models differ; their text is TEXT."""
+
+
+def make(kind: str = "gemma3") -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gemma3", text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=100, boi_token_index=98,
-        eoi_token_index=99,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).float()
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    own = {**KINDS[kind], "text_config": {**TEXT, **special, **KINDS[kind].get("text_config", {})}}
+    config = AutoConfig.for_model(kind, **own)
+    return AutoModelForImageTextToText.from_config(config).float()
 
 
 def batch_of_text() -> dict[str, torch.Tensor]:
@@ -69,3 +91,38 @@ def test_adapters_of_a_model_with_a_vision_tower(
             mine = gradients.pop(name.removeprefix("base_model.model.").replace(".default", ""))
             assert (mine - param.grad).norm() <= 1e-5 * param.grad.norm(), name
     assert not gradients
+
+
+@pytest.mark.parametrize(("kind", "adapted"), [("mistral3", 14), ("qwen2_5_vl", 14), ("llama4", 8)])
+def test_a_model_with_pictures_learns_text(kind: str, adapted: int, tmp_path: Path) -> None:
+    """Oracle: PEFT's gradients, in transformers' whole class, which the saved adapter fits; the linear layers of the text but
+    those where a mixture's experts stand in any layer."""
+    model, batch = make(kind), batch_of_text()
+    model.save_pretrained(tmp_path / "model")
+    plan = method("mebp", frozen="disk × raw", optimizer={"learning_rate": 1e-2})
+    with Walker(tmp_path / "model", plan, lora={"rank": 2}, workdir=tmp_path, device="cpu") as walker:
+        walker.step(batch)
+        walker.save_pretrained(tmp_path / "adapter")
+        gradients = walker.gradients(batch)
+        assert not [p.name for p in walker.spec.params() if "vision" in p.name or "visual" in p.name]
+    assert len(gradients) == 2 * adapted
+    control = load_adapter(model, tmp_path / "adapter").train()
+    control(**batch, use_cache=False).loss.backward()
+    named = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in control.named_parameters()}
+    for name, mine in gradients.items():
+        assert (mine - named[name].grad).norm() <= 1e-5 * named[name].grad.norm(), name
+
+
+def test_what_text_does_not_reach_is_saved_as_it_came(tmp_path: Path) -> None:
+    """Oracle: transformers' own reading. Every parameter is trained but the tower's, which no text reaches."""
+    make().save_pretrained(tmp_path / "model")
+    plan = method("plain", optimizer={"learning_rate": 1e-2, "weight_decay": 0.1})
+    with Walker(tmp_path / "model", plan, workdir=tmp_path, device="cpu") as walker:
+        walker.step(batch_of_text())
+        walker.save_pretrained(tmp_path / "saved")
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
+    saved, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    changed = {name for name, value in saved.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "vision" not in name and "projector" not in name}

@@ -133,7 +133,7 @@ def add_lora(
 
     The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
     ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
-    never calls. ``config``, a ``LoraConfig``, takes the
+    never calls, and experts with their routers. ``config``, a ``LoraConfig``, takes the
     place of the four settings before. Raises ValueError for a configuration that does not leave the base weights alone.
     """
     from peft import LoraConfig, get_peft_model
@@ -154,22 +154,29 @@ def add_lora(
     return wrapped
 
 
-def _only_reached(config: Any, model: nn.Module) -> Any:
-    """The configuration without the modules that a pass over text never calls, such as a vision tower: their adapters would
-    not be trained."""
+def _only_reached(config: Any, model: Any) -> Any:
+    """The configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left out is what a
+    pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what stands at that
+    place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
+    from transformers.pytorch_utils import Conv1D
+
     from blockwalk.cutting.ownership import find_parts
     from blockwalk.cutting.verify import certified_anatomy
 
-    anatomy = certified_anatomy(model)
-    called = {*anatomy.prologue, *anatomy.epilogue}
-    idle = [part.name for part in find_parts(model, anatomy, str).pieces if part.name not in called]
-    if not any(isinstance(module, nn.Linear) for name in idle for module in model.get_submodule(name).modules()):
+    units = find_parts(model, certified_anatomy(model), str)
+    layers, out = {part.name for part in units.layers}, [re.escape(name) for name in units.idle]
+    for name, _ in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if leaf in ("experts", "router"):
+            out.append(re.sub(r"\d+", r"\\d+", re.escape(name if parent in layers else parent)))
+    left_out = re.compile(rf"({'|'.join(dict.fromkeys(out))})(\..*)?" if out else "(?!)")
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    reached = {name for name in linear if not left_out.fullmatch(name)}
+    if len(reached) == len(linear) and not out:
         return config
-    given = config.exclude_modules or ()
-    own = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(given)]
-    whole = [rf"{re.escape(name)}(\..*)?" for name in idle]
+    head = model.get_output_embeddings()
     config = copy.copy(config)
-    config.exclude_modules = "|".join(f"({pattern})" for pattern in (*own, *whole))
+    config.target_modules = {name for name in reached if model.get_submodule(name) is not head}
     return config
 
 

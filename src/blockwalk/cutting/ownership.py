@@ -47,6 +47,9 @@ class Units:
     layers: list[Part]
     pieces: list[Part]
     """Outermost modules outside the layers."""
+    idle: tuple[str, ...]
+    """Those of them with modules of their own that a pass over text never calls, such as a vision tower, by name. Their
+    parameters belong to no unit: they are neither read nor held."""
     places: list[dict[str, list[ParameterPlace]]]
     """Each unit's parameters: canonical name → places. A tied parameter is the prologue's and has a place in the epilogue
     too."""
@@ -65,17 +68,23 @@ class Units:
                 return part.unit
         return 0
 
+    def reaches(self, name: str) -> bool:
+        """Whether a pass over text may read a parameter. Adapters count: they are saved with the others."""
+        return ".lora_" in name or not name.startswith(tuple(f"{piece}." for piece in self.idle))
+
 
 def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], str]) -> Units:
     """The layers and pieces of a model that has this anatomy."""
     named = ((name, canonical(name), module) for name, module in model.named_modules())
     found = [item for item in named if item[1].rpartition(".")[0] in anatomy.layer_parents]
     layers = [Part(name, plain, index, module) for index, (name, plain, module) in enumerate(found, 1)]
-    others = []
+    others, idle = [], []
     for name, module in pieces(model, {part.name: part.module for part in layers}):
         late = canonical(name) in anatomy.epilogue
         others.append(Part(name, canonical(name), len(layers) + 1 if late else 0, module))
-    return Units(layers, others, [{} for _ in range(len(layers) + 2)])
+        if not late and canonical(name) not in anatomy.prologue and any(True for _ in module.children()):
+            idle.append(name)
+    return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])
 
 
 def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callable[[str], str]) -> ModelSpec:
@@ -88,6 +97,8 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
     places: dict[str, list[tuple[str, int, ParameterPlace]]] = {}
     tied: list[tuple[str, str]] = []
     for name, param in model.named_parameters(remove_duplicate=False):
+        if not units.reaches(name):
+            continue
         prefix, _, leaf = name.rpartition(".")
         alias = canonical(name)
         plain = name_of.setdefault(id(param), alias)

@@ -48,20 +48,22 @@ def load_config(path_or_config: Any) -> Any:
 
 
 def model_class(config: Any) -> type[nn.Module]:
-    """The causal language model class of a configuration; no other modelling module is imported.
+    """The class of a configuration's model: of those that answer text, with pictures or without, the one that its checkpoint
+    names, else the causal language model; no other modelling module is imported.
 
     Raises ValueError where ``transformers`` has none.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto as auto
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    both = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    found: list[Any] = [mapping[type(config)] for mapping in both if type(config) in mapping]
+    if not found:
         raise ValueError(
-            f"transformers has no causal language model for model_type {config.model_type!r}; "
-            "Blockwalk trains decoders that AutoModelForCausalLM knows"
+            f"transformers has no causal language model for model_type {config.model_type!r}; Blockwalk trains decoders that"
+            " AutoModelForCausalLM or AutoModelForImageTextToText knows"
         )
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    first: type[nn.Module] = found[0] if isinstance(found, list | tuple) else found
-    return first
+    classes: list[type[nn.Module]] = [one[0] if isinstance(one, list | tuple) else one for one in found]
+    return next((cls for cls in classes if cls.__name__ in (config.architectures or ())), classes[0])
 
 
 def model_config(config: Any, cls: type[nn.Module]) -> Any:

@@ -299,7 +299,7 @@ class Engine:
         weights = {**self.homes[StateKind.FROZEN].weights(), **weights}
         weights = {p.name: weights[p.name] for p in self.spec.params()}
         if self.rank == 0:
-            safetensors.save_model(folder, self.module, {**weights, **self.model.buffers()})
+            safetensors.save_model(folder, self.module, {**weights, **self.model.untouched()})
             return
         for weight in weights.values():  # its turn in the same gathers
             for _ in safetensors.pieces(weight):

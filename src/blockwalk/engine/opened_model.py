@@ -123,9 +123,12 @@ class OpenedModel:
         assert self.source is not None, f"{name} has no source"
         return self.source
 
-    def buffers(self) -> dict[str, torch.Tensor | Weight]:
-        """The persistent buffers, by name, as the model came with them: the walk may hold them in another dtype."""
-        own = {name: self.module.get_buffer(name) for name in persistent_buffers(self.module)}
+    def untouched(self) -> dict[str, torch.Tensor | Weight]:
+        """The persistent buffers, which the walk may hold in another dtype, and the parameters of no unit, as the model came
+        with them, by name."""
+        module, walked = self.module, {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}
+        own = {name: module.get_buffer(name) for name in persistent_buffers(module)}
+        own |= {name: param.detach() for name, param in module.named_parameters() if name not in walked}
         stored = {} if self.source is None else self.source.weights(own.keys() & self.source.names())
         return {**own, **stored}
 

@@ -25,7 +25,8 @@ class LoraSettings:
     dropout: float = 0.0
     """The share of an adapter's inputs that training leaves out, drawn anew for each step."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer but the head."""
+    """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer that text passes but the
+    head, experts and routers."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 
