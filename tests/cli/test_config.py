@@ -57,7 +57,7 @@ def test_flags_win_under_the_same_names(tmp_path: Path) -> None:
     flags = ["--optimizer.learning_rate", "3e-5", "--frozen.tier=host", "--lora.options.use_rslora", "false"]
     flags += ["--data.label_words", "[bad,good]", "--data.template", "{text}:{label}", "--data.packing", "true"]
     flags += ["--batch_size", "1e2", "--resume_from_checkpoint", "true"]
-    run = config.load(write(tmp_path, EXAMPLE), config.parse_flags(flags))
+    run = config.load(write(tmp_path, EXAMPLE), config.split_flags(flags)[0])
     assert run.plan.optimizer.learning_rate == 3e-5
     assert run.plan.frozen == Placement(Tier.HOST, Codec.INT8)
     assert run.batch_size == 100
@@ -66,7 +66,7 @@ def test_flags_win_under_the_same_names(tmp_path: Path) -> None:
     assert run.data.template == "{text}:{label}"
     assert run.data.packing is True
     assert run.resume_from_checkpoint == "latest"
-    assert config.load(write(tmp_path, EXAMPLE), config.parse_flags(["--lora", "false"])).lora is None
+    assert config.load(write(tmp_path, EXAMPLE), config.split_flags(["--lora", "false"])[0]).lora is None
     assert config.load(None, [("lora", False), ("lora.rank", "2")]).lora == LoraSettings(rank=2)
 
 
@@ -125,7 +125,7 @@ def test_module_names_with_commas_are_a_list_and_a_pattern_is_one_text() -> None
         ("q_proj, v_proj", ("q_proj", "v_proj")),
         (r".*\.[0-9]{1,2}\..*q_proj", r".*\.[0-9]{1,2}\..*q_proj"),
     ):
-        run = config.from_mapping({}, config.parse_flags(["--lora.target_modules", text]))
+        run = config.from_mapping({}, config.split_flags(["--lora.target_modules", text])[0])
         assert run.lora is not None
         assert run.lora.target_modules == modules
 
@@ -133,7 +133,7 @@ def test_module_names_with_commas_are_a_list_and_a_pattern_is_one_text() -> None
 @pytest.mark.parametrize("word", ["true", "yes", "on", "1", "false", "no", "off", "0"])
 def test_every_switch_reads_the_same_words(word: str) -> None:
     """Oracle: the words themselves; of the run's switches and of the plan's, as flags and as YAML 1.2 has them."""
-    flags = config.parse_flags([f"--{name}={word}" for name in ("data.packing", "data.shuffle", "compile", "lora")])
+    flags, _ = config.split_flags(f"--{name}={word}" for name in ("data.packing", "data.shuffle", "compile", "lora"))
     run = config.from_mapping({"method": "plain"}, flags)
     switched = word in ("true", "yes", "on", "1")
     assert (run.data.packing, run.data.shuffle, run.plan.compile, run.lora is not None) == (switched,) * 4
@@ -164,14 +164,13 @@ def test_a_file_that_cannot_be_read_is_named(load: Any, data: bytes, tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["run"], "unexpected argument 'run'"),
         (["--seed"], "--seed needs a value"),
         (["--seed", "--lora"], "--seed needs"),
     ],
 )
 def test_flags_that_are_none(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config.parse_flags(flags)
+        config.split_flags(flags)
 
 
 def test_a_setting_has_one_meaning() -> None:

@@ -34,10 +34,23 @@ FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
 Option = tuple[str, dict[str, Any]]
 """An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
 
-_CONFIG: Option = ("config", {"nargs": "?", "metavar": "RUN.yaml", "help": "settings; see the list of flags"})
-_ADAPTER: Option = ("--adapter", {"metavar": "DIR", "help": "a trained adapter to put on the model"})
-_UNTIL: Option = ("--until", {"type": int, "metavar": "STEP", "help": "the last step to apply; default: all"})
-_JSON: Option = ("--json", {"action": "store_true", "help": "print JSON"})
+
+def _value(name: str, metavar: str, help: str, **more: Any) -> Option:
+    return name, {"metavar": metavar, "help": help, **more}
+
+
+def _switch(name: str, help: str) -> Option:
+    return name, {"action": "store_true", "help": help}
+
+
+def _choice(name: str, choices: Sequence[Any], help: str, **more: Any) -> Option:
+    return name, {"choices": choices, "help": help, **more}
+
+
+_CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs="?")
+_ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model")
+_UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
+_JSON = _switch("--json", "print JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +81,13 @@ COMMANDS = (
         "write a run's YAML file: the fastest plan that fits this machine, with a sentence on each setting",
         "blockwalk.cli.start:init",
         (
-            ("model", {"metavar": "MODEL", "nargs": "?", "help": "a model's folder, or its name on the hub"}),
-            ("--train", {"metavar": "DATA", "help": "training data: a JSON, CSV, Parquet or text file"}),
-            ("--eval", {"metavar": "DATA", "help": "held-out data"}),
-            ("--budget", {"metavar": "SIZE", "help": "device memory that a step may use, such as 8GB"}),
-            ("--full", {"action": "store_true", "help": "train all parameters instead of adapters"}),
-            ("--out", {"metavar": "FILE", "default": "run.yaml", "help": "default: run.yaml"}),
-            (
-                "--examples",
-                {"action": "store_true", "help": "copy the examples here instead: a small model, data, runs"},
-            ),
+            _value("model", "MODEL", "a model's folder, or its name on the hub", nargs="?"),
+            _value("--train", "DATA", "training data: a JSON, CSV, Parquet or text file"),
+            _value("--eval", "DATA", "held-out data"),
+            _value("--budget", "SIZE", "device memory that a step may use, such as 8GB"),
+            _switch("--full", "train all parameters instead of adapters"),
+            _value("--out", "FILE", "default: run.yaml", default="run.yaml"),
+            _switch("--examples", "copy the examples here instead: a small model, data, runs"),
         ),
     ),
     Command(
@@ -85,17 +95,10 @@ COMMANDS = (
         "write a model as a block store: a folder that is read a block at a time",
         "blockwalk.cli.models:pack",
         (
-            ("model", {"metavar": "MODEL", "help": "a hub name, a folder or a GGUF file"}),
-            ("out", {"metavar": "OUT", "help": "the folder to write"}),
-            (
-                "--codec",
-                {
-                    "default": "int4",
-                    "choices": [str(codec) for codec in Codec if codec.written],
-                    "help": "default: int4",
-                },
-            ),
-            ("--group_size", {"type": int, "default": 32, "choices": [32, 64], "help": "int4: elements a scale"}),
+            _value("model", "MODEL", "a hub name, a folder or a GGUF file"),
+            _value("out", "OUT", "the folder to write"),
+            _choice("--codec", [str(codec) for codec in Codec if codec.written], "default: int4", default="int4"),
+            _choice("--group_size", [32, 64], "int4: elements a scale", type=int, default=32),
         ),
     ),
     Command(
@@ -104,19 +107,10 @@ COMMANDS = (
         "blockwalk.cli.run:plan",
         (
             _CONFIG,
-            ("--program", {"action": "store_true", "help": "print the schedule of a training step, op by op"}),
-            (
-                "--hardware",
-                {
-                    "metavar": "NAME|FILE",
-                    "help": "rank every method on this machine (here: the one that doctor measured)",
-                },
-            ),
-            (
-                "--largest_batch",
-                {"action": "store_true", "help": "with --hardware: the most sequences that fit, by method"},
-            ),
-            ("--trace", {"metavar": "FILE", "help": "with --hardware: the best plan's timeline, for Perfetto"}),
+            _switch("--program", "print the schedule of a training step, op by op"),
+            _value("--hardware", "NAME|FILE", "rank every method on this machine (here: the one that doctor measured)"),
+            _switch("--largest_batch", "with --hardware: the most sequences that fit, by method"),
+            _value("--trace", "FILE", "with --hardware: the best plan's timeline, for Perfetto"),
         ),
         takes_settings=True,
         reads_weights=False,
@@ -127,16 +121,10 @@ COMMANDS = (
         "blockwalk.cli.run:train",
         (
             _CONFIG,
-            ("--nproc-per-node", {"type": int, "metavar": "N", "help": "start N ranks on this machine"}),
-            (
-                "--nnodes",
-                {"type": int, "default": 1, "metavar": "N", "help": "print the command for each of N nodes instead"},
-            ),
-            ("--trace", {"metavar": "FILE", "help": "a step's timeline, for Perfetto (also in output_dir/trace.json)"}),
-            (
-                "--dry-run",
-                {"action": "store_true", "help": "read and check everything, say what will happen, and stop"},
-            ),
+            _value("--nproc-per-node", "N", "start N ranks on this machine", type=int),
+            _value("--nnodes", "N", "print the command for each of N nodes instead", type=int, default=1),
+            _value("--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"),
+            _switch("--dry-run", "read and check everything, say what will happen, and stop"),
         ),
         takes_settings=True,
         needs=("model", "data.train"),
@@ -156,10 +144,10 @@ COMMANDS = (
         (
             _CONFIG,
             _ADAPTER,
-            ("--prompt", {"required": True, "metavar": "TEXT", "help": "text to continue; - reads standard input"}),
-            ("--chat", {"action": "store_true", "help": "the prompt is a user's turn in the model's chat template"}),
-            ("--max_new_tokens", {"type": int, "default": 64, "metavar": "N", "help": "default: 64"}),
-            ("--temperature", {"type": float, "default": 0.0, "metavar": "T", "help": "0, the default: greedy"}),
+            _value("--prompt", "TEXT", "text to continue; - reads standard input", required=True),
+            _switch("--chat", "the prompt is a user's turn in the model's chat template"),
+            _value("--max_new_tokens", "N", "default: 64", type=int, default=64),
+            _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0),
         ),
         takes_settings=True,
     ),
@@ -168,10 +156,10 @@ COMMANDS = (
         "write a model with its adapter merged in, as safetensors",
         "blockwalk.cli.models:merge",
         (
-            ("model", {"metavar": "MODEL", "help": "the base: a hub name, a folder or a GGUF file"}),
-            ("adapter", {"metavar": "ADAPTER", "help": "the adapter's folder"}),
-            ("out", {"metavar": "OUT", "help": "the folder to write"}),
-            ("--dtype", {"default": "", "choices": ["bfloat16", "float16", "float32"], "help": "default: the base's"}),
+            _value("model", "MODEL", "the base: a hub name, a folder or a GGUF file"),
+            _value("adapter", "ADAPTER", "the adapter's folder"),
+            _value("out", "OUT", "the folder to write"),
+            _choice("--dtype", ["bfloat16", "float16", "float32"], "default: the base's", default=""),
         ),
     ),
     Command(
@@ -179,14 +167,11 @@ COMMANDS = (
         "write a model, or an adapter, as a GGUF file for llama.cpp and Ollama",
         "blockwalk.cli.models:gguf",
         (
-            ("model", {"metavar": "MODEL", "help": "a model's folder, such as merge wrote; of an adapter, its base"}),
-            ("out", {"metavar": "OUT.gguf", "help": "the file to write; a Modelfile for Ollama is written beside it"}),
-            ("--adapter", {"metavar": "DIR", "help": "write this adapter alone, to be put on the model's GGUF"}),
-            ("--base", {"metavar": "FILE", "help": "the GGUF file of the base, for the Modelfile of an adapter"}),
-            (
-                "--dtype",
-                {"default": "bf16", "choices": ["bf16", "f16", "f32", "q8_0"], "help": "of matrices; default: bf16"},
-            ),
+            _value("model", "MODEL", "a model's folder, such as merge wrote; of an adapter, its base"),
+            _value("out", "OUT.gguf", "the file to write; a Modelfile for Ollama is written beside it"),
+            _value("--adapter", "DIR", "write this adapter alone, to be put on the model's GGUF"),
+            _value("--base", "FILE", "the GGUF file of the base, for the Modelfile of an adapter"),
+            _choice("--dtype", ["bf16", "f16", "f32", "q8_0"], "of matrices; default: bf16", default="bf16"),
         ),
     ),
     Command(
@@ -194,9 +179,9 @@ COMMANDS = (
         "rebuild what a zeroth-order run trained, from its base and its ledger",
         "blockwalk.cli.models:replay",
         (
-            ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
-            ("ledger", {"metavar": "LEDGER", "help": "ledger.jsonl, what export made of it, or a hub name"}),
-            ("out", {"metavar": "OUT", "help": "the folder to write"}),
+            _value("base", "BASE", "the model that the run began from"),
+            _value("ledger", "LEDGER", "ledger.jsonl, what export made of it, or a hub name"),
+            _value("out", "OUT", "the folder to write"),
             _UNTIL,
         ),
     ),
@@ -205,14 +190,11 @@ COMMANDS = (
         "write a zeroth-order fine-tune as one file of kilobytes, which replay turns into weights",
         "blockwalk.cli.models:export",
         (
-            ("base", {"metavar": "BASE", "help": "the model that the run began from"}),
-            ("out", {"metavar": "OUT", "help": "the file to write"}),
-            ("--ledger", {"required": True, "metavar": "LEDGER", "help": "the run's ledger.jsonl"}),
+            _value("base", "BASE", "the model that the run began from"),
+            _value("out", "OUT", "the file to write"),
+            _value("--ledger", "LEDGER", "the run's ledger.jsonl", required=True),
             _UNTIL,
-            (
-                "--no_rebuild",
-                {"action": "store_true", "help": "leave out the checksum of the weights, which takes a replay"},
-            ),
+            _switch("--no_rebuild", "leave out the checksum of the weights, which takes a replay"),
         ),
     ),
     Command(
@@ -220,11 +202,8 @@ COMMANDS = (
         "write a run's curves, timeline and configuration as one self-contained page",
         "blockwalk.cli.run:report",
         (
-            ("run", {"metavar": "RUN", "help": "the run's output_dir"}),
-            (
-                "--card",
-                {"action": "store_true", "help": "write a model card for the hub beside what was trained, as well"},
-            ),
+            _value("run", "RUN", "the run's output_dir"),
+            _switch("--card", "write a model card for the hub beside what was trained, as well"),
         ),
     ),
     Command(
@@ -232,22 +211,22 @@ COMMANDS = (
         "upload what a run trained to the hub, with a model card",
         "blockwalk.cli.run:push",
         (
-            ("run", {"metavar": "RUN", "help": "the run's output_dir"}),
-            ("repo", {"metavar": "OWNER/NAME", "help": "the repository; made, private, if there is none"}),
-            ("--ledger", {"action": "store_true", "help": "zeroth order: the ledger instead of the weights"}),
+            _value("run", "RUN", "the run's output_dir"),
+            _value("repo", "OWNER/NAME", "the repository; made, private, if there is none"),
+            _switch("--ledger", "zeroth order: the ledger instead of the weights"),
         ),
     ),
     Command(
         "doctor",
         "measure this machine (under torchrun: this cluster), write hardware.yaml, and say what will hurt",
         "blockwalk.cli.machine:doctor",
-        (("--out", {"metavar": "FILE", "default": "hardware.yaml", "help": "default: hardware.yaml"}),),
+        (_value("--out", "FILE", "default: hardware.yaml", default="hardware.yaml"),),
     ),
     Command(
         "complete",
         "print a script that completes commands and settings: source it, or put it where your shell looks",
         "blockwalk.cli.start:complete",
-        (("shell", {"choices": ["bash", "zsh", "tcsh", "fish"], "help": "the shell"}),),
+        (_choice("shell", ["bash", "zsh", "tcsh", "fish"], "the shell"),),
     ),
     Command("env", "print versions and hardware, for bug reports", "blockwalk.cli.machine:environment", (_JSON,)),
 )
@@ -268,9 +247,9 @@ def main(argv: list[str] | None = None) -> int:
     command = next((by_name[word] for word in arguments if word in by_name), None)
     commands = parser(command if "-h" in arguments or "--help" in arguments else None)
     try:
-        given: list[str] = []
+        given: list[tuple[str, Any]] = []
         if command is not None and command.takes_settings:
-            given, arguments = _split_settings(arguments)
+            given, arguments = config.split_flags(arguments)
         values, unknown = commands.parse_known_args(arguments)
         if command is None:
             commands.print_help()
@@ -286,11 +265,9 @@ def main(argv: list[str] | None = None) -> int:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                _configured(
-                    command, values, [*config.parse_flags(given), *there.settings()], runs_here=values.nnodes == 1
-                )
+                _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1)
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
-            run = _configured(command, values, [*config.parse_flags(given), *here.settings()])
+            run = _configured(command, values, [*given, *here.settings()])
             return command.function()(run, values)
         return command.function()(values)
     except Exception as error:
@@ -384,20 +361,3 @@ def parser(explained: Command | None) -> argparse.ArgumentParser:
         for name, details in command.options:
             sub.add_argument(name, **details)
     return found
-
-
-def _split_settings(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The flags that are settings, each with its value, and the other arguments."""
-    known = set(config.setting_names())
-    settings: list[str] = []
-    others: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, _ = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or (name not in known and "." not in name):
-            others.append(argument)
-        elif equals:
-            settings.append(argument)
-        else:
-            settings += [argument, *([value] if (value := next(rest, None)) is not None else [])]
-    return settings, others

@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 from blockwalk.plan import choices, run_config
 from blockwalk.plan.methods import METHODS
+from blockwalk.plan.parsing import flat
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import CHOICES, Plan
 from blockwalk.train import config
@@ -74,7 +75,7 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 def lines(command: str) -> Iterator[str]:
     """Lines of ``blockwalk COMMAND --help`` on the settings that the command reads."""
     width = min(shutil.get_terminal_size().columns, 120)
-    defaults = dict(_flat(config.from_mapping({}).to_mapping()))
+    defaults = flat(config.from_mapping({}).to_mapping())
     yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
     if command not in _TRAIN:
         yield f"A training run's other settings may stand in the file as well; {command} does not read them."
@@ -125,14 +126,6 @@ def _sentences(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
     }
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _shown(value: Any) -> str:

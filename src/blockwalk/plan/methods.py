@@ -31,7 +31,7 @@ from blockwalk.plan.choices import (
     UpdateSettings,
     ZerothOrderSettings,
 )
-from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.parsing import did_you_mean, flat
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
@@ -180,10 +180,10 @@ def method(name: str, **settings: Any) -> Plan:
 def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The row and the settings, once the world is known: all of it is one node unless it says otherwise, a zeroth-order mesh
     has both its axes, and buckets that cannot be sliced stay whole where the row alone would slice them."""
-    flat = _flat(settings)
-    if not row.spread or "mesh.world" not in flat:
+    given = flat(settings)
+    if not row.spread or "mesh.world" not in given:
         return row, settings
-    mesh = {key.removeprefix("mesh."): value for key, value in flat.items() if key.startswith("mesh.")}
+    mesh = {key.removeprefix("mesh."): value for key, value in given.items() if key.startswith("mesh.")}
     mesh.setdefault("ranks_per_node", mesh["world"])
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
     if row.estimator is Estimator.ZEROTH_ORDER:
@@ -204,22 +204,14 @@ def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
     mesh.setdefault("data", max(1, world // max(int(mesh["perturb"]), 1)))
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"{key}.{inner}" if inner else key: each
-        for key, value in settings.items()
-        for inner, each in (value.items() if isinstance(value, dict) else [("", value)])
-    }
-
-
 def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with updates at the step's end where a row that updates at the block's turn cannot: clipping needs
     the norm of all gradients, and walking micro-batch by micro-batch completes them only in the last one."""
-    flat = _flat(settings)
-    if row.update.timing is not Timing.BLOCK or "update.timing" in flat:
+    given = flat(settings)
+    if row.update.timing is not Timing.BLOCK or "update.timing" in given:
         return settings
-    by_micro_batch = flat.get("accumulation_order", row.accumulation_order) == "micro_batch"
-    accumulates = int(flat.get("gradient_accumulation_steps", row.gradient_accumulation_steps)) > 1
-    if float(flat.get("optimizer.max_grad_norm", 0)) > 0 or (accumulates and by_micro_batch):
+    by_micro_batch = given.get("accumulation_order", row.accumulation_order) == "micro_batch"
+    accumulates = int(given.get("gradient_accumulation_steps", row.gradient_accumulation_steps)) > 1
+    if float(given.get("optimizer.max_grad_norm", 0)) > 0 or (accumulates and by_micro_batch):
         return {**settings, "update.timing": Timing.STEP}
     return settings

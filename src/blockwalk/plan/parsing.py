@@ -59,6 +59,15 @@ def plain_values(value: Any) -> Any:
     return value
 
 
+def flat(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their joined names; a mapping that is empty is a value."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, separator, f"{prefix}{name}{separator}") if inner else {f"{prefix}{name}": value}
+    return found
+
+
 class NoAliases(yaml.SafeLoader):
     """YAML's plain values without its aliases: a file of a kilobyte can name a billion values with them."""
 

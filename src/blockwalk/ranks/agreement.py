@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from blockwalk.models.folder import model_folder
+from blockwalk.plan.parsing import flat
 from blockwalk.ranks.groups import all_gather
 
 _CHUNK = 16 << 20
@@ -62,11 +63,7 @@ def first_json(value: Any) -> Any:
 
 def facts_of(settings: Mapping[str, Any]) -> dict[str, str]:
     """Nested settings as facts for :func:`require_agreement`, one for each dotted name."""
-    found: dict[str, str] = {}
-    for name, value in settings.items():
-        inner = facts_of(value) if isinstance(value, Mapping) else {"": str(value)}
-        found |= {f"{name}.{part}".rstrip("."): fact for part, fact in inner.items()}
-    return found
+    return {name: str(value) for name, value in flat(settings).items()}
 
 
 def require_agreement(facts: Mapping[str, str]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from blockwalk.models import hub
-from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.parsing import did_you_mean, flat
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report import card
 
@@ -76,10 +76,11 @@ def _tracker(cls: Any) -> Callback:
             place = [folder / "trackers"] if cls.requires_logging_directory else []
             tracker = cls(os.fspath(folder.name), *place)
             tracker.start()
-            tracker.store_init_configuration(dict(_flat(event.run.to_mapping(), separator=".", text=True)))
+            settings = flat(event.run.to_mapping()).items()
+            tracker.store_init_configuration({k: v if isinstance(v, int | float) else str(v) for k, v in settings})
             opened.append(tracker)
-        figures = dict(_flat({_GROUP.get(event.name, event.name): dict(event.values)}))
-        if figures:
+        told = flat({_GROUP.get(event.name, event.name): {**event.values, "step": None}}, "/").items()
+        if figures := {name: value for name, value in told if isinstance(value, int | float)}:
             opened[0].log(figures, step=event.step)
         if event.name == "end":
             opened[0].finish()
@@ -106,16 +107,3 @@ def pushes(repo: str) -> list[Callback]:
 
 
 _GROUP = {"begin": "forecast", "step": "train", "evaluation": "eval"}
-
-
-def _flat(
-    values: Mapping[str, Any], prefix: str = "", *, separator: str = "/", text: bool = False
-) -> Iterator[tuple[str, Any]]:
-    """Pairs of joined name and number (with ``text``: of every value, in types that trackers take)."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}{separator}", separator=separator, text=text)
-        elif isinstance(value, int | float) and name != "step":
-            yield f"{prefix}{name}", value
-        elif text:
-            yield f"{prefix}{name}", str(value)

@@ -126,25 +126,25 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def parse_flags(arguments: list[str]) -> list[tuple[str, Any]]:
-    """``["--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and value.
+def split_flags(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """The settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and
+    value, and the other arguments.
 
     Raises:
-        ValueError: an argument that is no flag, or a flag without a value.
+        ValueError: a setting without a value.
     """
+    known, rest = set(setting_names()), iter(arguments)
     pairs: list[tuple[str, Any]] = []
-    rest = iter(arguments)
+    others: list[str] = []
     for argument in rest:
-        if not argument.startswith("--"):
-            raise ValueError(f"unexpected argument {argument!r}; settings are given as --name value")
-        name, equals, text = argument[2:].partition("=")
-        if not equals:
-            following = next(rest, None)
-            if following is None or following.startswith("--"):
-                raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
-            text = following
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or (name not in known and "." not in name):
+            others.append(argument)
+            continue
+        if not equals and (text := next(rest, "--")).startswith("--"):
+            raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
         pairs.append((name, _flag_value(text)))
-    return pairs
+    return pairs, others
 
 
 def _flag_value(text: str) -> Any:
