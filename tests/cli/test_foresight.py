@@ -78,11 +78,11 @@ def test_what_a_process_holds_beside_the_model_is_foreseen() -> None:
     """Oracle: the size of an allocation, as a tokenizer or a data set would be."""
     with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker:
         before = process_bytes()
-        alone = StepForecast.of(walker, Shape(2, 10), adapters=False, before=before)
+        alone = StepForecast.of(walker, Shape(2, 10), before=before)
         held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for start in range(0, 64 << 20, 1 << 20):
             held[start : start + (1 << 20)] = b"\1" * (1 << 20)
-        beside = StepForecast.of(walker, Shape(2, 10), adapters=False, before=process_bytes())
+        beside = StepForecast.of(walker, Shape(2, 10), before=process_bytes())
         held.close()
     assert alone.process_bytes >= before + alone.tensor_bytes
     assert abs(beside.process_bytes - alone.process_bytes - (64 << 20)) < 8 << 20

@@ -129,6 +129,9 @@ def test_two_runs_in_one_folder(
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     """Oracle: the kernel, which lets go of a dead process's locks."""
+    with atomic_files.locked(tmp_path / "runs" / "first"):
+        assert (tmp_path / "runs" / "first").is_dir()
+    assert not (tmp_path / "runs").exists(), "what was made for a run that came to nothing"
     folder = tmp_path / "new"
     read, write = os.pipe()
     if (child := os.fork()) == 0:

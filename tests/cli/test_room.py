@@ -18,7 +18,7 @@ from benchmarks.memory_limit import run_limited, why_not
 from blockwalk.cli import main
 from blockwalk.report import room
 from blockwalk.system.process_memory import Limit, memory_limits
-from blockwalk.train import loop as training
+from blockwalk.train import ready as training
 from tests.conftest import TinyRun
 
 MB = 10**6

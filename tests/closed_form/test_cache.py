@@ -15,6 +15,7 @@ from blockwalk.system import cache
 from blockwalk.tiers.model_folder import identity
 from blockwalk.walk.unit_costs import unit_costs
 from tests.conftest import TinyRun
+from tests.models import tiny_model
 
 
 def test_the_folder_is_the_first_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,17 @@ def test_all_that_is_kept_lies_below_the_folder(
     found = {path.relative_to(chosen).parts[0].partition("-")[0] for path in chosen.rglob("*") if path.is_file()}
     assert found == {"anatomy", "costs", "digest", "packed"} | ({"native"} if native._compiler() else set())
     assert not [path for folder in others for path in folder.rglob("blockwalk")]
+
+
+def test_an_entry_is_of_the_code_that_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the key before; sources that change on the disk meanwhile are not the code that found the entry out."""
+    model = tiny_model("llama")
+    before = verify._key(model, True)
+    read = Path.read_bytes
+    changed = {Path(verify.__file__), Path(str(verify.calls.__file__))}
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"# newer" if path in changed else b""))
+    assert verify._key(model, True) == before
+    assert cache.source_key(verify.__file__) != cache.source_key(cache.__file__)
 
 
 def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

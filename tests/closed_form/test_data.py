@@ -35,7 +35,7 @@ from blockwalk.data.sources import read_records
 from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
-from blockwalk.train.loop import read_training_rows
+from blockwalk.train.ready import read_training_rows
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 PAD, BEGIN, END = 0, 1, 2
@@ -266,7 +266,7 @@ def test_what_is_cut_or_dropped_is_counted(tokenizer: Any) -> None:
 def test_label_word_alone_is_learnt(tokenizer: Any) -> None:
     template = Template("{title}: {text} It was {label}. Really.", ("bad", "good"))
     record = Record({"title": "A", "text": "b", "label": 1}, "x")
-    assert learnt(encode([record], tokenizer, max_length=40, template=template), tokenizer) == (
+    assert learnt(encode_choices([record], tokenizer, template, max_length=40).answered(), tokenizer) == (
         "<s>A: b It was good",
         " good",
     )
@@ -360,7 +360,6 @@ def test_jsonl_and_parquet_hold_the_same_records(tmp_path: Path) -> None:
 )
 def test_format_follows_from_the_fields(fields: dict[str, Any], kind: Format) -> None:
     assert detect_format(Record(fields, "x")) is kind
-    assert detect_format(Record(fields, "x"), Template("{text} {label}", ("a", "b"))) is Format.CLASSIFICATION
 
 
 @pytest.mark.parametrize(

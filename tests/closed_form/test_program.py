@@ -214,7 +214,7 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
         program = compile(plan, model, StepKind.TRAIN, Shape(1, 8))
         travels = [op for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE]
         assert bool(travels) != stays
-        rows = {row.kind: row for row in Forecast(plan, model, program).rows()}
+        rows = {row.kind: row for row in Forecast(plan, model, (program,)).rows()}
         tier = Tier.DEVICE if stays else Tier.HOST
         assert rows["trainable"].placement.tier is tier
         assert ("they stay there, not on the host" in rows["trainable"].note) == stays

@@ -320,11 +320,11 @@ def test_a_block_too_large_for_its_slots_is_refused() -> None:
     model = toy(6, lora=False, tied=False)
     plan = on_mesh("fcdp", 2, 2)
     peak = steady(plan, model).peaks()[Pool.DEVICE]
-    Forecast(dataclasses.replace(plan, budget=peak), model, steady(plan, model)).check()
+    Forecast(dataclasses.replace(plan, budget=peak), model, (steady(plan, model),)).check()
     slot = 4 * part_layout(plan, model, model.blocks[0], StateKind.TRAINABLE).numel
     assert steady(plan, model).slot_bytes >= slot
     with pytest.raises(DoesNotFit, match=r"lower prefetch \(\d slots of up to .*gathered whole"):
-        Forecast(dataclasses.replace(plan, budget=peak - 1), model, steady(plan, model)).check()
+        Forecast(dataclasses.replace(plan, budget=peak - 1), model, (steady(plan, model),)).check()
 
 
 def test_ranks_that_a_method_has_no_use_for_are_refused() -> None:

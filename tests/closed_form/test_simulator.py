@@ -247,9 +247,6 @@ def test_the_critical_path_names_the_part_that_is_slow(name: str, slow: dict[str
     machine = dataclasses.replace(hardware.load("a100-80gb"), **slow)  # type: ignore[arg-type]
     found = run(plan, machine)
     assert found.bottleneck().endswith(words)
-    title, longest, *_ = found.lines()
-    assert title.startswith(f"{found.seconds:.4g} s a step, {found.tokens_per_second:.4g} tokens/s")
-    assert longest.endswith(words)
     assert sum(found.critical.values()) == pytest.approx(found.seconds)
 
 

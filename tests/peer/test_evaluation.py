@@ -12,6 +12,7 @@ import blockwalk
 from blockwalk.data.batching import collate, left_padded
 from blockwalk.data.encode import Answers, Choices, Encoded
 from blockwalk.data.metrics import exact_match, token_f1
+from blockwalk.plan.run_config import DataSettings
 from blockwalk.program.program import Lane
 from blockwalk.train.evaluation import HeldOut
 from tests.closed_form import test_data
@@ -51,7 +52,7 @@ def test_candidates_that_differ_in_number_and_length_are_ranked(scores: str) -> 
     correct = sum(c in right for c, right in zip(chosen, choices.right, strict=True))
     learnt = torch.cat([logs[0], logs[4], logs[6]])
     with blockwalk.Walker(model, blockwalk.method("plain", compute_dtype="float32"), training=False) as walker:
-        found = HeldOut(choices, batch_size=2, padding_multiple=4, label_scores=scores, batches=3).evaluate(walker)
+        found = HeldOut(choices, 2, DataSettings(padding_multiple=4, label_scores=scores), batches=3).evaluate(walker)
     assert found.accuracy == pytest.approx(correct / 3)
     assert found.loss == pytest.approx(-float(learnt.mean()), rel=1e-5)
     assert (found.tokens, found.examples, found.f1) == (len(learnt), 3, None)
@@ -116,7 +117,7 @@ def test_generated_answers_are_scored(tokenizer: Any) -> None:
     with blockwalk.Walker(model, blockwalk.method("plain", compute_dtype="float32"), training=False) as walker:
         for answers in (right, [right[0], right[1], wrong]):
             asked = Answers(rows, prompts, tuple(answers))
-            found = HeldOut(asked, 2, 8, tokenizer=tokenizer).evaluate(walker)
+            found = HeldOut(asked, 2, DataSettings(), tokenizer=tokenizer).evaluate(walker)
             texts = list(zip(written, answers, strict=True))
             assert found.exact_match == pytest.approx(np.mean([exact_match(text, a) for text, a in texts]))
             assert found.f1 == pytest.approx(np.mean([token_f1(text, a) for text, a in texts]))

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftConfig
 
 from blockwalk.cutting.skeleton import build_skeleton, load_config
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.models import hub as hub_files
 from blockwalk.models.folder import checkpoint_files, model_folder, repository, require_config, require_weights
+from blockwalk.plan.methods import method
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
 from tests.support.hub import COMMITS, Hub, serving
@@ -72,7 +75,7 @@ def test_a_name_of_the_hub_is_its_folder(hub: Hub, repos: dict[str, dict[str, Pa
         assert torch.equal(source.weights([parameter])[parameter], original.weights([parameter])[parameter])
     assert load_tokenizer(name).get_vocab() == load_tokenizer(tiny_run.model).get_vocab()
     assert weights_digest(name) == weights_digest(tiny_run.model)
-    assert load_config(name).name_or_path == repository(f"{name}@{'a' * 40}") == name
+    assert load_config(name).name_or_path == repository(f"{name}@{'a' * 40}")[0] == name
     fetched = {p.name for p in model_folder(name).rglob("*") if p.is_file()}
     assert fetched == {p.name for p in tiny_run.model.iterdir()}, "neither other folders nor the same weights twice"
 
@@ -90,6 +93,15 @@ def test_every_form_and_revision(hub: Hub, repos: dict[str, dict[str, Path]], na
     folder = repos[repo]["other" if revision else "main"]
     assert checkpoint_files(name) == checkpoint_files(folder)
     assert weights_digest(name) == weights_digest(folder)
+
+
+def test_an_adapter_names_the_revision_of_its_base(hub: Hub, tmp_path: Path) -> None:
+    """Oracle: PEFT, which reads what it is to be put on."""
+    for name in ("ours/parts@other", "ours/parts"):
+        with Walker(name, method("plain"), lora={"rank": 2}, device="cpu") as walker:
+            walker.save_pretrained(tmp_path / name)
+        found = PeftConfig.from_pretrained(str(tmp_path / name))
+        assert (found.base_model_name_or_path, found.revision) == ("ours/parts", "other" if "@" in name else None)
 
 
 def test_a_token_opens_what_its_owners_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
         budget = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
     plan = method("fcdp", mesh=mesh, budget=budget, **{"cache.threshold": 1.0})
     with Walker(make("llama", False), plan, device="cpu") as walker:
-        foreseen = StepForecast.of(walker, Shape(2, 10), adapters=False).program
+        foreseen = StepForecast.of(walker, Shape(2, 10)).program
         walker.timeline = []
         walker.step(batch)
         ran = walker.timeline[0][0]

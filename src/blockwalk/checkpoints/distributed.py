@@ -24,7 +24,7 @@ from blockwalk.checkpoints import pieces
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.ranks.agreement import gather_json
 from blockwalk.system import atomic_files
-from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync_folder
+from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync
 
 
 class HasPieces(Protocol):
@@ -157,9 +157,9 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
         if rank == 0:
-            fsync_folder(partial)
+            fsync(partial)
             os.rename(partial, folder)
-            fsync_folder(folder.parent)
+            fsync(folder.parent)
         self._told("")
 
     def _told(self, text: str) -> dict[int, str]:

@@ -125,7 +125,7 @@ class Ledger:
     def rename(self, path: Path) -> None:
         """Give the file another name, atomically, in place of one that is there."""
         os.replace(self.path, path)
-        atomic_files.fsync_folder(path.parent)
+        atomic_files.fsync(path.parent)
         self.path = path
 
     def append(self, entry: Entry) -> None:

@@ -10,7 +10,6 @@ code, and every byte that is read is compared with its checksum first.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank:
 
     path = _file(folder, rank, "safetensors")
     safetensors.write(path, entries, summed())
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    atomic_files.fsync(path)
     stored = safetensors.read_header(path)
     table = [
         {

@@ -16,8 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from blockwalk.checkpoints import ledger as ledger_module
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.versions import installed
 
 FORMAT = 2
 SCRATCH = "scratch"
@@ -35,7 +35,6 @@ LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "f
 """Files that a run writes beside its checkpoints and its ledger."""
 SCALARS = "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
-_PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
 FIXED = ("model", "method", "seed", "batch_size", "lora", "data")
 """Settings without which the saved state means something else; any other may change when a run is resumed, and what is
@@ -112,7 +111,7 @@ def scalars_text(
         "data": dict(data),
         "config": dict(config),
         "ledger": None if ledger is None else [ledger.steps, ledger.digest],
-        "versions": versions(),
+        "versions": installed(),
     }
     return atomic_files.seal(json.dumps(state, indent=1))[0] + "\n"
 
@@ -212,10 +211,6 @@ class Start:
     damaged: Sequence[str] = ()
     """A message about each damaged checkpoint that is newer than ``checkpoint``."""
 
-    def told(self) -> dict[str, Any]:
-        """The fields as JSON values: rank 0 sends them to the others."""
-        return asdict(self)
-
     @property
     def ledger(self) -> Path:
         """The ledger that the walker opens: a fresh run's has a name beside the earlier run's until :meth:`clear`."""
@@ -235,8 +230,8 @@ class Start:
         for path in (*map(Path, reversed(self.in_the_way)), *(logs if self.checkpoint is None else [])):
             if path.exists():
                 os.rename(path, replaced / path.name)
-        atomic_files.fsync_folder(replaced)
-        atomic_files.fsync_folder(folder)
+        atomic_files.fsync(replaced)
+        atomic_files.fsync(folder)
 
 
 @contextmanager
@@ -360,14 +355,3 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_me
             if old != new:
                 changes.append(f"{key}: {old} → {new}")
     return changes
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that a run's numbers depend on."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found

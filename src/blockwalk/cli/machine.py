@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blockwalk.checkpoints import run_checkpoint
 from blockwalk.program.program import human_bytes
+from blockwalk.system.versions import installed
 
 
 def environment(arguments: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def describe() -> dict[str, str]:
     devices = [] if kind is None else [kind.get_device_properties(i).name for i in range(kind.device_count())]
     return {
         "python": sys.version.split()[0],
-        **run_checkpoint.versions(),
+        **installed(),
         "system": platform.platform(),
         "processor": _processor(),
         "cores": f"{os.cpu_count()}; torch uses {torch.get_num_threads()} threads",
@@ -66,11 +66,10 @@ def describe() -> dict[str, str]:
 
 def _processor() -> str:
     """The model name, and the instruction sets that decide how fast a step is."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    from blockwalk.doctor.machine import processor
+
+    if not (facts := processor()):
         return platform.processor() or platform.machine()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = set(facts.get("flags", "").split())
+    flags = facts.get("flags", "").split()
     sets = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     return f"{facts.get('model name', platform.machine())} ({', '.join(sets) or 'no AVX2'})"

@@ -15,8 +15,8 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
-from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
+from blockwalk.report.room import check_budget
 from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import atomic_files, cache
 from blockwalk.train import config, outlook
@@ -25,11 +25,11 @@ from blockwalk.train import config, outlook
 def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk.train import loop as training
+    from blockwalk.train.ready import dry_run
 
     here = place.place()
     if arguments.dry_run:
-        for line in training.dry_run(run):
-            print(line)
+        print(*dry_run(run), sep="\n")
         return 0
     try:
         with launch.joined(here, Path(run.output_dir), run.start_timeout, run.interface):
@@ -52,11 +52,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
         return plan_for(run, arguments)
     from blockwalk.numerics.device import chosen
 
-    device = chosen().type
-    shape = Shape(run.micro_batch_rows, run.data.max_length)
-    forecast = foresee(run, shape, device=device)
+    forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), device=chosen().type)
     for line in (
-        *outlook.overview(run, forecast, outlook.steps_of(run)),
+        *forecast.overview(outlook.steps_of(run)),
         *forecast.lines(),
         *zeroth_order_advice(run.plan, lora=run.lora is not None),
         *outlook.notes(run, run.data.max_length),
@@ -64,7 +62,7 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
         print(line)
     if arguments.program:
         print(forecast.program)
-    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
+    check_budget(run, forecast)
     return 0
 
 
@@ -73,7 +71,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.encode import load_tokenizer
     from blockwalk.train.evaluation import HeldOut
-    from blockwalk.train.loop import eval_batch_size
+    from blockwalk.train.ready import eval_batch_size
     from blockwalk.walk.walker import Walker
 
     held_out = HeldOut.read(

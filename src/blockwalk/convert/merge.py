@@ -71,10 +71,11 @@ def merge(
     source: WeightSource = BlockStore(model) if is_store(model) else CheckpointFolder(model, skeleton)
     try:
         outputs, untied = _outputs(source, skeleton, changes)
-        entries = {
-            key: safetensors.Entry(source.shape(output.source), _written_in(source.dtype(output.source), dtype))
-            for key, output in outputs.items()
+        stored = {key: source.dtype(output.source) for key, output in outputs.items()}
+        written = {
+            key: getattr(torch, dtype) if dtype and own.is_floating_point else own for key, own in stored.items()
         }
+        entries = {key: safetensors.Entry(source.shape(out.source), written[key]) for key, out in outputs.items()}
         total = sum(entry.nbytes for entry in entries.values())
         atomic_files.require_space(out_dir, total, "the merged model")
         shards = dict(safetensors.shards(entries, max_shard_bytes))
@@ -98,12 +99,6 @@ def merge(
             CheckpointFolder(folder, build_skeleton(folder).model).close()  # it loads, and nothing is missing
     finally:
         source.close()
-
-
-def _written_in(dtype: torch.dtype, asked: str) -> torch.dtype:
-    """The dtype that a tensor is written in: its own, or for floating numbers the one that is asked for."""
-    wanted: torch.dtype = getattr(torch, asked) if asked and dtype.is_floating_point else dtype
-    return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from blockwalk.engine.buckets import checksum
 from blockwalk.engine.open_model import open_source
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of
-from blockwalk.models.folder import INDEX, file_of
+from blockwalk.models.folder import INDEX, file_of, repository
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
@@ -72,13 +73,9 @@ def replay(
     """
     found, entries = read_for(ledger, until)
     atomic_files.refuse_existing(out)
-    replayed = ReplayedRun(Path(base), found, entries)
-    try:
-        with atomic_files.atomic_folder(out) as folder:
-            replayed.write(folder, progress)
-    finally:
-        replayed.close()
-    return len(replayed.entries)
+    with ReplayedRun(Path(base), found, entries, progress) as replayed, atomic_files.atomic_folder(out) as folder:
+        replayed.write(folder)
+    return len(entries)
 
 
 def export(
@@ -110,15 +107,8 @@ def export(
             " hand on the adapter that it trained"
         )
     if rebuild:
-        replayed = ReplayedRun(Path(base), found, entries)
-        done, total = 0, sum(unit.nbytes for unit in replayed.units)
-        try:
-            for number, _ in enumerate(replayed.units_after()):
-                done += replayed.units[number].nbytes
-                if progress is not None:
-                    progress(done, total)
-        finally:
-            replayed.close()
+        with ReplayedRun(Path(base), found, entries, progress) as replayed:
+            deque(replayed.units_after(), maxlen=0)
         found = {**found, "result": replayed.result}
     return len(entries), write_exported(out, found, entries)
 
@@ -145,10 +135,13 @@ class ReplayedRun:
         base: the model that it began from.
         found: the ledger's header; where it has a ``result``, what comes out is compared with that.
         entries: the steps to apply.
+        progress: as :func:`replay`.
     """
 
-    def __init__(self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry]) -> None:
-        self.base, self.header, self.entries = base, found, entries
+    def __init__(
+        self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry], progress: Progress | None = None
+    ) -> None:
+        self.base, self.header, self.entries, self.progress = base, found, entries, progress
         self.rule = rule_of(found)
         skeleton = build_skeleton(base)
         self.buffers = skeleton.persistent_buffers
@@ -157,7 +150,7 @@ class ReplayedRun:
         lora = found["lora"]
         if lora is not None:
             chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
-            self.module = adapt(self.module, chosen, seed=found["seed"])
+            self.module = adapt(self.module, chosen, seed=found["seed"], revision=repository(base)[1])
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
         states = self.rule.states
@@ -186,9 +179,16 @@ class ReplayedRun:
 
     def units_after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
         """The trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
-        if self.rule.zo.noise == "mezo":
-            yield from self._after_in_place()
-            return
+        done, total = 0, sum(unit.nbytes for unit in self.units)
+        after = self._after_in_place() if self.rule.zo.noise == "mezo" else self._after()
+        for unit, trained in zip(self.units, after, strict=True):
+            yield trained
+            done += unit.nbytes
+            if self.progress is not None:
+                self.progress(done, total)
+
+    def _after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+        """The trainables of each unit after the last entry, a unit at a time."""
         scratch, after = ScratchArena(), []
         for number in range(len(self.units)):
             bytes_P = self._fill(number)
@@ -230,20 +230,19 @@ class ReplayedRun:
                 f" {self.header['result']}); optimizers other than sgd may differ between builds of torch"
             )
 
-    def write(self, folder: Path, progress: Progress | None) -> None:
+    def write(self, folder: Path) -> None:
         """Write the adapter, or the whole model."""
         if self.header["lora"] is not None:
             trained = [pair for unit in self.units_after() for pair in unit.items()]
-            save_adapter(
-                self.module, {name: value for name, value in trained if isinstance(value, torch.Tensor)}, folder
-            )
+            tensors = {name: value for name, value in trained if isinstance(value, torch.Tensor)}
+            save_adapter(self.module, tensors, folder)
             return
         copy_model_files(self.base, folder)
         entries = {p.name: safetensors.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}
         buffers = self.source.weights(name for name in self.buffers if name in self.source.names())
         entries |= {n: safetensors.Entry(tuple(b.shape), b.dtype) for n, b in buffers.items()}
         files_of = dict(safetensors.shards(entries, SHARD_BYTES))
-        values = self._values(buffers, progress)
+        values = self._values(buffers)
         for name, part in files_of.items():
             pieces = (piece for _ in part for piece in safetensors.pieces(next(values)))
             safetensors.write(folder / name, part, pieces)
@@ -257,19 +256,16 @@ class ReplayedRun:
         name = codec.dtype_of(param.dtype) if param.trainable else None
         return self.source.dtype(param.name) if name is None else dtype_of(name)
 
-    def _values(
-        self, buffers: Mapping[str, torch.Tensor | Weight], progress: Progress | None
-    ) -> Iterator[torch.Tensor | Weight]:
-        done, total = 0, sum(unit.nbytes for unit in self.units)
-        for number, (unit, trained) in enumerate(zip(self.spec.units, self.units_after(), strict=True)):
+    def _values(self, buffers: Mapping[str, torch.Tensor | Weight]) -> Iterator[torch.Tensor | Weight]:
+        for unit, trained in zip(self.spec.units, self.units_after(), strict=True):
             for p in unit.params:
                 yield trained[p.name] if p.trainable else self.source.weights([p.name])[p.name]
-            done += self.units[number].nbytes
-            if progress is not None:
-                progress(done, total)
         yield from buffers.values()
 
-    def close(self) -> None:
+    def __enter__(self) -> ReplayedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.source.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,9 @@ def convert(
             raise ValueError(f"GGUF has no name for {parameter} of {config.model_type}")
         return str(found)
 
-    turned = _rotary_order(config) if arch == gguf.MODEL_ARCH.LLAMA else {}
+    # Rows of these projections llama.cpp wants in another order, by heads: it turns neighbours, transformers halves.
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    turned = heads if arch == gguf.MODEL_ARCH.LLAMA else {}
     part = Path(f"{os.fspath(out)}.part")
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[arch])
     try:
@@ -144,11 +146,6 @@ def _read(source: Any, name: str, heads: int | None) -> torch.Tensor:
     source.read_into(name, out)
     source.release([name])
     return out if heads is None else _turn(out, heads)
-
-
-def _rotary_order(config: Any) -> dict[str, int]:
-    """Heads of the projections whose rows llama.cpp wants in another order: it turns neighbours, transformers halves."""
-    return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
 
 def _turn(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -254,7 +251,8 @@ def _kind(number: int, text: str, known: Any, added: Any, *, bytes_too: bool) ->
 
 def _split(found: dict[str, Any], folder: Path) -> str:
     """llama.cpp's name of the way in which a tokenizer splits text before it joins byte pairs."""
-    parts = list(_steps(found.get("pre_tokenizer") or {}))
+    splitting = found.get("pre_tokenizer") or {}
+    parts = [step for step in splitting.get("pretokenizers", [splitting]) if "type" in step]
     patterns = [step["pattern"].get("Regex", "") for step in parts if step["type"] == "Split"]
     for pattern in patterns:
         for part, name in _SPLITS.items():
@@ -266,12 +264,6 @@ def _split(found: dict[str, Any], folder: Path) -> str:
         f"{folder} splits text in a way that is not known here ({patterns or [step['type'] for step in parts]}): take"
         " llama.cpp's convert_hf_to_gguf.py"
     )
-
-
-def _steps(pre_tokenizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
-        if "type" in step:
-            yield step
 
 
 def modelfile(out: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> str:

@@ -216,11 +216,14 @@ def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
     return lora_settings({**own, "options": options})
 
 
-def adapt(model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed: int = 0) -> Any:
-    """Put adapters on a model: new ones from settings, or those of a folder."""
+def adapt(
+    model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed: int = 0, revision: str | None = None
+) -> Any:
+    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a folder."""
     if isinstance(lora, str | os.PathLike):
         return load_adapter(model, os.fspath(lora))
-    config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **lora.options)
+    options = {"revision": revision, **lora.options}
+    config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **options)
     return add_lora(model, config=config, seed=seed)
 
 

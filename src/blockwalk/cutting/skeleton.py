@@ -43,7 +43,7 @@ def load_config(path_or_config: Any) -> Any:
     path = Path(path_or_config)
     path = path if path.is_file() and path.suffix == ".json" else require_config(path_or_config)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    config.name_or_path = repository(path_or_config)  # what an adapter says of its base
+    config.name_or_path, _ = repository(path_or_config)  # what an adapter says of its base
     return config
 
 

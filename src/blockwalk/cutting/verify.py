@@ -73,6 +73,11 @@ def certified_anatomy(model: Any, *, verify: bool = True) -> Anatomy:
     return verdict
 
 
+_SOURCES = cache.source_key(
+    *(room.__file__ for room in (anatomy_room, calls, cut_model, ownership, shrink, skeleton)), __file__
+)
+
+
 def _key(model: Any, verify: bool) -> str:
     """Everything that the verdict depends on."""
     import transformers
@@ -82,8 +87,7 @@ def _key(model: Any, verify: bool) -> str:
         for key, value in model.config.to_dict().items()
         if key not in ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
     }
-    rooms = (anatomy_room, calls, cut_model, ownership, shrink, skeleton)
-    code = [Path(str(room.__file__)).read_bytes() for room in rooms] + [Path(__file__).read_bytes()]
+    code = [_SOURCES.encode()]
     with suppress(OSError, TypeError):  # a class that was typed in has no file
         code.append(Path(inspect.getfile(type(model))).read_bytes())
     facts = [

@@ -268,14 +268,16 @@ def share(
 ) -> list[dict[str, torch.Tensor]]:
     """A rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
 
-    Where B is no multiple of micro-batches × ranks, copies of its last rows with every label ignored make up for it.
+    Where B is no multiple of micro-batches × ranks, it is :func:`filled` up.
     """
-    rows = batch["input_ids"].shape[0]
-    missing = -rows % (micro_batches * world)
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in batch.items():
-        if missing:
-            extra = tensor[-1:].expand(missing, *tensor.shape[1:])
-            tensor = torch.cat([tensor, torch.full_like(extra, IGNORE) if name == "labels" else extra])
-        parts[name] = [micro_batch.chunk(world)[rank] for micro_batch in tensor.chunk(micro_batches)]
+    whole = filled(batch, micro_batches * world)
+    parts = {name: [each.chunk(world)[rank] for each in rows.chunk(micro_batches)] for name, rows in whole.items()}
     return [{name: each[m] for name, each in parts.items()} for m in range(micro_batches)]
+
+
+def filled(batch: Mapping[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+    """The batch with as many copies of its last row, every label ignored, as it lacks to a multiple of so many rows."""
+    lacks = -len(batch["input_ids"]) % multiple
+    rows = {name: torch.cat([each, each[-1:].expand(lacks, *each.shape[1:])]) for name, each in batch.items()}
+    rows["labels"][len(rows["labels"]) - lacks :] = IGNORE
+    return rows

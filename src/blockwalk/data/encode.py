@@ -1,15 +1,9 @@
 """Tokens and loss masks: a record becomes a row of token ids and, for each, whether it is learnt.
 
-Every format is first *rendered* to one text with the character spans that are learnt; the text is then tokenised once,
-as a whole, and a token is learnt if it touches such a span. So the tokens are those that the model meets at inference,
-and no format has tokenising rules of its own. The first token of a row is never learnt: nothing precedes it.
-
-    format            begin, end added   learnt                              too long
-    messages          by the template    each assistant turn with its end    cut on the right
-    sharegpt, alpaca  as messages; an alpaca record without history is a completion where there is no template
-    completion        yes, yes           the completion and the end          prompt cut on the left, then right
-    classification    yes, no            the label word                      prompt cut on the left
-    text              yes, yes           all of it                           cut on the right
+A record is first rendered to one text with the character spans that are learnt (:mod:`blockwalk.data.render`); the text is
+then tokenised once, as a whole, and a token is learnt if it touches such a span. So the tokens are those that the model
+meets at inference, and no format has tokenising rules of its own. The first token of a row is never learnt: nothing
+precedes it.
 """
 
 from __future__ import annotations
@@ -21,17 +15,15 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from blockwalk.data.formats import Format, Record, Template, alpaca_prompt, detect_format, tools_of, turns_of
+from blockwalk.data.formats import Format, Record, Template, detect_format
+from blockwalk.data.render import Rendered, render, render_pair
+from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
-
-Tokenizer = Any
-"""A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
 
 CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 """The most texts that are tokenised in one call, and the most characters in them."""
@@ -221,27 +213,14 @@ class Answers:
         return len(self.prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A record as text. ``spans`` are the learnt characters, ``prompt_end`` those that may be cut on the left."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    where: str
-    prompt_end: int = 0
-    begin: bool = True
-    end: bool = True
-
-
 def encode(
     records: Iterable[Record],
     tokenizer: Tokenizer,
     *,
     max_length: int | None,
     format: Format | str | None = None,
-    template: Template | None = None,
 ) -> Encoded:
-    """Encode records of one format (``None``: that of the first record) for training.
+    """Encode records of one format but classification (``None``: that of the first record) for training.
 
     ``max_length`` is in tokens; None cuts nothing. Raises ``ValueError``, naming file, line and field, where a record lacks
     what its format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
@@ -250,27 +229,12 @@ def encode(
     first = next(records, None)
     if first is None:
         raise ValueError("the data set is empty: no record was found")
-    kind = Format(format) if format is not None else detect_format(first, template)
+    kind = Format(format) if format is not None else detect_format(first)
     records = itertools.chain([first], records)
     if kind is Format.CLASSIFICATION:
-        if template is None:
-            raise ValueError("format 'classification' needs a template with label words")
-        return encode_choices(records, tokenizer, template, max_length=max_length).answered()
+        raise ValueError("format 'classification' needs a template with label words")
     report = EncodeReport(max_length=max_length)
-    chat = bool(getattr(tokenizer, "chat_template", None))
-    if kind in (Format.MESSAGES, Format.SHAREGPT, Format.ALPACA) and (chat or kind is not Format.ALPACA):
-        if not chat:
-            raise ValueError(
-                f"{first.where}: format {kind} needs a chat template, and the tokenizer has none: give records with"
-                " 'prompt' and 'completion', or 'text', instead"
-            )
-        rendered: Iterator[_Rendered] = (_render_turns(record, kind, tokenizer, report) for record in records)
-    elif kind is Format.ALPACA:
-        rendered = (_render_pair(alpaca_prompt(r) + "\n", r.text("output"), r.where) for r in records)
-    elif kind is Format.COMPLETION:
-        rendered = (_render_pair(record.text("prompt"), record.text("completion"), record.where) for record in records)
-    else:
-        rendered = (_render_text(record) for record in records)
+    rendered = (render(record, kind, tokenizer) for record in records)
     ids, masks = [], []
     for row, mask in _tokenize(rendered, tokenizer, report):
         if mask.any():
@@ -301,13 +265,13 @@ def encode_choices(
     right: list[tuple[int, ...]] = []
     firsts = [0]
 
-    def rendered() -> Iterator[_Rendered]:
+    def rendered() -> Iterator[Rendered]:
         for record in records:
             question = template.question(record)
             right.append(question.right)
             firsts.append(firsts[-1] + len(question.candidates))
             for candidate in question.candidates:
-                yield _render_pair(before + question.prompt, candidate, record.where, end=False)
+                yield render_pair(before + question.prompt, candidate, record.where, end=False)
 
     rows = list(_tokenize(rendered(), tokenizer, report))
     if not rows:
@@ -330,64 +294,9 @@ def encode_answers(
     return Answers(rows, tuple(prompts), tuple(task.question(record).answers for record in records))
 
 
-def _render_text(record: Record) -> _Rendered:
-    text = record.text("text")
-    return _Rendered(text, [(0, len(text))] if text else [], record.where)
-
-
-def _render_pair(prompt: str, completion: str, where: str, *, end: bool = True) -> _Rendered:
-    text = prompt + completion
-    return _Rendered(text, [(len(prompt), len(text))] if completion else [], where, prompt_end=len(prompt), end=end)
-
-
-def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, report: EncodeReport) -> _Rendered:
-    """The conversation as the chat template writes it; an assistant turn is what its own text adds to the turns before.
-
-    A template may write a turn differently once others follow (Qwen3 drops earlier reasoning). Such a turn is left out
-    of the loss and counted, since the model would never be asked to write it that way; so is one that opens the
-    conversation, since what the model would be given before it cannot be known. Where the generation prompt opens a
-    reasoning section that the template does not write into a turn (DeepSeek-R1), the turn begins where the two part; reasoning
-    that the template drops from a turn is not learnt.
-    """
-    messages = turns_of(record, kind)
-    tools = tools_of(record)
-
-    def render(count: int, *, ask: bool) -> str:
-        try:
-            text = tokenizer.apply_chat_template(
-                messages[:count], tools=tools, tokenize=False, add_generation_prompt=ask
-            )
-        except Exception as error:
-            raise ValueError(f"{record.where}: the chat template refused the conversation: {error}") from error
-        return str(text)
-
-    whole = render(len(messages), ask=False)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        asked = render(i, ask=True) if i else ""
-        start = _common_prefix(asked, whole)
-        follows = start == len(asked) or start >= _common_prefix(asked, render(i, ask=False))
-        after = render(i + 1, ask=False) if i + 1 < len(messages) else whole
-        stop = _common_prefix(after, whole)
-        answer = (message.get("content") or "").rpartition("</think>")[2].strip()
-        if i and follows and answer in whole[start:stop]:
-            spans.append((start, len(whole[:stop].rstrip())))
-        else:
-            report.turns_left_out += 1
-    return _Rendered(whole, spans, record.where, begin=False, end=False)
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """Length of the longest common beginning."""
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)
-
-
-def _chunks(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
+def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
     """Texts by :data:`CHUNK`, and fewer where they are long: a call of the tokenizer cannot be interrupted."""
-    texts: list[_Rendered] = []
+    texts: list[Rendered] = []
     for item in rendered:
         texts.append(item)
         if len(texts) == CHUNK or sum(len(each.text) for each in texts) > CHUNK_CHARACTERS:
@@ -398,7 +307,7 @@ def _chunks(rendered: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
 
 
 def _tokenize(
-    rendered: Iterable[_Rendered], tokenizer: Tokenizer, report: EncodeReport
+    rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
     """Ids and mask of each text, within ``report.max_length`` tokens."""
     limit = report.max_length
@@ -421,6 +330,7 @@ def _tokenize(
             if item.end and ids[-1:] != end:
                 ids, mask = ids + end, mask + [bool(item.spans)] * len(end)
             report.records += 1
+            report.turns_left_out += item.turns_left_out
             report.longest = max(report.longest, len(ids))
             if limit is not None and len(ids) > limit:
                 report.truncated += 1
@@ -444,10 +354,7 @@ def first_example(dataset: Encoded, tokenizer: Tokenizer) -> list[tuple[str, boo
 
 def _pad_id(tokenizer: Tokenizer) -> int:
     """The token id that fills rows up; it is masked, so any id will do where a tokenizer names none."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    return next((int(token) for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 
 def _flatten(

@@ -160,14 +160,12 @@ class Template:
         )
 
 
-def detect_format(record: Record, template: Template | None = None) -> Format:
-    """The format of a data set, from its first record; a template means classification.
+def detect_format(record: Record) -> Format:
+    """The format of a data set, from its first record.
 
     Raises:
         ValueError: none fits, or learning every answer would be a mistake; the setting that reads the file is named.
     """
-    if template is not None:
-        return Format.CLASSIFICATION
     fields = record.fields
     if {"chosen", "rejected"} <= fields.keys() and not fields.keys() & {"completion", "output"}:
         answer = "output" if "instruction" in fields else "completion"

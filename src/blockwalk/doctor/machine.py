@@ -21,14 +21,15 @@ import torch
 from blockwalk.doctor import rates as probe_rates
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.plan.sizes import ByDevice
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.system.process_memory import COUNTED, host_memory
 
 BLOCK_OPS = 60
 """PyTorch operations that a block's forward starts, about: an op's launches cost so many times one launch."""
 
-_MATRIX = {"cpu": 768, "cuda": 8192}
-_COPY = {"cpu": 128 << 20, "cuda": 1 << 30}
+_MATRIX = ByDevice(cpu=768, cuda=8192)
+_COPY = ByDevice(cpu=128 << 20, cuda=1 << 30)
 _FILE = 192 << 20
 
 
@@ -166,11 +167,8 @@ def measure(
     )
     busy = f"{load:.1f} processes were computing on {cores} cores when this began: what is foreseen from these figures is of a"
     busy += " busy machine; run doctor again when nothing else runs"
-    warnings, seconds = (
-        (*([busy] if load > cores / 2 else []), *_warnings(hardware, limited, pageable)),
-        time.perf_counter() - began,
-    )
-    return Findings(hardware, warnings, cached, pageable, collectives, seconds)
+    warnings = (*([busy] if load > cores / 2 else []), *_warnings(hardware, limited, pageable))
+    return Findings(hardware, warnings, cached, pageable, collectives, time.perf_counter() - began)
 
 
 def device_of_rank() -> torch.device:
@@ -180,10 +178,10 @@ def device_of_rank() -> torch.device:
     return chosen()
 
 
-def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1, least: int = 3) -> float:
+def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1) -> float:
     """Seconds of the fastest of several runs."""
     best, began, runs = float("inf"), time.perf_counter(), 0
-    while runs < least or time.perf_counter() - began < seconds:
+    while runs < 3 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
         work()
         if not is_cpu(device):
@@ -193,13 +191,13 @@ def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    n = _MATRIX[device.type if is_cpu(device) else "cuda"]
-    a, b = torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype, device=device)
+    n = _MATRIX[device.type]
+    a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
     return 2 * n**3 / _best(lambda: a @ b.t(), device)
 
 
 def _bandwidth(device: torch.device) -> float:
-    source = torch.ones(_COPY[device.type if is_cpu(device) else "cuda"], dtype=torch.uint8, device=device)
+    source = torch.ones(_COPY[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / _best(lambda: target.copy_(source), device)
 
@@ -222,7 +220,7 @@ def _launch(device: torch.device) -> float:
         for _ in range(BLOCK_OPS):
             x.add(1.0)
 
-    return _best(start, device, seconds=0.1)
+    return _best(start, device)
 
 
 def _noise(device: torch.device) -> float:
@@ -397,12 +395,7 @@ def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[st
     if psutil.swap_memory().used > 64 << 20:
         yield f"{_size(psutil.swap_memory().used)} of swap are in use: what is swapped out comes back at the disk's speed"
     if hardware.device == "cpu":
-        try:
-            flags = set(
-                Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split()
-            )
-        except OSError:
-            flags = set()
+        flags = set(processor().get("flags", "").split())
         if flags and "avx512f" not in flags:
             yield "no AVX-512: products take about twice as long as they might"
         if flags and not {"avx512_bf16", "amx_bf16"} & flags:
@@ -413,11 +406,16 @@ def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[st
         yield f"{hardware.host_to_device.bandwidth / 1e9:.1f} GB/s to the device: the link runs at half width or less"
     if pageable and pageable < hardware.host_to_device.bandwidth / 3:
         yield f"memory that is not pinned is copied at {pageable / 1e9:.1f} GB/s, a third or less of pinned memory"
-    numa = (
-        list(Path("/sys/devices/system/node").glob("node[0-9]*")) if Path("/sys/devices/system/node").is_dir() else []
-    )
+    numa = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     if len(numa) > 1 and len(os.sched_getaffinity(0)) == os.cpu_count():
         yield f"{len(numa)} NUMA nodes and no affinity: bind each rank to the node of its device (numactl)"
+
+
+def processor() -> dict[str, str]:
+    """The kernel's facts about the last processor, by name; none where there is no ``/proc``."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return {name.strip(): fact.strip() for name, _, fact in (line.partition(":") for line in lines)}
 
 
 def _size(nbytes: float) -> str:

@@ -32,11 +32,11 @@ ROUNDS = 3
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def typical(work: Callable[[], object], *, seconds: float = 0.02, least: int = 2) -> float:
+def typical(work: Callable[[], object], *, seconds: float = 0.02) -> float:
     """Seconds of a run on a processor, the mean of several."""
     work()
     began, runs = time.perf_counter(), 0
-    while runs < least or time.perf_counter() - began < seconds:
+    while runs < 2 or time.perf_counter() - began < seconds:
         work()
         runs += 1
     return (time.perf_counter() - began) / runs
@@ -77,54 +77,51 @@ def _pool(nbytes: int, most: int) -> int:
     return max(2, min(16, most // nbytes))
 
 
+def _curves(sizes: Sequence[int], point: Callable[[int, torch.dtype], tuple[float, float]]) -> dict[str, Curve]:
+    """A curve for each dtype, through the point (size of the work, seconds) of each of ``sizes``."""
+    return {name_of(dtype): Curve(tuple(point(size, dtype) for size in sizes)) for dtype in DTYPES}
+
+
 def products() -> dict[str, Curve]:
     """Seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
-    curves = {}
-    for dtype in DTYPES:
-        points = []
-        for width in WIDTHS:
-            count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
-            xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
-            ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
-            taken = _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i].t()), count)  # type: ignore[misc]
-            taken += _cold(lambda i, xs=xs, ws=ws: torch.mm(xs[i], ws[i]), count)  # type: ignore[misc]
-            taken += _cold(lambda i, xs=xs: torch.mm(xs[i].t(), xs[i - 1]), count)  # type: ignore[misc]
-            points.append((2.0 * TOKENS * width * width, taken / 3))
-        curves[name_of(dtype)] = Curve(tuple(points))
-    return curves
+
+    def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
+        count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
+        xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
+        ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
+        taken = _cold(lambda i: torch.mm(xs[i], ws[i].t()), count) + _cold(lambda i: torch.mm(xs[i], ws[i]), count)
+        taken += _cold(lambda i: torch.mm(xs[i].t(), xs[i - 1]), count)
+        return 2.0 * TOKENS * width * width, taken / 3
+
+    return _curves(WIDTHS, point)
 
 
 def thin() -> dict[str, Curve]:
     """Seconds of an adapter's products x·Aᵀ, t·Bᵀ and tᵀ·y, their mean, by FLOPs of one."""
-    curves = {}
-    for dtype in DTYPES:
-        points = []
-        for width in THIN_WIDTHS:
-            x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
-            a = torch.ones(RANK, width, dtype=dtype)
-            pairs = ((x, a.t()), (t, a), (t.t(), x))
-            taken = sum(typical(partial(torch.mm, *pair)) for pair in pairs)
-            points.append((2.0 * TOKENS * width * RANK, taken / 3))
-        curves[name_of(dtype)] = Curve(tuple(points))
-    return curves
+
+    def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
+        x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
+        a = torch.ones(RANK, width, dtype=dtype)
+        taken = sum(typical(partial(torch.mm, *pair)) for pair in ((x, a.t()), (t, a), (t.t(), x)))
+        return 2.0 * TOKENS * width * RANK, taken / 3
+
+    return _curves(THIN_WIDTHS, point)
 
 
 def passes() -> dict[str, Curve]:
     """Seconds of element-wise operations with an output of their own, by bytes read and written: two products for each of the
     dearer kind (an activation)."""
     torch.ones(31 << 18)  # once freed, the allocator keeps blocks of that size, as it does in a run
-    curves = {}
-    for dtype in DTYPES:
-        points = []
-        for nbytes in PASS_BYTES:
-            count = _pool(nbytes, PASSED_BYTES)
-            xs = [torch.ones(nbytes // dtype.itemsize, dtype=dtype) for _ in range(count)]
-            cheap = _cold(lambda i, xs=xs: torch.mul(xs[i], xs[i - 1]), count) / 3  # type: ignore[misc]
-            dear = _cold(lambda i, xs=xs: torch.nn.functional.silu(xs[i]), count) / 2  # type: ignore[misc]
-            points.append((float(nbytes), (2 * cheap + dear) / 3))
-        curves[name_of(dtype)] = Curve(tuple(points))
-    curves["in place"] = Curve(tuple((float(nbytes), _in_place(nbytes)) for nbytes in PASS_BYTES))
-    return curves
+
+    def point(nbytes: int, dtype: torch.dtype) -> tuple[float, float]:
+        count = _pool(nbytes, PASSED_BYTES)
+        xs = [torch.ones(nbytes // dtype.itemsize, dtype=dtype) for _ in range(count)]
+        cheap = _cold(lambda i: torch.mul(xs[i], xs[i - 1]), count) / 3
+        dear = _cold(lambda i: torch.nn.functional.silu(xs[i]), count) / 2
+        return float(nbytes), (2 * cheap + dear) / 3
+
+    in_place = Curve(tuple((float(nbytes), _in_place(nbytes)) for nbytes in PASS_BYTES))
+    return {**_curves(PASS_BYTES, point), "in place": in_place}
 
 
 def _in_place(nbytes: int) -> float:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +54,17 @@ class Found:
 def process_bytes(walks: Mapping[str, Found]) -> dict[str, int]:
     """Bytes that a process holds beside its tensors and free heap, by kind of walk: with the buffers that libraries make for
     any model of some size, which are most of the bytes that forwards alone leave."""
-    buffers = walks["forwards"].beside if "forwards" in walks else 0
-    return {kind: found.process_bytes + (0 if kind in BOUNDED else buffers) for kind, found in walks.items()}
+    return {kind: found.process_bytes + _buffers(kind, walks) for kind, found in walks.items()}
 
 
 def slack(walks: Mapping[str, Found]) -> dict[str, float]:
     """Free heap by kind of walk, as a multiple of what comes and goes."""
-    buffers = walks["forwards"].beside if "forwards" in walks else 0
-    return {
-        kind: max(found.beside - (0 if kind in BOUNDED else buffers), 0) / found.transients
-        for kind, found in walks.items()
-    }
+    return {kind: max(found.beside - _buffers(kind, walks), 0) / found.transients for kind, found in walks.items()}
+
+
+def _buffers(kind: str, walks: Mapping[str, Found]) -> int:
+    """Bytes of libraries' buffers that a kind of walk does not bound."""
+    return walks["forwards"].beside if "forwards" in walks and kind not in BOUNDED else 0
 
 
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
@@ -145,4 +145,4 @@ def _steps(kind: str, folder: Path, model_name: str) -> tuple[Any, float, int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({slot: getattr(found, slot) for found in [walk(*sys.argv[1:3])] for slot in Found.__slots__}))
+    print(json.dumps(asdict(walk(*sys.argv[1:3]))))

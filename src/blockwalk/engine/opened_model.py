@@ -14,6 +14,7 @@ from torch import nn
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.open_model import open_model
+from blockwalk.models.folder import repository
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Weight
@@ -47,7 +48,8 @@ class OpenedModel:
         if lora is not None:
             from blockwalk.cutting.adapters import adapt
 
-            module = adapt(module, lora, seed=plan.seed)
+            revision = None if isinstance(model, nn.Module) else repository(model)[1]
+            module = adapt(module, lora, seed=plan.seed, revision=revision)
         if not training:
             module.requires_grad_(False)
         self.module = module

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from blockwalk.plan.choices import Estimator
+from blockwalk.data.batching import filled
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
@@ -139,18 +139,14 @@ class BlockwalkTrainer(Trainer):
 
 
 def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, torch.Tensor]:
-    """The tensors of a collator's batch that a walk takes; copies of the last row, whose labels are ignored, fill it up to a
-    multiple of so many rows."""
+    """The tensors of a collator's batch that a walk takes, :func:`filled` up to a multiple of so many rows."""
     if missing := {"input_ids", "labels"} - set(inputs):
         raise ValueError(
             f"the data collator gives no {', '.join(sorted(missing))}; for language modelling take"
             " DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
-    batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels") if name in inputs}
-    if missing_rows := -len(batch["labels"]) % multiple:
-        batch = {name: torch.cat([rows, rows[-1:].repeat(missing_rows, 1)]) for name, rows in batch.items()}
-        batch["labels"][-missing_rows:] = -100
-    return batch
+    names = [name for name in ("input_ids", "attention_mask", "labels") if name in inputs]
+    return filled({name: inputs[name] for name in names}, multiple)
 
 
 def _plan(args: TrainingArguments, given: Plan | None, name: str) -> Plan:
@@ -160,7 +156,7 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str) -> Plan:
         ValueError: an argument that the walk does not follow.
     """
     plan = given or method(name)
-    if plan.estimator is not Estimator.BACKPROP or plan.mesh.world > 1 or args.world_size > 1:
+    if plan.zeroth_order or plan.mesh.world > 1 or args.world_size > 1:
         raise ValueError(
             f"BlockwalkTrainer walks first-order methods on one rank, not {plan.method!r} on"
             f" {max(plan.mesh.world, args.world_size)}; blockwalk train has zeroth order and ranks"

@@ -91,10 +91,10 @@ def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
     return folder
 
 
-def repository(name: str | os.PathLike[str]) -> str:
-    """The name that an adapter gives its base: that of a hub's repository without its revision, or the path as it is."""
+def repository(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """The name that an adapter gives its base, and the revision: of a hub's repository, or the path as it is and None."""
     found = None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
-    return found["repo"] if found else os.fspath(name)
+    return (found["repo"], found["revision"]) if found else (os.fspath(name), None)
 
 
 def file_of(name: str | os.PathLike[str], file: str) -> Path:

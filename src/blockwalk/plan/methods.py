@@ -186,7 +186,7 @@ def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]
     mesh = {key.removeprefix("mesh."): value for key, value in given.items() if key.startswith("mesh.")}
     mesh.setdefault("ranks_per_node", mesh["world"])
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
-    if row.estimator is Estimator.ZEROTH_ORDER:
+    if row.zeroth_order:
         whole = replace(row, trainable=replace(row.trainable, group=NOBODY))
         alike = override(whole, {**others, "mesh": {**mesh, "data": mesh["world"], "perturb": 1}})
         _share_passes(alike, mesh)

@@ -22,6 +22,7 @@ from blockwalk.plan.choices import (
 )
 from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
+from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
@@ -86,15 +87,20 @@ class Plan:
                 raise ValueError(f"plan {self.method!r}: {message}")
 
     @property
+    def zeroth_order(self) -> bool:
+        """True where steps have forwards alone."""
+        return self.estimator is Estimator.ZEROTH_ORDER
+
+    @property
     def sharded(self) -> bool:
         """True where parameters are spread over ranks and gradients are summed over them."""
         spread = (self.trainable, self.gradient, self.optimizer_state)
-        return self.estimator is Estimator.BACKPROP and any(each.group != NOBODY for each in spread)
+        return not self.zeroth_order and any(each.group != NOBODY for each in spread)
 
     @property
     def spread(self) -> tuple[str, ...]:
         """The kinds of state that may be spread over ranks; over no fewer than those before them."""
-        if self.estimator is Estimator.ZEROTH_ORDER:
+        if self.zeroth_order:
             return ("trainable",)
         return ("frozen", "trainable", "gradient", "optimizer_state") if self.sharded else ()
 
@@ -142,7 +148,7 @@ CHOICES: dict[str, Collection[str]] = {
     "loss": ("chunked", "model"),
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
     "optimizer.name": RULES,
-    "optimizer.schedule": ("constant", "linear", "cosine"),
+    "optimizer.schedule": SCHEDULES,
     "update.rounding": ("stochastic", "nearest"),
     "zo.kind": KINDS,
     "zo.noise": ("gaussian", "rademacher", "mezo"),
@@ -201,7 +207,7 @@ def _groups(plan: Plan) -> Iterator[str]:
 
 def _fixed(plan: Plan) -> Iterator[str]:
     """The settings that can have one value alone beside what others say."""
-    zeroth_order, original = plan.estimator is Estimator.ZEROTH_ORDER, plan.zo.noise == "mezo"
+    zeroth_order, original = plan.zeroth_order, plan.zo.noise == "mezo"
     timing, cache = plan.update.timing, plan.cache
     own = "zo.noise: mezo reproduces the original's"
     for where, key, value, because in (
@@ -230,7 +236,7 @@ def _fixed(plan: Plan) -> Iterator[str]:
 
 def _others(plan: Plan) -> Iterator[str]:
     """The rules that are none of these."""
-    zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+    zeroth_order = plan.zeroth_order
     mesh, update, kind, rule, trainable = plan.mesh, plan.update, plan.kind, plan.update_rule, plan.trainable
     if zeroth_order and plan.zo.epsilon <= 0:
         yield f"zo.epsilon is {plan.zo.epsilon}; the two losses must differ: set it above 0 (1e-3 for full fine-tuning)"

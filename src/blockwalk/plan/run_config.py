@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockwalk.plan.choices import Estimator, LoraSettings
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.plan import Plan
@@ -131,28 +132,15 @@ class RunConfig:
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("batch_size", 1),
-            ("eval_batch_size", 0),
-            ("eval_batches", 1),
-            ("max_steps", 0),
-            ("epochs", 1),
-            ("eval_every", 0),
-            ("save_every", 0),
-            ("keep_checkpoints", 1),
-            ("skip_nonfinite", 0),
-            ("log_every", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, least in LEAST.items():
+            if (value := operator.attrgetter(name)(self)) < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
         if self.start_timeout <= 0:
             raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
         if self.data.eval_limit < 0:
             raise ValueError(
                 f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which evaluates all records"
             )
-        if self.data.max_length < 2:
-            raise ValueError(f"data.max_length is {self.data.max_length}; it must be at least 2")
         if self.data.label_scores not in ("mean", "sum"):
             raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
         if self.data.task and (self.data.template or self.data.format or self.data.packing):
@@ -160,9 +148,6 @@ class RunConfig:
                 f"data.task={self.data.task} brings its own prompt and format; leave data.template, data.format and"
                 " data.packing out"
             )
-        for name in ("task_train", "task_dev", "task_eval", "task_seed", "shots"):
-            if getattr(self.data, name) < 0:
-                raise ValueError(f"data.{name} is {getattr(self.data, name)}; it must be at least 0")
         if self.data.shots and not (self.data.task or (self.data.template and self.data.train)):
             raise ValueError(
                 f"data.shots={self.data.shots} needs questions and where to take them from: set data.task, or data.template and"
@@ -170,8 +155,6 @@ class RunConfig:
             )
         if self.data.task_part not in ("test", "dev"):
             raise ValueError(f"data.task_part is {self.data.task_part!r}; it must be test or dev")
-        if self.data.padding_multiple < 1:
-            raise ValueError(f"data.padding_multiple is {self.data.padding_multiple}; it must be at least 1")
         sources = 1 if isinstance(self.data.train, str) else len(self.data.train)
         if self.data.weights and (len(self.data.weights) != sources or min(self.data.weights) <= 0):
             raise ValueError(
@@ -185,7 +168,7 @@ class RunConfig:
                 f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
             )
         mesh, steps = self.plan.mesh, self.plan.gradient_accumulation_steps
-        if self.plan.estimator is Estimator.ZEROTH_ORDER and self.batch_size % (steps * mesh.data):
+        if self.plan.zeroth_order and self.batch_size % (steps * mesh.data):
             raise ValueError(
                 f"batch_size is {self.batch_size} sequences a step, which mesh.data={mesh.data} parts of"
                 f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size, or share the forwards"
@@ -197,7 +180,7 @@ class RunConfig:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
         ``zo.objective`` ranks them."""
         plan = self.plan
-        zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
+        zeroth_order = plan.zeroth_order
         cuts = plan.gradient_accumulation_steps * (plan.mesh.data if zeroth_order else plan.mesh.world)
         words = max(1, len(self.data.label_words)) if zeroth_order and plan.zo.objective != "loss" else 1
         return -(-self.batch_size // cuts) * words
@@ -221,3 +204,14 @@ class RunConfig:
     def digest(self) -> str:
         """SHA-256 of the resolved settings, in hex."""
         return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
+
+
+LEAST = {
+    **dict.fromkeys(("eval_batch_size", "max_steps", "eval_every", "save_every", "skip_nonfinite"), 0),
+    **dict.fromkeys(
+        ("batch_size", "eval_batches", "epochs", "keep_checkpoints", "log_every", "data.padding_multiple"), 1
+    ),
+    **{f"data.{name}": 0 for name in ("task_train", "task_dev", "task_eval", "task_seed", "shots")},
+    "data.max_length": 2,
+}
+"""The least that a setting may be."""

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.parsing import flat
 from blockwalk.ranks.groups import all_gather
+from blockwalk.system.versions import installed
 
 _CHUNK = 16 << 20
 """Bytes of a file that a rank reads at a time."""
@@ -25,13 +25,7 @@ _CHUNK = 16 << 20
 
 def versions() -> dict[str, str]:
     """Versions, by package, that must be equal on all ranks whatever they compute."""
-    found = {"python": platform.python_version()}
-    for package in ("blockwalk", "torch", "transformers", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "none"
-    return found
+    return {"python": platform.python_version(), **installed(("blockwalk", "torch", "transformers", "peft"))}
 
 
 def gather_json(value: Any, group: Any = None) -> list[Any]:

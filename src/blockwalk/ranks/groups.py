@@ -117,9 +117,8 @@ class Groups:
         """Every rank's values, float64, by rank."""
         if self.mesh.world == 1:
             return [list(values)]
-        where = (
-            "cuda" if dist.get_backend() == "nccl" else "cpu"
-        )  # over gloo, where it is there: no device waits for it
+        # over gloo, where it is there: no device waits for it
+        where = "cuda" if dist.get_backend() == "nccl" else "cpu"
         own = torch.tensor(values, dtype=torch.float64, device=where)
         out = torch.empty(self.mesh.world * len(values), dtype=torch.float64, device=where)
         all_gather(out, own)

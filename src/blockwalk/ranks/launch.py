@@ -48,7 +48,17 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     if nodes > 1:
         print("run on each node, with the first node's name in place of HOST:")
         for node in range(nodes):
-            print(shlex.join(["torchrun", *_rendezvous(nodes, node), *command]))
+            where = [
+                "--nnodes",
+                str(nodes),
+                "--node-rank",
+                str(node),
+                "--master-addr",
+                "HOST",
+                "--master-port",
+                str(PORT),
+            ]
+            print(shlex.join(["torchrun", *where, *command]))
         print(
             "ranks listen without a password: whoever reaches them can stop the run or falsify it. Keep others out, as root on"
             " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks'"
@@ -147,10 +157,6 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
         f"{who} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}",
         code if code > 0 else 128 - code,
     )
-
-
-def _rendezvous(nodes: int, node: int) -> list[str]:
-    return ["--nnodes", str(nodes), "--node-rank", str(node), "--master-addr", "HOST", "--master-port", str(PORT)]
 
 
 def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
@@ -256,9 +262,8 @@ def _store(here: Place, timeout: float) -> Any:
                 ) from None
             time.sleep(0.2)
     try:
-        listens = (
-            {"master_listen_fd": _listening(address, port)} if serves else {}
-        )  # torch's own listens on every address
+        # torch's own listens on every address
+        listens = {"master_listen_fd": _listening(address, port)} if serves else {}
         store = dist.TCPStore(
             address, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False, **listens
         )
@@ -272,12 +277,8 @@ def _store(here: Place, timeout: float) -> Any:
 
 def _listening(address: str, port: int) -> int:
     """The descriptor of a socket that listens on an address of this machine, and on no other."""
-    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind, protocol)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind(place)
-    listening.listen(socket.SOMAXCONN)
-    return listening.detach()
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place, family=family, backlog=socket.SOMAXCONN).detach()
 
 
 def firewall(ports: str) -> str:

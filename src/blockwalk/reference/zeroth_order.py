@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -36,20 +35,39 @@ def _scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-@contextmanager
-def _weights(model: nn.Module, values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Put values into the model's parameters, cast to its dtype."""
+def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str, torch.Tensor]]) -> float:
+    """The loss where the model's parameters have these values, cast to its dtype."""
     named = dict(trainables(model))
     for name, value in values:
         named[name].data.copy_(value)
     model.eval()
     with torch.no_grad():
-        yield
+        return float(loss(model, batch))
 
 
-def _decay_(master: torch.Tensor, name: str, learning_rate: float, weight_decay: float) -> None:
-    if weight_decay and not any(part in name for part in UNDECAYED):
-        master.mul_(_scalar(1.0 - learning_rate * weight_decay))
+def _moved(
+    masters: Masters, scale: float, seed: int, step: int, query: int, kind: NoiseKind
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """θ + scale·z of each master, by name."""
+    for name, master in masters.items():
+        yield name, master + _scalar(scale) * _noise(master, seed, step, query, name, kind)
+
+
+def _descend_(
+    masters: Masters,
+    grads: tuple[float, ...],
+    seed: int,
+    step: int,
+    kind: NoiseKind,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ, after the decay of those that are decayed."""
+    for name, master in masters.items():
+        if weight_decay and not any(part in name for part in UNDECAYED):
+            master.mul_(_scalar(1.0 - learning_rate * weight_decay))
+        for query, g in enumerate(grads):
+            master += _scalar(-learning_rate * (g / len(grads))) * _noise(master, seed, step, query, name, kind)
 
 
 def spsa_step(
@@ -67,20 +85,13 @@ def spsa_step(
     loss: Loss = own_loss,
 ) -> StepOf:
     """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ with gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε; for q = 1, MeZO."""
-    losses = []
-    for query in range(queries):
-        for sign in (1.0, -1.0):
-            moved = (
-                (name, master + _scalar(sign * epsilon) * _noise(master, seed, step, query, name, kind))
-                for name, master in masters.items()
-            )
-            with _weights(model, moved):
-                losses.append(float(loss(model, batch)))
+    losses = [
+        _loss(model, batch, loss, _moved(masters, sign * epsilon, seed, step, query, kind))
+        for query in range(queries)
+        for sign in (1.0, -1.0)
+    ]
     grads = tuple((losses[2 * i] - losses[2 * i + 1]) / (2 * epsilon) for i in range(queries))
-    for name, master in masters.items():
-        _decay_(master, name, learning_rate, weight_decay)
-        for query, g in enumerate(grads):
-            master += _scalar(-learning_rate * (g / queries)) * _noise(master, seed, step, query, name, kind)
+    _descend_(masters, grads, seed, step, kind, learning_rate, weight_decay)
     return StepOf(tuple(losses), grads, seed)
 
 
@@ -101,21 +112,12 @@ def fzoo_step(
 
     σ is the population standard deviation of the lᵢ.
     """
-    with _weights(model, iter(masters.items())):
-        losses = [float(loss(model, batch))]
-    for query in range(queries):
-        moved = (
-            (name, master + _scalar(epsilon) * _noise(master, seed, step, query, name, kind))
-            for name, master in masters.items()
-        )
-        with _weights(model, moved):
-            losses.append(float(loss(model, batch)))
-    sigma = statistics.pstdev(losses[1:])
-    grads = tuple((each - losses[0]) / sigma if sigma else 0.0 for each in losses[1:])
-    for name, master in masters.items():
-        for query, g in enumerate(grads):
-            master += _scalar(-learning_rate * (g / queries)) * _noise(master, seed, step, query, name, kind)
-    return StepOf(tuple(losses), grads, seed)
+    at_rest = _loss(model, batch, loss, masters.items())
+    losses = [_loss(model, batch, loss, _moved(masters, epsilon, seed, step, i, kind)) for i in range(queries)]
+    sigma = statistics.pstdev(losses)
+    grads = tuple((each - at_rest) / sigma if sigma else 0.0 for each in losses)
+    _descend_(masters, grads, seed, step, kind, learning_rate)
+    return StepOf((at_rest, *losses), grads, seed)
 
 
 def hizoo_step(
@@ -135,19 +137,14 @@ def hizoo_step(
 
     The losses l₊ and l₋ are those at θ ± ε·z/√H with the old H; g = (l₊ − l₋) / 2ε. H begins as ones.
     """
-    losses = []
-    for sign in (0.0, 1.0, -1.0):
-        moved = (
-            (
-                name,
-                master
-                + _scalar(sign * epsilon) * (_noise(master, seed, step, 0, name, "gaussian") / hessians[name].sqrt()),
-            )
-            for name, master in masters.items()
-        )
-        with _weights(model, moved if sign else iter(masters.items())):
-            losses.append(float(loss(model, batch)))
-    base, plus, minus = losses
+
+    def moved(sign: float) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, master in masters.items():
+            z = _noise(master, seed, step, 0, name, "gaussian")
+            yield name, master + _scalar(sign * epsilon) * (z / hessians[name].sqrt())
+
+    base = _loss(model, batch, loss, masters.items())
+    plus, minus = (_loss(model, batch, loss, moved(sign)) for sign in (1.0, -1.0))
     g = (plus - minus) / (2 * epsilon)
     curvature = math.fabs(plus + minus - 2 * base) / (2 * epsilon**2)
     for name, master in masters.items():
@@ -155,4 +152,4 @@ def hizoo_step(
         grown = z * z * hessian * _scalar(alpha * curvature)
         hessian.mul_(_scalar(1.0 - alpha)).add_(grown)
         master += _scalar(-learning_rate * g) * (z / hessian.sqrt())
-    return StepOf(tuple(losses), (g,), seed)
+    return StepOf((base, plus, minus), (g,), seed)

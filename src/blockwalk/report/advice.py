@@ -5,17 +5,19 @@ Importing this imports no torch; asking does."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import METHODS
 from blockwalk.plan.parsing import plain_values
+from blockwalk.plan.placement import Placement
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
-
-if TYPE_CHECKING:
-    from blockwalk.plan.plan import Plan
-    from blockwalk.plan.run_config import RunConfig
-    from blockwalk.simulate.hardware import Hardware
-    from blockwalk.simulate.planner import Task
+from blockwalk.simulate import hardware, planner
+from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.planner import Task
 
 
 def task(model: str, lora: LoraSettings | None, machine: Hardware, shape: Shape, *, budget: int | None) -> Task:
@@ -26,7 +28,6 @@ def task(model: str, lora: LoraSettings | None, machine: Hardware, shape: Shape,
         ValueError: there is no such model, or it cannot be cut.
     """
     from blockwalk.report.forecast import model_spec
-    from blockwalk.simulate.planner import Task
     from blockwalk.walk.unit_costs import UnitCosts
 
     costs = UnitCosts(model, lora=lora, device=machine.device)
@@ -36,8 +37,6 @@ def task(model: str, lora: LoraSettings | None, machine: Hardware, shape: Shape,
 def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     """The fastest plan for one rank that needs less than ``room`` bytes of memory, in words; empty where none is known.
     ``shape`` is that of a micro-batch."""
-    from blockwalk.simulate import hardware, planner
-
     try:
         found = planner.rank(task(run.model, run.lora, hardware.of_this_machine(device), shape, budget=room))
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
@@ -50,20 +49,13 @@ def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     return f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)} of tensors"
 
 
-def settings_of(plan: object) -> str:
+def settings_of(plan: Plan) -> str:
     """A plan as the settings that ask for it: what tells it from its method's row."""
     return ", ".join(f"{name}: {value}" for name, value in differing(plan).items())
 
 
-def differing(plan: object) -> dict[str, Any]:
+def differing(plan: Plan) -> dict[str, Any]:
     """The method of a plan and each of its settings that is not its method's own, by name."""
-    from dataclasses import fields
-
-    from blockwalk.plan.methods import METHODS
-    from blockwalk.plan.placement import Placement
-    from blockwalk.plan.plan import Plan
-
-    assert isinstance(plan, Plan)
     row = METHODS[plan.method]()
     found: dict[str, Any] = {"method": plan.method}
     for each in fields(plan):
@@ -75,24 +67,18 @@ def differing(plan: object) -> dict[str, Any]:
 
 def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
     """The settings of a run under another plan, to be copied: the plan's, and those of the run that are not the defaults."""
-    from dataclasses import fields
-
-    from blockwalk.plan.run_config import RunConfig as Run
 
     def changed(mine: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in mine.items() if value != default[name]}
 
-    given, default = run.to_mapping(), Run().to_mapping()
-    own = changed({each.name: given[each.name] for each in fields(Run) if each.name not in ("plan", "model")}, default)
+    given, default = run.to_mapping(), RunConfig().to_mapping()
+    own = changed(
+        {each.name: given[each.name] for each in fields(RunConfig) if each.name not in ("plan", "model")}, default
+    )
     optimizer = {} if run.plan.estimator is not plan.estimator else changed(given["optimizer"], default["optimizer"])
     nested = {"data": changed(given["data"], default["data"]), "lora": given["lora"], "optimizer": optimizer}
     if given["lora"]:
         nested["lora"] = {"rank": given["lora"]["rank"], **changed(given["lora"], plain_values(LoraSettings()))}
-    parts = {
-        "model": run.model,
-        **differing(plan),
-        **own,
-        **nested,
-        **({"budget": run.plan.budget} if run.plan.budget else {}),
-    }
+    budget = {"budget": run.plan.budget} if run.plan.budget else {}
+    parts = {"model": run.model, **differing(plan), **own, **nested, **budget}
     return {name: value for name, value in parts.items() if value != {}}

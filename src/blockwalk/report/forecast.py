@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.choices import Timing
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
@@ -18,7 +18,10 @@ from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.system.process_memory import page_cache
+from blockwalk.simulate import hardware, process_memory
+from blockwalk.simulate.seconds import NO_COSTS
+from blockwalk.simulate.simulator import Simulation, simulate
+from blockwalk.system.process_memory import page_cache, process_bytes
 
 if TYPE_CHECKING:
     from blockwalk.plan.run_config import RunConfig
@@ -45,10 +48,51 @@ class Forecast:
 
     plan: Plan
     model: ModelSpec
-    program: Program
+    programs: tuple[Program, ...]
+    """The distinct ones of the ranks (:func:`blockwalk.program.compile.compile_ranks`); what is said is of the first."""
     device: str = "cpu"
-    costs: Costs | None = None
-    """The measured costs that the program was compiled with."""
+    costs: Costs = NO_COSTS
+    """The measured costs that the programs were compiled with."""
+
+    @property
+    def program(self) -> Program:
+        return self.programs[0]
+
+    def simulated(self) -> Simulation | None:
+        """The step on this machine; None where doctor has not measured it."""
+        here = hardware.of_this_machine(self.device)
+        if here.name == hardware.UNMEASURED:
+            return None
+        return simulate(self.programs, self.plan, self.model, here, self.costs)
+
+    def host_bytes(self) -> int:
+        """Bytes of tensors in a processor's own memory at a step's peak."""
+        peaks = self.program.peaks()
+        return peaks.get(Pool.HOST, 0) + (peaks.get(Pool.DEVICE, 0) if self.device == "cpu" else 0)
+
+    def process_bytes(self, before: int, opened: int | None = None) -> int:
+        """Bytes of the whole process at a step's peak, on a processor, where it held ``before`` without the model and
+        ``opened`` with it."""
+        here, adapters = hardware.of_this_machine(self.device), self.model.numel(trainable=False) > 0
+        most = process_memory.process_peak(self.program, self.plan, here, adapters=adapters)
+        if opened is not None:
+            opened += process_memory.step_growth(self.program, self.plan, here, adapters=adapters)
+        return max(most, before + self.host_bytes(), opened or 0)
+
+    def overview(self, steps: int) -> Iterator[str]:
+        """A run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known)."""
+        if self.device == "cpu":
+            slack = hardware.of_this_machine(self.device).slack
+            free = "" if slack else "; free heap comes on top, which blockwalk doctor measures"
+            most, tensors = human_bytes(self.process_bytes(process_bytes())), human_bytes(self.host_bytes())
+            yield f"memory  about {most} for the whole process, {tensors} of it tensors{free}"
+        else:
+            yield f"memory  {', '.join(self.pools())}"
+        if (found := self.simulated()) is None:
+            yield "time    not known before blockwalk doctor has measured this machine, once"
+            return
+        whole = f"; {steps} steps: about {_duration(steps * found.seconds)}, evaluations left out" if steps else ""
+        yield f"time    {found.seconds:.3g} s a step at the longest sequences{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
@@ -61,19 +105,19 @@ class Forecast:
             Row("frozen", plan.frozen, self._stored(plan.frozen, trainable=False), f"{frozen:,} parameters"),
             Row("trainable", trainable, self._stored(plan.trainable, trainable=True), f"{trained:,} parameters{small}"),
         ]
-        if plan.estimator is Estimator.BACKPROP:
+        if not plan.zeroth_order:
             at_turn = plan.update.timing is Timing.BLOCK
             most = max(unit.numel(trainable=True) for unit in model.units) if at_turn else trained
             note = "of one unit: used at its turn" if at_turn else "accumulated to the step's end"
             rows.append(Row("gradient", plan.gradient, 4 * most, note))
         states, beside = 4 * len(plan.update_rule.states) * trained, plan.optimizer_state
-        if plan.estimator is Estimator.ZEROTH_ORDER:  # in the buckets, with the parameters
+        if plan.zeroth_order:  # in the buckets, with the parameters
             codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
             states = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
             beside = replace(trainable, codec=next(iter(codecs), Codec.FP32))
         rows.append(Row("optimizer", beside, states, plan.optimizer.name))
         saved = sum(nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes)
-        if plan.estimator is Estimator.BACKPROP:
+        if not plan.zeroth_order:
             rows.append(Row("activation", plan.activation, saved, "activation checkpoints of one step"))
         return rows
 
@@ -83,7 +127,7 @@ class Forecast:
     def lines(self) -> Iterator[str]:
         """The forecast as a small table."""
         plan, program, shape = self.plan, self.program, self.program.shape
-        passes = f", {plan.forward_passes} forward passes" if plan.estimator is Estimator.ZEROTH_ORDER else ""
+        passes = f", {plan.forward_passes} forward passes" if plan.zeroth_order else ""
         yield f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at {_when(plan)}"
         if plan.mesh.world > 1:
             yield f"  ranks       {plan.mesh.world}: {_shared(plan)}"
@@ -136,17 +180,17 @@ class Forecast:
         )
 
 
-def foresee(run: RunConfig, shape: Shape, *, device: str, padded: bool = True) -> Forecast:
+def foresee(run: RunConfig, shape: Shape, *, device: str) -> Forecast:
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
     weight is touched."""
-    from blockwalk.program.compile import compile
+    from blockwalk.program.compile import compile_ranks
     from blockwalk.walk.unit_costs import UnitCosts
 
-    measured = UnitCosts(run.model, lora=run.lora, device=device, padded=padded)
+    measured = UnitCosts(run.model, lora=run.lora, device=device, padded=True)
     model, costs = model_spec(run.model, measured), measured(run.plan, shape)
     room = page_cache(Path(run.output_dir))
-    program = compile(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
-    return Forecast(run.plan, model, program, device, costs)
+    programs = compile_ranks(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
+    return Forecast(run.plan, model, programs, device, costs)
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
@@ -171,6 +215,13 @@ def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
     return found
 
 
+def _duration(seconds: float) -> str:
+    """Seconds in words: "50 s", "12 min", "3.4 h"."""
+    if seconds < 7200:
+        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
 def _when(plan: Plan) -> str:
     words = {Timing.BLOCK: "the block's turn", Timing.STEP: "the step's end", Timing.DEFERRED: "the next fetch"}
     return words[plan.update.timing]
@@ -179,7 +230,7 @@ def _when(plan: Plan) -> str:
 def _shared(plan: Plan) -> str:
     """The ranks that share each kind of state, in words."""
     mesh = plan.mesh
-    if plan.estimator is Estimator.BACKPROP:
+    if not plan.zeroth_order:
         return (
             f"parameters over {plan.parameter_ranks}, gradients over {plan.gradient_ranks}, optimizer states over"
             f" {plan.optimizer_ranks}, {mesh.ranks_per_node} to a node"
@@ -193,7 +244,7 @@ def zeroth_order_advice(plan: Plan, *, lora: bool) -> list[str]:
 
     Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), appendix D.
     """
-    if plan.estimator is not Estimator.ZEROTH_ORDER:
+    if not plan.zeroth_order:
         return []
     low, high, epsilon = (5e-5, 1e-4, 1e-2) if lora else (1e-7, 1e-6, 1e-3)
     kind, rate = ("LoRA" if lora else "full-parameter"), plan.optimizer.learning_rate

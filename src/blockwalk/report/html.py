@@ -267,9 +267,8 @@ def _summary(
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
         if right := [100 * each["accuracy"] for each in evaluations if each.get("accuracy") is not None]:
             yield "held-out accuracy", f"{right[0]:.1f}% → {right[-1]:.1f}%"
-    timed = [
-        step for step in steps if "seconds" in step
-    ]  # one that only the ledger has was not: a kill came before its line
+    # one that only the ledger has was not timed: a kill came before its line
+    timed = [step for step in steps if "seconds" in step]
     if not timed:
         return
     yield "tokens a second", f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockwalk.checkpoints import run_checkpoint
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.placement import Codec, Tier
-from blockwalk.program.program import Pool, human_bytes
+from blockwalk.program.program import human_bytes
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
+from blockwalk.system.atomic_files import nearest
 from blockwalk.system.process_memory import memory_limits
 
 if TYPE_CHECKING:
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 CLOSE = 0.9
 """The fraction of a limit from which on a run is warned."""
+
+
+def check_budget(run: RunConfig, forecast: Forecast) -> None:
+    """Refuse a plan that is above its own budget, and name one that is not.
+
+    Raises:
+        DoesNotFit: see :meth:`blockwalk.report.forecast.Forecast.check`.
+    """
+    shape, device = forecast.program.shape, forecast.device
+    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
 
 
 def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
@@ -39,7 +49,7 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
         of its
             control group, of one around it, or of the machine.
     """
-    tensors = _host_tensors(forecast)
+    tensors = forecast.host_bytes()
     for limit in memory_limits():
         ranks = 1 if limit.of_process else run.plan.mesh.ranks_per_node
         if ranks * (held + tensors) > limit.nbytes + limit.swap:
@@ -56,7 +66,7 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:
     """A warning where the bytes that are ``foreseen`` for the process are near the tightest limit. Where 0 are foreseen (the
     machine was not measured), they are the tensors and the bytes that the process ``held`` before the model was opened."""
-    foreseen = foreseen or held + _host_tensors(forecast)
+    foreseen = foreseen or held + forecast.host_bytes()
     limits = [
         (each.nbytes // (1 if each.of_process else run.plan.mesh.ranks_per_node), each) for each in memory_limits()
     ]
@@ -66,11 +76,6 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
             f"note: {human_bytes(foreseen)} of memory are foreseen for the process, and {limit.where} leaves"
             f" {human_bytes(room)}: the kernel may end the run; lower batch_size or data.max_length, or raise the limit"
         )
-
-
-def _host_tensors(forecast: Forecast) -> int:
-    peaks = forecast.program.peaks()
-    return peaks.get(Pool.HOST, 0) + (peaks.get(Pool.DEVICE, 0) if forecast.device == "cpu" else 0)
 
 
 def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
@@ -88,7 +93,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     folder = Path(run.output_dir)
     rows = {row.kind: row for row in forecast.rows()}
     trained, state = rows["trainable"].nbytes, rows["optimizer"].nbytes
-    zeroth_order = run.plan.estimator is Estimator.ZEROTH_ORDER
+    zeroth_order = run.plan.zeroth_order
     streamed = zeroth_order and rows["trainable"].placement.tier is Tier.DISK
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
     kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
@@ -103,7 +108,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
         place = next(place for place, _ in needs if _disk(place) == disk)
-        free = shutil.disk_usage(_there(place)).free
+        free = shutil.disk_usage(nearest(place)).free
         if needed > free + sum(nbytes for path, nbytes in goes if _disk(path) == disk):
             raise ValueError(
                 f"the run writes {human_bytes(needed)} to the disk of {place}, which has {human_bytes(free)} free:"
@@ -113,13 +118,8 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
             )
 
 
-def _there(path: Path) -> Path:
-    """The path, or the nearest folder around it that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-
-
 def _disk(path: Path) -> int:
-    return os.stat(_there(path)).st_dev
+    return os.stat(nearest(path)).st_dev
 
 
 def _size(path: Path) -> int:

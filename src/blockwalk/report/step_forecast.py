@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockwalk.checkpoints import run_checkpoint
 from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.report.forecast import Forecast
 from blockwalk.simulate import hardware, process_memory, timeline
-from blockwalk.simulate.simulator import Simulation, simulate
+from blockwalk.simulate.simulator import Simulation
 from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import COUNTED, process_bytes
+from blockwalk.system.versions import installed
 
 if TYPE_CHECKING:
     from blockwalk.walk.walker import Walker
@@ -34,46 +35,34 @@ TRACED_STEP = 3
 class StepForecast:
     """The forecast of a run's step at its longest sequences, and the trace of one real step."""
 
-    program: Program
+    forecast: Forecast
     simulation: Simulation | None = None
     process_bytes: int = 0
     """Foreseen peak of the whole process on a CPU; 0 on a GPU."""
     held_bytes: int = 0
     """Bytes that the process held when the model was open, before the first step."""
-    not_counted: str = ""
-    """A sentence on the memory that the forecast leaves out."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of each step done."""
     paths: tuple[Path, ...] = ()
     """Files that the trace is written to, by rank 0."""
 
     @classmethod
-    def of(cls, walker: Walker, shape: Shape, *, adapters: bool, before: int = 0) -> StepForecast:
+    def of(cls, walker: Walker, shape: Shape, *, before: int = 0) -> StepForecast:
         """Foresee a run's training step.
 
         Args:
             walker: with its model open.
             shape: one rank's rows at the longest sequences.
-            adapters: whether adapters are trained.
             before: bytes that the process held before the model was opened: interpreter, libraries, tokenizer, data.
         """
-        program, plan, held = walker.program(StepKind.TRAIN, shape, foresee=True), walker.plan, process_bytes()
-        here = hardware.of_this_machine(walker.device.type)
-        found = (
-            simulate((program,), plan, walker.spec, here, walker.costs(shape))
-            if here.name != hardware.UNMEASURED
-            else None
-        )
-        if walker.device.type != "cpu":
-            return cls(program, found)
-        growth = process_memory.step_growth(program, plan, here, adapters=adapters)
-        process = max(
-            process_memory.process_peak(program, plan, here, adapters=adapters),
-            before + process_memory.tensors(program),
-            held + growth,
-        )
-        missing = "" if here.slack else "free heap and buffers of libraries, which blockwalk doctor measures"
-        return cls(program, found, process, held, missing)
+        programs, held = walker.programs(StepKind.TRAIN, shape), process_bytes()
+        forecast = Forecast(walker.plan, walker.spec, programs, walker.device.type, walker.costs(shape))
+        on_cpu = forecast.device == "cpu"
+        return cls(forecast, forecast.simulated(), forecast.process_bytes(before, held) if on_cpu else 0, held)
+
+    @property
+    def program(self) -> Program:
+        return self.forecast.program
 
     @property
     def tensor_bytes(self) -> int:
@@ -88,8 +77,8 @@ class StepForecast:
             yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
             if mapped := self.program.peaks().get(Pool.MAPPED):
                 yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
-            if self.not_counted:
-                yield f"  not counted: {self.not_counted}"
+            if not hardware.of_this_machine(self.forecast.device).slack:
+                yield "  not counted: free heap and buffers of libraries, which blockwalk doctor measures"
         if self.simulation is not None:
             found = self.simulation
             yield f"  foreseen: {found.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s; {found.bottleneck()}"
@@ -119,7 +108,7 @@ class StepForecast:
             "process_bytes": self.process_bytes,
             "bytes_moved": {str(lane): nbytes for lane, nbytes in self.program.bytes_by_lane().items()},
             "seconds": None if self.simulation is None else self.simulation.seconds,
-            "versions": run_checkpoint.versions(),
+            "versions": installed(),
         }
 
     def before_step(self, walker: Walker, step: int, total: int) -> None:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
 from blockwalk.plan.parsing import NoAliases, did_you_mean, parse_bytes
 from blockwalk.program.costs import Sizes
-from blockwalk.system.atomic_files import reading
+from blockwalk.system.atomic_files import read_yaml, reading
 
 SHIPPED = Path(__file__).with_name("hardware")
 
@@ -152,9 +152,18 @@ class Hardware:
         return self.peak_flops.get(dtype) or self.flops_of(dtype)
 
 
-_FIGURES = ("memory_bandwidth", "op_seconds", "noise_rate", "decode_rate", "fresh_bandwidth")
-_CURVES = ("products", "thin", "passes")
-_BY_NAME = (*_CURVES, "flops", "peak_flops", "attention", "update_rate", "start_seconds", "process_bytes", "slack")
+def _curve(points: Any) -> Curve:
+    return Curve(tuple((float(size), float(seconds)) for size, seconds in points))
+
+
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    str: str,
+    int: parse_bytes,
+    float: float,
+    Link: lambda link: Link(float(link["bandwidth"]), float(link.get("latency", 0.0))),
+    Curve: _curve,
+}
+"""Readers of figures by the type of their field; a field that maps names to figures takes that of the figures."""
 
 
 def names() -> list[str]:
@@ -178,11 +187,7 @@ def load(name_or_path: str | Path) -> Hardware:
         known = names()
         raise ValueError(f"unknown hardware {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)}; a file, or one"
                          f" of {', '.join(known)}")  # fmt: skip
-    with reading(path):
-        try:
-            raw = yaml.load(path.read_text(encoding="utf-8"), Loader=NoAliases)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    raw = read_yaml(path, NoAliases)
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no mapping of figures")
     with reading(path):
@@ -191,27 +196,20 @@ def load(name_or_path: str | Path) -> Hardware:
 
 def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
     """A machine from a file's keys and figures."""
-    known = [f.name for f in dataclasses.fields(Hardware)]
+    hints = get_type_hints(Hardware)
     values: dict[str, Any] = {"name": path.stem}
     for key, value in raw.items():
-        if key not in known:
-            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
-        if key in _BY_NAME and not isinstance(value, dict):
+        if key not in hints:
+            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints))}")
+        if hints[key] in _READERS:
+            values[key] = _READERS[hints[key]](value)
+        elif not isinstance(value, dict):
             raise ValueError(
                 f"{path}: {key} is {value}; it must be a mapping by name (blockwalk doctor writes such a file)"
             )
-        if key in _CURVES:
-            values[key] = {
-                str(dtype): Curve(tuple((float(x), float(y)) for x, y in its)) for dtype, its in value.items()
-            }
-        elif isinstance(value, dict) and "bandwidth" in value:
-            values[key] = Link(float(value["bandwidth"]), float(value.get("latency", 0.0)))
-        elif isinstance(value, dict):
-            values[key] = {str(name): float(figure) for name, figure in value.items()}
-        elif key.endswith("_bytes"):
-            values[key] = parse_bytes(value)
         else:
-            values[key] = float(value) if isinstance(value, str) and key in _FIGURES else value
+            read = _READERS[get_args(hints[key])[1]]
+            values[key] = {str(name): read(figure) for name, figure in value.items()}
     return Hardware(**values)
 
 
@@ -239,6 +237,6 @@ def of_this_machine(device: str = "cpu") -> Hardware:
 def save(hardware: Hardware, path: str | Path) -> None:
     """Write a description that :func:`load` reads back to an equal value."""
     value = dataclasses.asdict(hardware)
-    for key in _CURVES:
+    for key in ("products", "thin", "passes"):
         value[key] = {dtype: [list(point) for point in curve["points"]] for dtype, curve in value[key].items()}
     Path(path).write_text(yaml.safe_dump(value, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.choices import Timing
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY, Tier
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def zeroth_order(self) -> bool:
-        return self.plan.estimator is Estimator.ZEROTH_ORDER
+        return self.plan.zeroth_order
 
     @property
     def progress(self) -> float:
@@ -136,7 +136,7 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if row.frozen.codec.encoded:
         for codec in ("int4", "int8", "raw") if task.adapters else ():
             yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
-    elif row.estimator is Estimator.BACKPROP:
+    elif not row.zeroth_order:
         for recompute in ("none", "all"):
             yield f", recompute {recompute}", {"recompute": recompute}
     elif row.trainable.tier is Tier.DEVICE:
@@ -155,7 +155,7 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     mesh = {"world": world, "ranks_per_node": node}
     if world == 1:
         return
-    if row.estimator is Estimator.ZEROTH_ORDER:
+    if row.zeroth_order:
         yield "", {"mesh": mesh}
         return
     for prefetch in (1, 2):

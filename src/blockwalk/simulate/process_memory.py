@@ -6,7 +6,6 @@ use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothin
 
 from __future__ import annotations
 
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import OpKind, Pool, Program
@@ -19,7 +18,7 @@ recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`);
 
 def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
     """The one of :data:`KINDS` that a step is."""
-    if plan.estimator is Estimator.ZEROTH_ORDER:
+    if plan.zeroth_order:
         return "forwards"
     if program.streamed:
         return "streamed"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.choices import Timing
 from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
@@ -116,7 +116,7 @@ class CostModel:
         if op.kind in COMPUTES:
             return self._walks(op)
         hw, trained = self.hardware, float(self.model.units[op.unit].numel(trainable=True))
-        zeroth_order = self.plan.estimator is Estimator.ZEROTH_ORDER
+        zeroth_order = self.plan.zeroth_order
         if op.kind is OpKind.UPDATE and zeroth_order:
             if op.lane is Lane.INTRA:
                 trained /= self.plan.parameter_ranks  # each rank its slice, before the gather
@@ -168,7 +168,7 @@ class CostModel:
             seconds += max(taken - freed, 0) / hw.fresh_bandwidth
         if prologue:
             return seconds
-        backprop = self.plan.estimator is Estimator.BACKPROP
+        backprop = not self.plan.zeroth_order
         if hw.fresh_bandwidth and backprop and self.program is not None and self.program.streamed:
             seconds += REFAULTED * hw.slack.get("streamed", 0.0) * op.transient / hw.fresh_bandwidth
         if self.dtype not in hw.products:
@@ -178,7 +178,7 @@ class CostModel:
             times = self._token_chunks()
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += times * codes / hw.decode_rate
-        if self.plan.estimator is Estimator.ZEROTH_ORDER and self.plan.zo.noise != "mezo":
+        if self.plan.zeroth_order and self.plan.zo.noise != "mezo":
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
 
@@ -239,7 +239,7 @@ class CostModel:
         return not self._is_bucket(op) and self._stored() <= self.hardware.host_bytes // 2
 
     def _is_bucket(self, op: Op) -> bool:
-        return self.plan.estimator is Estimator.ZEROTH_ORDER and op.part is StateKind.TRAINABLE
+        return self.plan.zeroth_order and op.part is StateKind.TRAINABLE
 
     def _stored(self) -> int:
         return sum(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blockwalk.plan.model_spec import ModelSpec
@@ -72,12 +72,6 @@ class Simulation:
             return "nothing takes time"
         what, seconds = next(iter(self.critical.items()))
         return f"{100 * seconds / self.seconds:.0f}% {what}"
-
-    def lines(self) -> Iterator[str]:
-        """The answer as a few lines of text."""
-        yield f"{self.seconds:.4g} s a step, {self.tokens_per_second:.4g} tokens/s, MFU {100 * self.mfu:.1f}%"
-        for what, seconds in list(self.critical.items())[:4]:
-            yield f"  {100 * seconds / self.seconds:5.1f}%  {what}"
 
 
 def simulate(

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
@@ -34,10 +36,8 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
 
 
-def fsync_folder(path: str | os.PathLike[str]) -> None:
-    """Make the names in a folder durable (a no-op on Windows, which cannot open a folder)."""
-    if os.name == "nt":
-        return
+def fsync(path: str | os.PathLike[str]) -> None:
+    """Make the names in a folder, or the bytes of a file, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -50,19 +50,15 @@ def make_folder(path: Path) -> None:
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        fsync_folder(path.parent)
+        fsync(path.parent)
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
     """Make every file below a folder, and every folder's names, durable."""
     for root, _, names in os.walk(path):
         for name in names:
-            fd = os.open(os.path.join(root, name), os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        fsync_folder(root)
+            fsync(os.path.join(root, name))
+        fsync(root)
 
 
 @contextmanager
@@ -97,7 +93,7 @@ def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
@@ -126,6 +122,15 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Damaged(f"{os.fspath(path)} is damaged: {type(error).__name__}: {error}") from None
     except (UnicodeError, json.JSONDecodeError) as error:
         raise Damaged(f"{os.fspath(path)} is damaged: {error}") from None
+
+
+def read_yaml(path: Path, loader: type[yaml.SafeLoader]) -> Any:
+    """The values in a YAML file. Raises ValueError where it is no valid YAML."""
+    with reading(path):
+        try:
+            return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 _SEAL = ', "digest": "'
@@ -205,7 +210,7 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Ite
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 def refuse_existing(path: str | os.PathLike[str]) -> None:
@@ -217,7 +222,7 @@ def refuse_existing(path: str | os.PathLike[str]) -> None:
 @contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Hold a folder, made where it is not there, against every other process. The lock ends with this process, however that
-    ends; a folder that was made here and stays empty goes again.
+    ends; what was made here of it and of the folders around it, and stays empty, goes again.
 
     Raises:
         ValueError: the folder is a file, or another process holds it; the message says which, where and since when.
@@ -227,7 +232,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, and a folder is needed: choose another name")
-    made = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
     path = folder / LOCK
     while True:
@@ -254,9 +259,9 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
                 yield
             finally:
                 path.unlink(missing_ok=True)
-                if made:
-                    with suppress(OSError):  # not empty
-                        folder.rmdir()
+                with suppress(OSError):  # not empty
+                    for each in made:
+                        each.rmdir()
             return
 
 
@@ -271,11 +276,14 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     return leftovers
 
 
+def nearest(path: Path) -> Path:
+    """The path, absolute, or the nearest folder around it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
 def require_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
     """Raise ValueError where the disk of ``path`` (which need not exist yet) has less than ``nbytes`` bytes free."""
-    folder = Path(path).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest(Path(path))
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise ValueError(

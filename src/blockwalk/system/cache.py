@@ -30,6 +30,12 @@ def key(facts: bytes) -> str:
     return hashlib.blake2s(facts, digest_size=16).hexdigest()
 
 
+def source_key(*files: str | None) -> str:
+    """The key of modules' source files. To be called where the modules are imported: files that change later are not the code
+    that this process runs."""
+    return key(b"".join(Path(str(file)).read_bytes() for file in files))
+
+
 def read_json(name: str, parse: Callable[[Any], T]) -> T | None:
     """The value that ``parse`` makes of what :func:`write_json` kept as ``name``, or None where there is none, or one that is
     not as this version writes it."""

@@ -7,13 +7,14 @@ torch.
 
 from __future__ import annotations
 
-import os
+import resource
 import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+
+from blockwalk.system.atomic_files import nearest
 
 DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
@@ -27,23 +28,26 @@ def process_bytes() -> int:
 
     Where there is no ``/proc``: psutil's unique set size.
     """
-    try:
-        status = _STATUS.read_bytes()
-    except OSError:
-        import psutil
+    if (held := _status(_COUNTED)) is not None:
+        return held
+    import psutil
 
-        return int(psutil.Process().memory_full_info().uss)
-    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(_COUNTED)) * 1024
+    return int(psutil.Process().memory_full_info().uss)
 
 
 def peak_resident_bytes() -> int:
     """Bytes of the most resident memory that this process has had, file pages that the kernel can drop included: what ``top``
     shows as RSS; 0 where there is no ``/proc``."""
+    return _status((b"VmHWM:",)) or 0
+
+
+def _status(names: tuple[bytes, ...]) -> int | None:
+    """The sum of the kernel's figures of these names, in bytes; None where there is no ``/proc``."""
     try:
         status = _STATUS.read_bytes()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(b"VmHWM:")) * 1024
+        return None
+    return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith(names)) * 1024
 
 
 COUNTED = "private memory of the whole process, which the kernel cannot drop"
@@ -73,12 +77,9 @@ def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pro
         if (limit := _number(path)) is not None:
             most = _number(path.with_name("memory.swap.max"))
             limits.append(Limit(limit, str(path), swap if most is None else min(swap, most)))
-    if os.name != "nt":
-        import resource
-
-        address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if address_space != resource.RLIM_INFINITY:
-            limits.append(Limit(address_space, "ulimit -v", of_process=True))
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(Limit(address_space, "ulimit -v", of_process=True))
     return limits
 
 
@@ -121,10 +122,10 @@ def page_cache(folder: Path) -> int:
     bound, limited = host_memory()
     free = int(psutil.virtual_memory().available)
     room = max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
-    place = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
+    place = nearest(folder.resolve())
     mounts = [p for p in psutil.disk_partitions(all=True) if place.is_relative_to(p.mountpoint)]
-    nearest = max(mounts, key=lambda p: len(p.mountpoint), default=None)
-    in_memory = nearest is not None and nearest.fstype in ("tmpfs", "ramfs")
+    mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)
+    in_memory = mount is not None and mount.fstype in ("tmpfs", "ramfs")
     return 0 if in_memory else min(room, shutil.disk_usage(place).free // 2)
 
 
@@ -153,9 +154,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._record()

@@ -23,7 +23,7 @@ from blockwalk.plan.placement import Codec, Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override
-from blockwalk.system.atomic_files import reading
+from blockwalk.system.atomic_files import read_yaml
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
@@ -46,11 +46,7 @@ def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> 
     """
     if path is None:
         return from_mapping({}, overrides)
-    with reading(path):
-        try:
-            raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Loader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    raw = read_yaml(Path(path), Loader)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")
     return from_mapping(raw, overrides)

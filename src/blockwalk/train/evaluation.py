@@ -40,9 +40,14 @@ class Evaluation:
         """The evaluation that a line of ``evaluations.jsonl`` tells of."""
         return cls(**{each.name: line[each.name] for each in fields(cls) if each.name in line})
 
-    def __str__(self) -> str:
+    @property
+    def scores(self) -> dict[str, float]:
+        """The scores that there are, in percent, by their names."""
         named = {"accuracy": self.accuracy, "F1": self.f1, "exact match": self.exact_match}
-        scores = "".join(f"{name} {100 * value:.1f}%  " for name, value in named.items() if value is not None)
+        return {name: 100 * value for name, value in named.items() if value is not None}
+
+    def __str__(self) -> str:
+        scores = "".join(f"{name} {value:.1f}%  " for name, value in self.scores.items())
         return f"{scores}loss {self.loss:.4f}  ({self.examples} examples, {self.tokens} tokens)"
 
 
@@ -52,8 +57,7 @@ class HeldOut:
 
     rows: Encoded | Choices | Answers
     batch_size: int
-    padding_multiple: int
-    label_scores: str = "mean"
+    settings: DataSettings
     records: int = 0
     """That ``data.eval`` has."""
     batches: int = 1
@@ -71,7 +75,7 @@ class HeldOut:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
         rows, count = held_out_set(settings, tokenizer, limit)
-        return HeldOut(rows, batch_size, settings.padding_multiple, settings.label_scores, count, batches, tokenizer)
+        return HeldOut(rows, batch_size, settings, count, batches, tokenizer)
 
     @property
     def encoded(self) -> Encoded:
@@ -112,7 +116,7 @@ class HeldOut:
     def _visits(self, watch: Callable[[int], None]) -> Iterator[tuple[list[int], Batch, int]]:
         """Row numbers, batch, and the number of batches that the visit is cut into."""
         done = 0
-        for rows, batch in by_length(self.encoded, self.batch_size * self.batches, self.padding_multiple):
+        for rows, batch in by_length(self.encoded, self.batch_size * self.batches, self.settings.padding_multiple):
             watch(done * len(self.rows) // len(self.encoded))
             yield rows, batch, -(-len(rows) // self.batch_size)
             done += len(rows)
@@ -128,7 +132,7 @@ class HeldOut:
         for rows, batch, cuts in self._visits(watch):
             losses_R[rows] = walker.label_losses(batch, batches=cuts).numpy()
         tokens_R = choices.rows.learnt()
-        scores_R = -losses_R / tokens_R if self.label_scores == "mean" else -losses_R
+        scores_R = -losses_R / tokens_R if self.settings.label_scores == "mean" else -losses_R
         chosen = [int(scores_R[a:b].argmax()) for a, b in pairwise(choices.firsts.tolist())]
         correct = sum(choice in right for choice, right in zip(chosen, choices.right, strict=True))
         learnt = choices.firsts[:-1] + choices.targets

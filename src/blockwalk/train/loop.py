@@ -23,30 +23,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
-from blockwalk.cutting.verify import require_borders
-from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch, loss_tokens, tokens_read
-from blockwalk.data.corpus import training_set
-from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer
+from blockwalk.data.batching import Batch, LabelWordBatch, label_word_batch, loss_tokens, tokens_read
+from blockwalk.data.encode import first_example
 from blockwalk.engine.open_model import refuse_rounded, require_weights
-from blockwalk.numerics.device import chosen, is_cpu
-from blockwalk.plan.choices import Estimator
+from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import Tier
-from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.settings import override
-from blockwalk.program.program import Shape, human_bytes
+from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
 from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report.advice import next_plan
-from blockwalk.report.forecast import Forecast, foresee, zeroth_order_advice
-from blockwalk.report.room import check_disks, check_memory, close_memory
+from blockwalk.report.forecast import zeroth_order_advice
+from blockwalk.report.room import check_budget, check_disks, check_memory, close_memory
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
@@ -55,9 +49,10 @@ from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_b
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
-from blockwalk.train.evaluation import Evaluation, HeldOut
+from blockwalk.train.evaluation import Evaluation
 from blockwalk.train.metrics_log import MetricsLog
-from blockwalk.train.progress import Progress, learnt_lines
+from blockwalk.train.progress import Progress
+from blockwalk.train.ready import Ready, prepare
 from blockwalk.walk.walker import StepResult, Walker
 
 
@@ -85,10 +80,8 @@ class Outcome:
     def lines(self) -> Iterator[str]:
         """The summary that a run prints last."""
         if self.before is not None and self.after is not None:
-            for name, title in (("accuracy", "accuracy"), ("f1", "F1"), ("exact_match", "exact match")):
-                began, ended = getattr(self.before, name), getattr(self.after, name)
-                if began is not None and ended is not None:
-                    yield f"held-out {title:<10}{100 * began:.1f}% → {100 * ended:.1f}%"
+            for title, ended in self.after.scores.items():
+                yield f"held-out {title:<10}{self.before.scores[title]:.1f}% → {ended:.1f}%"
             yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
@@ -97,79 +90,6 @@ class Outcome:
             yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
         yield from self.compared
         yield f"saved to           {self.saved_to}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A run that has been read and not begun: its data as tokens, and the forecast of its longest step."""
-
-    tokenizer: Tokenizer
-    rows: Encoded
-    choices: Choices | None
-    batches: Batches
-    held_out: HeldOut | None
-    total: int
-    """The run's last step."""
-    plan: Plan
-    lengths: list[int]
-    """Tokens that a batch can be padded to, shortest first."""
-    shape: Shape
-    held_bytes: int
-    """Bytes that the process holds before the model is opened."""
-    foreseen: Forecast
-
-
-def _prepare(run: RunConfig, device: str) -> _Ready:
-    """Read what a run trains on, and foresee its step at the longest sequences."""
-    tokenizer = load_tokenizer(run.model)
-    rows, choices = read_training_rows(run, tokenizer)
-    batches = Batches(
-        rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=run.data.padding_multiple
-    )
-    held_out = None
-    if run.data.eval or run.data.task:
-        size = eval_batch_size(run)
-        held_out = HeldOut.read(
-            run.data, tokenizer, batch_size=size, limit=run.data.eval_limit, batches=run.eval_batches
-        )
-    if run.data.packing:
-        require_borders(run.model)
-    total, plan = run.max_steps or run.epochs * batches.batches_per_epoch, run.plan
-    if not plan.optimizer.total_steps:
-        plan = override(plan, {"optimizer.total_steps": total})
-    lengths = _lengths(rows if choices is None else choices.rows, run)
-    candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
-    shape, held = Shape(run.micro_batch_rows * candidates, lengths[-1]), process_bytes()
-    foreseen = foresee(run, shape, device=device)
-    return _Ready(tokenizer, rows, choices, batches, held_out, total, plan, lengths, shape, held, foreseen)
-
-
-def dry_run(run: RunConfig) -> Iterator[str]:
-    """Everything that a run does before its model is opened, and what it found, in lines: nothing is written.
-
-    Raises:
-        ValueError: settings or data that cannot be trained with.
-        DoesNotFit: the plan needs more than its budget, or than this machine has.
-    """
-    device = chosen().type
-    refuse_rounded(run.model, run.plan, run.lora)
-    require_weights(run.model)
-    ready = _prepare(run, device)
-    ready.foreseen.check(lambda: next_plan(run, ready.plan.budget or 0, ready.shape, device=device))
-    check_memory(run, ready.foreseen, ready.held_bytes)
-    check_disks(run, ready.foreseen, ready.total)
-    yield from outlook.overview(run, ready.foreseen, ready.total)
-    yield from ready.foreseen.lines()
-    held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
-    learnt = int(np.count_nonzero(ready.rows.in_loss))
-    yield (
-        f"data    {len(ready.rows)} sequences of up to {ready.lengths[-1]} tokens, {learnt:,} of {len(ready.rows.token_ids):,}"
-        f" tokens learnt{held_out}; {ready.total} steps"
-    )
-    yield from (f"note: {warning}" for warning in ready.rows.report.warnings())
-    yield from outlook.notes(run, ready.lengths[-1])
-    yield from learnt_lines("first record", first_example(ready.rows, ready.tokenizer))
-    yield "nothing was written; leave --dry-run out to train"
 
 
 def train(
@@ -196,62 +116,40 @@ def train(
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
     refuse_rounded(run.model, run.plan, run.lora)
     callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
-    output_dir, device = Path(run.output_dir), chosen().type
+    output_dir = Path(run.output_dir)
     with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         require_weights(run.model)
         first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
-        start = run_checkpoint.Start(
-            **first(
-                lambda: run_checkpoint.prepare(
-                    run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir
-                ).told()
-            )
-        )
-        ready = _prepare(run, device)
-        rows, choices, held_out, total, plan = ready.rows, ready.choices, ready.held_out, ready.total, ready.plan
-        facts = {**facts_of(run.shared()), "data.train": rows.fingerprint()}
+        begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
+        start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
+        ready = prepare(run)
+        plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
+        facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
         require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.fingerprint()})
-        shape, foreseen = ready.shape, ready.foreseen
-        foreseen.check(lambda: next_plan(run, plan.budget or 0, shape, device=device))
+        check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
-        loop = _Loop(run, ready.batches, choices, held_out, total, ready.tokenizer, memory, weights, callbacks)
+        loop = _Loop(run, ready, memory, stop, weights, callbacks)
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
-        first(lambda: check_disks(run, foreseen, total - (loop.saved.step if loop.saved else 0)))
-        ledger = start.ledger if plan.estimator is Estimator.ZEROTH_ORDER else None
-        opened_at = process_bytes()
-        with Walker(
-            run.model, plan, lora=run.lora, workdir=output_dir / run_checkpoint.SCRATCH, ledger=ledger
-        ) as walker:
-            step_forecast = StepForecast.of(walker, shape, adapters=run.lora is not None, before=opened_at)
-            forecast = Forecast(plan, walker.spec, step_forecast.program, walker.device.type)
+        first(lambda: check_disks(run, foreseen, ready.total - (loop.saved.step if loop.saved else 0)))
+        ledger = start.ledger if plan.zeroth_order else None
+        scratch, opened_at = output_dir / run_checkpoint.SCRATCH, process_bytes()
+        with Walker(run.model, plan, lora=run.lora, workdir=scratch, ledger=ledger) as walker:
+            step_forecast = StepForecast.of(walker, foreseen.program.shape, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast, start)
             if walker.ranks.rank == 0:
                 atomic_files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 step_forecast.write(output_dir, trace)
             known = {"done": walker.steps_done, "foreseen": step_forecast.process_bytes}
-            with Progress(total, log_every=run.log_every, **known) as progress:
-                for line in (
-                    *step_forecast.lines(),
-                    *forecast.lines(),
-                    *zeroth_order_advice(plan, lora=run.lora is not None),
-                ):
+            with Progress(ready.total, log_every=run.log_every, **known) as progress:
+                for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
                     progress.say(line)
-                for line in close_memory(run, forecast, opened_at, step_forecast.process_bytes):
-                    progress.say(line)
-                held_out_notes = [] if held_out is None else held_out.notes()
-                for warning in (*rows.report.warnings(), *held_out_notes, *start.damaged):
-                    progress.say(f"note: {warning}")
                 if run.data.show_first and loop.saved is None:
-                    progress.show_learnt("first record", first_example(rows, ready.tokenizer))
-                for line in outlook.notes(run, ready.lengths[-1]):
-                    progress.say(line)
-                if held_out is not None and 0 < run.data.eval_limit < held_out.records:
-                    progress.say(f"evaluates {run.data.eval_limit} of {held_out.records} records (data.eval_limit)")
+                    progress.show_learnt("first record", first_example(ready.rows, ready.tokenizer))
                 try:
-                    outcome = loop.run(progress, stop)
+                    return loop.run(progress)
                 except OSError as error:
                     if error.errno not in atomic_files.NO_ROOM:
                         raise
@@ -264,13 +162,23 @@ def train(
                     raise OutOfMemory(
                         f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
                         f" step's peak, {human_bytes(held)} were held when more was refused"
-                        + next_plan(run, min(needed, held), shape, device=walker.device.type)
+                        + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
                     ) from error
-            return dataclasses.replace(
-                outcome,
-                resident_bytes=peak_resident_bytes(),
-                compared=tuple(step_forecast.compared(_grown(walker, outcome.peak_bytes))),
-            )
+
+
+def _opening(
+    run: RunConfig, ready: Ready, foreseen: StepForecast, opened_at: int, damaged: Sequence[str]
+) -> Iterator[str]:
+    """The lines that a run begins with: what is foreseen of it, and what its user should know of."""
+    yield from foreseen.lines()
+    yield from foreseen.forecast.lines()
+    yield from zeroth_order_advice(ready.plan, lora=run.lora is not None)
+    yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
+    held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
+    yield from (f"note: {warning}" for warning in (*ready.rows.report.warnings(), *held_out_notes, *damaged))
+    yield from outlook.notes(run, ready.longest)
+    if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
+        yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
 
 
 def _grown(walker: Walker, process: int) -> int:
@@ -294,29 +202,12 @@ def _saved(start: Path) -> run_checkpoint.Checkpoint:
     return run_checkpoint.load(start) if start.is_dir() else small
 
 
-def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
-    """``data.train`` as tokens; and with every label word, for an objective that ranks them."""
-    ranks = run.plan.estimator is Estimator.ZEROTH_ORDER and run.plan.zo.objective != "loss"
-    found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
-    return (found.answered(), found) if isinstance(found, Choices) else (found, None)
-
-
-def eval_batch_size(run: RunConfig) -> int:
-    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
-    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
-
-
-def _lengths(rows: Encoded, run: RunConfig) -> list[int]:
-    """Tokens that a batch can be padded to, shortest first."""
-    multiple = run.data.padding_multiple
-    return sorted({-(-length // multiple) * multiple for length in np.diff(rows.starts).tolist()})
-
-
 class _Loop:
     """A run in progress."""
 
     walker: Walker
     step_forecast: StepForecast
+    progress: Progress
     metrics: MetricsLog
     evaluations: MetricsLog
     skipped: MetricsLog
@@ -326,21 +217,17 @@ class _Loop:
     def __init__(
         self,
         run: RunConfig,
-        batches: Batches,
-        choices: Choices | None,
-        held_out: HeldOut | None,
-        total: int,
-        tokenizer: Tokenizer,
+        ready: Ready,
         memory: PeakMemory,
+        stop: _Stop,
         weights: str,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.callbacks = callbacks
+        self.config, self.ready, self.memory, self.stop, self.callbacks = run, ready, memory, stop, callbacks
         self.weights = weights
         """The digest of the weights that the run begins from: see
         :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
-        self.config, self.batches, self.choices, self.held_out = run, batches, choices, held_out
-        self.total, self.tokenizer, self.memory = total, tokenizer, memory
+        self.total = ready.total
         self.output_dir = Path(run.output_dir)
         self.saved: run_checkpoint.Checkpoint | None = None
         self.changes: list[str] = []
@@ -354,7 +241,7 @@ class _Loop:
         Raises:
             ValueError: settings, data or the model's weights differ from those that the saved state builds on.
         """
-        first_order = saved.slices is not None and self.config.plan.estimator is Estimator.BACKPROP
+        first_order = saved.slices is not None and not self.config.plan.zeroth_order
         self.changes = run_checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=first_order)
         began = saved.data.get("weights", self.weights)
         if self.weights != began:
@@ -362,7 +249,7 @@ class _Loop:
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
                 f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
             )
-        self.batches.load_state_dict(saved.data["batches"])
+        self.ready.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
     def begin(self, walker: Walker, step_forecast: StepForecast, start: run_checkpoint.Start) -> None:
@@ -408,28 +295,28 @@ class _Loop:
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
 
-    def run(self, progress: Progress, stop: _Stop) -> Outcome:
+    def run(self, progress: Progress) -> Outcome:
         """Step until the last step or a signal; save at the end either way."""
-        done = self.walker.steps_done
-        self.walker.ranks.own_stop_signal = lambda: stop.asked
+        self.progress, done = progress, self.walker.steps_done
+        self.walker.ranks.own_stop_signal = lambda: self.stop.asked
         if self.saved is not None:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
             progress.say(f"note: changed since the checkpoint: {change}")
         saved_at = -1 if self.saved is None else self.saved.step
         self._tell("begin", self.step_forecast.values())
-        if not self._agreed(stop):
-            self._evaluate(progress, stop)
+        if not self._agreed():
+            self._evaluate()
             due = self.saved is None or (saved_at != done and self._due(self.config.save_every))
             if due and self.walker.ledger is not None:
                 self._save()  # without weights at first: from here on the ledger has every step
                 saved_at = done
-        while self.walker.steps_done < self.total and not self._agreed(stop):
-            if not self._step(progress):
+        while self.walker.steps_done < self.total and not self._agreed():
+            if not self._step():
                 continue
             done = self.walker.steps_done
             if done < self.total:
-                self._evaluate(progress, stop)
+                self._evaluate()
             if self._due(self.config.save_every):
                 self._save()
                 saved_at = done
@@ -438,7 +325,7 @@ class _Loop:
         self.walker.wait_saved()
         self._prune()  # also what a kill right after the last checkpoint left
         if self.stopped_by is None:
-            self._evaluate(progress, stop)
+            self._evaluate()
         self.metrics.close()
         self.evaluations.close()
         outcome = self._outcome()
@@ -452,15 +339,15 @@ class _Loop:
         if any(answer is True for answer in answers):
             self.total = self.walker.steps_done
 
-    def _agreed(self, stop: _Stop, *, heard: bool = True) -> bool:
+    def _agreed(self, *, heard: bool = True) -> bool:
         """Whether a signal ends the run: one that all ranks know of: over ranks it is told within a step (``heard``)."""
         ranks = self.walker.ranks
         if ranks.world == 1:
-            asked = stop.asked
+            asked = self.stop.asked
         elif heard:
             asked = ranks.stop_signal_of_any_rank
         else:
-            asked = int(max(values[0] for values in ranks.exchange([stop.asked])))
+            asked = int(max(values[0] for values in ranks.exchange([self.stop.asked])))
         if asked:
             self.stopped_by = signal.Signals(asked)
         return self.stopped_by is not None
@@ -470,18 +357,14 @@ class _Loop:
 
     def _next_batch(self) -> tuple[Batch | LabelWordBatch, Batch]:
         """The batch that the walker takes next, and the number of its tokens."""
-        if self.choices is None:
-            batch = next(self.batches)
+        if (choices := self.ready.choices) is None:
+            batch = next(self.ready.batches)
             return batch, batch
-        words = label_word_batch(
-            self.choices,
-            self.batches.next_rows(),
-            self.batches.padding_multiple,
-            scores=self.config.data.label_scores,
-        )
+        rows, multiple = self.ready.batches.next_rows(), self.ready.batches.padding_multiple
+        words = label_word_batch(choices, rows, multiple, scores=self.config.data.label_scores)
         return words, words.batch
 
-    def _step(self, progress: Progress) -> bool:
+    def _step(self) -> bool:
         """Whether the next batch made a step; it was left out where it did not."""
         batch, tokens = self._next_batch()
         self.step_forecast.before_step(self.walker, self.walker.steps_done + 1, self.total)
@@ -491,7 +374,7 @@ class _Loop:
             self.walker.wait_saved()  # the last checkpoint may be under way
             if len(self.skips) >= self.config.skip_nonfinite:
                 raise
-            self._skip(error, progress)
+            self._skip(error)
             return False
         self.step_forecast.after_step(self.walker, result.seconds)
         peak = self.memory.take()
@@ -500,7 +383,7 @@ class _Loop:
         line |= {"seconds": result.seconds, "peak_bytes": peak}
         line["bytes_moved"] = {str(lane): nbytes for lane, nbytes in result.bytes.items()}
         self.metrics.write(line)
-        progress.step(
+        self.progress.step(
             result.step,
             loss=result.loss,
             seconds=result.seconds,
@@ -510,32 +393,32 @@ class _Loop:
         self._tell("step", line)
         return True
 
-    def _skip(self, error: FloatingPointError, progress: Progress) -> None:
+    def _skip(self, error: FloatingPointError) -> None:
         """Note that the batch just tried is left out, where a resumed run finds it: before a ledger can have the step."""
         step = self.walker.steps_done + 1
         self.skips.append(step)
         self.skipped.write({"step": step, "reason": str(error)})
         self.skipped.sync()
         many = f"{len(self.skips)} of skip_nonfinite: {self.config.skip_nonfinite}"
-        progress.say(f"note: a batch is left out ({many}): {error}")
+        self.progress.say(f"note: a batch is left out ({many}): {error}")
 
-    def _evaluate(self, progress: Progress, stop: _Stop) -> None:
+    def _evaluate(self) -> None:
         """Evaluate where it is due and not in the log yet: before the first step, every ``eval_every``, after the last. A
         signal ends it between two batches, and the resumed run makes it."""
         step, every = self.walker.steps_done, self.config.eval_every
         due = step == self.total or (every > 0 and step % every == 0) if step else self.config.eval_first
-        if self.held_out is None or not due or self.evaluated == step:
+        if self.ready.held_out is None or not due or self.evaluated == step:
             return
 
         def watch(done: int) -> None:
             show(done)
-            if self._agreed(stop, heard=False):
+            if self._agreed(heard=False):
                 raise _Interrupted
 
         began = time.perf_counter()
         try:
-            with progress.evaluating(len(self.held_out.rows)) as show:
-                found = self.held_out.evaluate(self.walker, watch)
+            with self.progress.evaluating(len(self.ready.held_out.rows)) as show:
+                found = self.ready.held_out.evaluate(self.walker, watch)
         except _Interrupted:
             return
         seconds = time.perf_counter() - began
@@ -544,7 +427,7 @@ class _Loop:
             self.evaluations.write(line)
             self.evaluations.sync()  # it cannot be made any more once the ledger has gone on
         self.evaluated = step
-        progress.say(f"evaluation at step {step}: {found}")
+        self.progress.say(f"evaluation at step {step}: {found}")
         self._tell("evaluation", line)
 
     def _save(self) -> None:
@@ -558,7 +441,7 @@ class _Loop:
         """
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
         self.metrics.sync()
-        data = {"batches": self.batches.state_dict(), "weights": self.weights}
+        data = {"batches": self.ready.batches.state_dict(), "weights": self.weights}
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
             path = run_checkpoint.path_of(self.output_dir, step)
@@ -596,7 +479,7 @@ class _Loop:
             with atomic_files.atomic_folder(saved_to, replace=True) if first_rank else nullcontext(saved_to) as folder:
                 self.walker.save_pretrained(folder)
                 if first_rank:
-                    self.tokenizer.save_pretrained(folder)
+                    self.ready.tokenizer.save_pretrained(folder)
         began, ended = self.metrics.first_line, self.metrics.last_line
         before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(
@@ -608,6 +491,8 @@ class _Loop:
             peak_bytes=self.memory.highest,
             saved_to=saved_to,
             stopped_by=self.stopped_by,
+            resident_bytes=peak_resident_bytes(),
+            compared=tuple(self.step_forecast.compared(_grown(self.walker, self.memory.highest))),
         )
 
 

@@ -1,4 +1,4 @@
-"""The outlook of a run before its first step: memory, time, and settings that will not do as they seem to."""
+"""The outlook of a run before its first step: how many steps it has, and settings that will not do as they seem to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING
 from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
-from blockwalk.program.program import human_bytes
-from blockwalk.simulate import hardware, process_memory
-from blockwalk.simulate.simulator import simulate
-from blockwalk.system.process_memory import process_bytes
 
 if TYPE_CHECKING:
     from blockwalk.plan.run_config import RunConfig
-    from blockwalk.report.forecast import Forecast
 
 
 def steps_of(run: RunConfig) -> int:
@@ -33,37 +28,6 @@ def steps_of(run: RunConfig) -> int:
         return run.max_steps
     records = sum(1 for file in files for _ in read_records(file, columns=data.columns))
     return run.epochs * -(-records // run.batch_size)
-
-
-def overview(run: RunConfig, forecast: Forecast, steps: int) -> Iterator[str]:
-    """A run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known)."""
-    plan, program, adapters = forecast.plan, forecast.program, run.lora is not None
-    here = hardware.of_this_machine(forecast.device)
-    measured = here.name != hardware.UNMEASURED
-    if forecast.device == "cpu":
-        tensors, held = process_memory.tensors(program), process_bytes()
-        most = max(process_memory.process_peak(program, plan, here, adapters=adapters), held + tensors)
-        free = "" if here.slack else "; free heap comes on top, which blockwalk doctor measures"
-        yield f"memory  about {human_bytes(most)} for the whole process, {human_bytes(tensors)} of it tensors{free}"
-    else:
-        yield f"memory  {', '.join(forecast.pools())}"
-    if not measured or forecast.costs is None:
-        yield "time    not known before blockwalk doctor has measured this machine, once"
-        return
-    found = simulate((program,), plan, forecast.model, here, forecast.costs)
-    whole = f"; {steps} steps: about {_duration(steps * found.seconds)}, evaluations left out" if steps else ""
-    yield f"time    {found.seconds:.3g} s a step at the longest sequences{whole}; {found.bottleneck()}"
-
-
-def _duration(seconds: float) -> str:
-    """Seconds in words: "50 s", "12 min", "3.4 h"."""
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def notes(run: RunConfig, longest: int) -> Iterator[str]:

@@ -492,19 +492,13 @@ def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
     settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
     settings["dtype"] = str(config.dtype)
     adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
-    rooms = (
-        chunks.__file__,
-        lazy_linear.__file__,
-        row_tiles.__file__,
-        loss_costs.__file__,
-        metering.__file__,
-        work.__file__,
-        __file__,
-    )
-    code = b"".join(Path(str(room)).read_bytes() for room in rooms)
-    facts = [settings, adapter, device, padded, torch.__version__, transformers.__version__]
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return cache.key(text.encode() + code)
+    facts = [_SOURCES, settings, adapter, device, padded, torch.__version__, transformers.__version__]
+    return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
+
+
+_SOURCES = cache.source_key(
+    *(room.__file__ for room in (chunks, lazy_linear, row_tiles, loss_costs, metering, work)), __file__
+)
 
 
 def _folder_digest(folder: Any) -> str:

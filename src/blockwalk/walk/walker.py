@@ -29,7 +29,7 @@ from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.schedules import make_schedule
-from blockwalk.program.compile import compile
+from blockwalk.program.compile import compile, compile_ranks
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
 from blockwalk.program.residency import maps_graphs
@@ -365,6 +365,15 @@ class Walker:
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
         (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
         """
+        place, inputs = self.ranks.coordinates(self.ranks.rank), self._inputs(step_kind, shape, foresee, batches)
+        return compile(self.plan, self.spec, step_kind, shape, coordinates=place, **inputs)
+
+    def programs(self, step_kind: StepKind, shape: Shape) -> tuple[Program, ...]:
+        """The distinct programs of the ranks' next step, the first rank's first, with the blocks' transients and FLOPs."""
+        return compile_ranks(self.plan, self.spec, step_kind, shape, **self._inputs(step_kind, shape, True, 1))
+
+    def _inputs(self, step_kind: StepKind, shape: Shape, foresee: bool, batches: int) -> dict[str, Any]:
+        """Inputs of the compiler beside plan, model and the rank's place, by name."""
         graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device.type)
         spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
         training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
@@ -377,18 +386,8 @@ class Walker:
             pending = Pending(1, flush=True)
         elif self.plan.sharded:
             pending = Pending(dirty=self.engine.dirty)
-        return compile(
-            self.plan,
-            self.spec,
-            step_kind,
-            shape,
-            costs=costs,
-            pending=pending,
-            batches=batches,
-            device=self.device.type,
-            page_cache=self._page_cache,
-            coordinates=self.ranks.coordinates(self.ranks.rank),
-        )
+        where = {"device": self.device.type, "page_cache": self._page_cache}
+        return {"costs": costs, "pending": pending, "batches": batches, **where}
 
     def _run(self, step_kind: StepKind, batch: Batch, asked: Asked, *, batches: int = 1) -> Program:
         self.ranks.read(batch if asked.words is None else {**batch, "targets": asked.words.targets_B})

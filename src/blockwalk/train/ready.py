@@ -1,0 +1,105 @@
+"""A run made ready: its data as tokens, and its step foreseen, before its model is opened; nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from blockwalk.cutting.verify import require_borders
+from blockwalk.data.batching import Batches
+from blockwalk.data.corpus import training_set
+from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer
+from blockwalk.engine.open_model import refuse_rounded, require_weights
+from blockwalk.numerics.device import chosen
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.settings import override
+from blockwalk.program.program import Shape
+from blockwalk.report.forecast import Forecast, foresee
+from blockwalk.report.room import check_budget, check_disks, check_memory
+from blockwalk.system.process_memory import process_bytes
+from blockwalk.train import outlook
+from blockwalk.train.evaluation import HeldOut
+from blockwalk.train.progress import learnt_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A run that has been read and not begun: its data as tokens, and the forecast of its longest step."""
+
+    tokenizer: Tokenizer
+    rows: Encoded
+    choices: Choices | None
+    batches: Batches
+    held_out: HeldOut | None
+    total: int
+    """The run's last step."""
+    plan: Plan
+    longest: int
+    """Tokens that the longest batch is padded to."""
+    held_bytes: int
+    """Bytes that the process holds before the model is opened."""
+    foreseen: Forecast
+
+
+def prepare(run: RunConfig) -> Ready:
+    """Read what a run trains on, and foresee its step at the longest sequences."""
+    tokenizer = load_tokenizer(run.model)
+    rows, choices = read_training_rows(run, tokenizer)
+    multiple = run.data.padding_multiple
+    batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
+    held_out = None
+    if run.data.eval or run.data.task:
+        size, limit = eval_batch_size(run), run.data.eval_limit
+        held_out = HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=run.eval_batches)
+    if run.data.packing:
+        require_borders(run.model)
+    total, plan = run.max_steps or run.epochs * batches.batches_per_epoch, run.plan
+    if not plan.optimizer.total_steps:
+        plan = override(plan, {"optimizer.total_steps": total})
+    longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
+    candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
+    held = process_bytes()
+    foreseen = foresee(run, Shape(run.micro_batch_rows * candidates, longest), device=chosen().type)
+    return Ready(tokenizer, rows, choices, batches, held_out, total, plan, longest, held, foreseen)
+
+
+def dry_run(run: RunConfig) -> Iterator[str]:
+    """Everything that a run does before its model is opened, and what it found, in lines: nothing is written.
+
+    Raises:
+        ValueError: settings or data that cannot be trained with.
+        DoesNotFit: the plan needs more than its budget, or than this machine has.
+    """
+    refuse_rounded(run.model, run.plan, run.lora)
+    require_weights(run.model)
+    ready = prepare(run)
+    check_budget(run, ready.foreseen)
+    check_memory(run, ready.foreseen, ready.held_bytes)
+    check_disks(run, ready.foreseen, ready.total)
+    yield from ready.foreseen.overview(ready.total)
+    yield from ready.foreseen.lines()
+    held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
+    learnt = int(np.count_nonzero(ready.rows.in_loss))
+    yield (
+        f"data    {len(ready.rows)} sequences of up to {ready.longest} tokens, {learnt:,} of {len(ready.rows.token_ids):,}"
+        f" tokens learnt{held_out}; {ready.total} steps"
+    )
+    yield from (f"note: {warning}" for warning in ready.rows.report.warnings())
+    yield from outlook.notes(run, ready.longest)
+    yield from learnt_lines("first record", first_example(ready.rows, ready.tokenizer))
+    yield "nothing was written; leave --dry-run out to train"
+
+
+def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
+    """``data.train`` as tokens; and with every label word, for an objective that ranks them."""
+    ranks = run.plan.zeroth_order and run.plan.zo.objective != "loss"
+    found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
+    return (found.answered(), found) if isinstance(found, Choices) else (found, None)
+
+
+def eval_batch_size(run: RunConfig) -> int:
+    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
