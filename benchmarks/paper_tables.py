@@ -25,13 +25,13 @@ from benchmarks.published import CONTEXT_MB, megabytes, phone_terms, terms, with
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import AUTO, Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Hardware
-from blockwalk.simulate.planner import steady
+from blockwalk.simulate.planner import Task, hides_link, look_at, steady
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.walk.unit_costs import UnitCosts
 
@@ -420,7 +420,30 @@ def mebp_table() -> Iterator[dict[str, Any]]:
     print("  and Gemma's head, 262,144 rows, would have to run at a third of the rate of the other products")
 
 
+def residency_table() -> Iterator[dict[str, Any]]:
+    print(
+        "OPT-175B in float16 on one H200: zo2 with every block streamed, and with as many that stay as there is room for"
+    )
+    units, machine = measured(opt("175B", "float16"), None, "cuda"), hardware.load("h200")
+    for batch in (1, 4, 16):
+        task = Task(units.spec(), units, machine, Shape(batch, 2048))
+        streamed, kept = (look_at(task, "zo2", method("zo2", resident=resident)) for resident in (0, AUTO))
+        assert streamed.simulation is not None
+        assert kept.simulation is not None
+        computes, link = (
+            sum(span.seconds for span in kept.simulation.spans if span.op.lane is lane)
+            for lane in (Lane.COMPUTE, Lane.FETCH)
+        )
+        what, seconds = f"{batch} × 2048, {kept.plan.resident} blocks stay", kept.simulation.seconds
+        print(f"  {batch} × 2048: {streamed.simulation.seconds:.2f} s, {kept.plan.resident} blocks stay: {seconds:.2f}")
+        yield line(f"{what}: faster", streamed.simulation.seconds / seconds, None, "times")
+        yield line(f"{what}: of max(compute, link)", seconds / max(computes, link), None, "times")
+        if (larger := hides_link(task, streamed)) is not None:
+            print(f"  nothing stays: {larger.plan.gradient_accumulation_steps} micro-batches a fetch hide the link")
+
+
 TABLES = {
+    "residency": residency_table,
     "zo2": zo2_table,
     "ablation": ablation_table,
     "distzo2": distzo2_table,

@@ -32,6 +32,8 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSettings | None]] = {
     "zo2": ("zo2", {}, None),
     "zo2 fp8": ("zo2", {"trainable": "host × fp8", "gradient_accumulation_steps": 2}, None),
     "zo2 disk": ("zo2", {"trainable": "disk", "frozen": "disk", "update.flush_every": 2}, None),
+    "zo2, two blocks stay": ("zo2", {"trainable": "host × bf16", "resident": 2}, None),
+    "mebp, two blocks stay": ("mebp", {"frozen": "host × int8", "activation": "host", "resident": 2}, LORA),
     "zero3": ("zero3", {}, None),
     "fcdp": ("fcdp", {"gradient_accumulation_steps": 2}, None),
     "hzp, states on the host": ("hzp", {"optimizer_state": "host × fp32"}, None),

@@ -178,7 +178,7 @@ def test_frozen_blocks_that_visit_slots_give_the_same_bits(kind: str, codec: str
                 if not in_place:  # what a program reckons with: the buffers that are there, but for their padding
                     slots, places = walker.engine.homes[StateKind.FROZEN].slots, Placements(plan, walker.spec, "cpu")
                     assert slots is not None
-                    held = slots.nbytes // (prefetch + 1)
+                    held = slots.nbytes // places.slot_count
                     foreseen = (
                         places.memory_bytes(walker.spec.blocks[0]) if tier == "host" else places.assembled_bytes(1)
                     )

@@ -45,6 +45,19 @@ def test_published_rows_are_met(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
+def test_blocks_that_stay_make_a_step_as_fast_as_its_slower_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the seconds of the lanes, of the bytes that are still streamed and of what is computed, each by itself."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import paper_tables
+
+    faster, bound = ([row["predicted"] for row in paper_tables.residency_table()][n::2] for n in (0, 1))
+    assert faster[0] >= 1.4
+    assert min(faster) >= 1.0
+    assert max(bound) <= 1.1
+    sys.modules.pop("paper_tables")
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are not installed")
 def test_help_answers_and_does_nothing_else() -> None:
     """Oracle: argparse's exit code; what the tables print is not there."""
     command = [sys.executable, BENCHMARKS / "paper_tables.py", "--help"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import dataclasses
 import pstats
+import re
 import subprocess
 import sys
 from typing import Any
@@ -19,8 +20,8 @@ from tests.given import costs, decoder
 
 pytestmark = pytest.mark.fast
 
-CALLS = 6_000_000
-"""Function calls that the ranking may take: 3.5 million today, 2.5 s under the profiler."""
+CALLS = 9_000_000
+"""Function calls that the ranking may take: 8.4 million today, half of them to find the blocks that stay on the device."""
 
 LLAMA_405B = decoder(layers=126, hidden=16384, wide=53248, keys=1024, vocab=128256, tied=False)
 QWEN_3B = {
@@ -91,7 +92,7 @@ def test_a_ranking_over_ranks_prints_every_plan_once_in_its_order(lora_rank: int
     looked_at = [label for label, _ in candidates(task)]
     assert len(set(looked_at)) == len(looked_at)
     every = [*found.first_order, *found.zeroth_order, *found.refused]
-    assert sorted(c.label for c in every) == sorted(looked_at)
+    assert sorted(re.sub(r", \d+ blocks stay", "", c.label) for c in every) == sorted(looked_at)
     assert {c.plan.method for c in every} >= {"zero3", "zeropp", "mics", "fcdp", "hzp", "distzo2"}
     assert {c.plan.mesh.world for c in every} == {1, 16}
     printed = [line.split("  ")[0] for line in found.lines(most=100)]
@@ -120,7 +121,7 @@ def test_the_memory_that_is_short_is_named(room: dict[str, Any], said: str) -> N
     """A megabyte of one kind; the plan streams from that one, and on a processor device and host are one memory."""
     machine = dataclasses.replace(hardware.load("rtx-4090"), **room)
     tier = "disk" if "disk_bytes" in room else "host"
-    plan = method("zo2", trainable=f"{tier} × raw", frozen=f"{tier} × raw")
+    plan = method("zo2", trainable=f"{tier} × raw", frozen=f"{tier} × raw", resident=0)
     found = look_at(small_task(machine), "zo2", plan)
     assert found.simulation is None
     assert said in found.refused

@@ -55,6 +55,44 @@ def test_streamed_weights_train_as_resident_ones(
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("resident", "settings"),
+    [
+        (1, {"trainable": "host", "frozen": "host"}),
+        (2, {"trainable": "disk", "frozen": "disk", "update": {"flush_every": 3}, "prefetch": 2}),
+        (9, {"trainable": "host", "frozen": "host"}),
+    ],
+)
+def test_blocks_that_stay_train_as_those_that_stream(resident: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """One block, two of them beside slots for others, all of them: then no block travels."""
+    model = tiny_model("opt", tied=True, num_hidden_layers=4)
+    expected = run("mezo", model, tmp_path / "mezo")
+    assert_equal(run("zo2", model, tmp_path / "zo2", resident=resident, **settings), expected)
+    with Walker(model, method("zo2", resident=resident, **settings), workdir=tmp_path / "w", device="cpu") as walker:
+        program = walker.program(StepKind.TRAIN, Shape(2, 8))
+        assert len(walker.engine.buckets.streamed) == max(4 - resident, 0)
+        assert program.slots == min(method("zo2", **settings).prefetch + 1, max(4 - resident, 0))
+
+
+def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> None:
+    """Also with gradients, and with weights of 8 bits that are decoded where they lie."""
+    model, lora = tiny_model("llama", num_hidden_layers=3), LoraSettings(rank=2)
+    model.save_pretrained(tmp_path / "model")
+    for name, codec in (("zo2", "raw"), ("mebp", "int8")):
+        found = [
+            run_from(tmp_path, name, lora, resident, frozen=f"host × {codec}", recompute="all") for resident in (0, 2, 3)
+        ]
+        assert found[0] == found[1] == found[2]
+
+
+def run_from(folder: Path, name: str, lora: LoraSettings, resident: int, **settings: Any) -> list[float]:
+    """Losses of three steps and of an evaluation, of a model from its files."""
+    plan = method(name, resident=resident, **settings)
+    with Walker(folder / "model", plan, lora=lora, workdir=folder / f"{name}{resident}", device="cpu") as walker:
+        losses = [walker.step(random_batch(seed=step)).loss for step in range(3)]
+        return [*losses, walker.evaluate(random_batch(seed=9)).loss]
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 def test_every_codec_trains_alike_on_every_tier(codec: str, rounding: str, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from blockwalk.engine.slices import BucketSlices, SliceSource
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.placement import Codec, StateKind, Tier
 from blockwalk.plan.zeroth_order_kinds import states_beside
-from blockwalk.program.placements import streamed_trainables
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
 from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
 from blockwalk.tiers.block_store.writable import WritableStore
@@ -62,7 +62,9 @@ class Buckets:
         codecs = {name: codec for name, (codec, _) in states.items()}
         spec, written_as = trainable_spec(model.spec, plan.trainable.codec, codecs)
         source = Initial(spec, model.source, model.held, {name: begin for name, (_, begin) in states.items()})
-        self.streamed = streamed_trainables(plan, model.spec, self.device.type)
+        places = Placements(plan, model.spec, self.device.type)
+        units = range(len(model.spec.units))
+        self.streamed = frozenset(unit for unit in units if places.streams(unit, StateKind.TRAINABLE))
         """The units that visit slots; the others stay on the device."""
         self.units = plan_units(source, spec, written_as, group_size=32)
         """The units as one process would hold them."""
@@ -85,7 +87,7 @@ class Buckets:
             self._open_disk(path, source, spec, written_as, largest)
         else:
             self._fill(source)
-        self.slots = Slots([largest] * (plan.prefetch + 1), self.device)
+        self.slots = Slots([largest] * places.slot_count, self.device)
         self._resident_tensors = {
             unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()
         }

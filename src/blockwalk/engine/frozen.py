@@ -19,7 +19,8 @@ from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight, opened
 from blockwalk.plan.model_spec import ParamSpec
-from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.placement import Codec, StateKind, Tier
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.tiers.protocols import UnitTier
@@ -30,6 +31,7 @@ class Frozen:
 
     def __init__(self, model: OpenedModel) -> None:
         self._model, plan = model, model.plan
+        self._places = places = Placements(plan, model.spec, model.device.type)
         self._reads = model.reads[False]
         self._stored = [[p.name for p in params if p.name not in model.held] for params in self._reads]
         """The names of each unit's parameters that the source has; a frozen adapter's it has not."""
@@ -40,7 +42,7 @@ class Frozen:
             if (visiting := self._visiting(unit, params))
         }
         largest = max((bucket.nbytes for bucket in self._buckets.values()), default=0)
-        self.slots = Slots([largest] * (plan.prefetch + 1), model.device) if self._buckets else None
+        self.slots = Slots([largest] * places.slot_count, model.device) if self._buckets else None
         self._tier = self._make_tier(largest) if self._buckets else None
         self.bound: dict[str, torch.Tensor | Weight] = {}
         """Every parameter as its products read it, by name; one that visits as it came last."""
@@ -49,13 +51,13 @@ class Frozen:
                 self._arrive(unit, 0)
             for param in params:
                 if param.name not in self.bound:
-                    self.bound[param.name] = self._as_used(param)
+                    self.bound[param.name] = self._as_used(param, whole=unit not in places.kept)
             model.cut.bind(unit, {p.name: self.bound[p.name] for p in params})
 
     def _visiting(self, unit: int, params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
         """The parameters that are copied to a slot when their unit's turn comes, instead of staying or being read where they
-        are mapped. Those without a source (a frozen adapter's) stay, and so do both ends of the model."""
-        if self._model.plan.frozen.tier is Tier.DEVICE or unit in (0, len(self._reads) - 1):
+        are mapped. Those without a source (a frozen adapter's) stay, and so do those of fixed units."""
+        if self._model.plan.frozen.tier is Tier.DEVICE or self._places.fixed(unit, StateKind.FROZEN):
             return ()
         mapped = self._on_disk and self._model.device.type == "cpu"
         return tuple(p for p in params if p.name not in self._model.held and (p.assembled or not mapped))
@@ -71,9 +73,9 @@ class Frozen:
             dtype = stored.dtype
         return Layout(param.shape, Codec.RAW, str(dtype).removeprefix("torch."))
 
-    def _as_used(self, param: ParamSpec) -> torch.Tensor | Weight:
+    def _as_used(self, param: ParamSpec, *, whole: bool) -> torch.Tensor | Weight:
         """A parameter that stays, as its products read it: converted where it is small, a range at a time where it is a
-        matrix."""
+        matrix, or with ``whole`` converted on an accelerator too."""
         model, dtype = self._model, self._model.used_as(param.name)
         weight = model.taken(param.name)
         if isinstance(weight, EncodedWeight):
@@ -82,8 +84,9 @@ class Frozen:
             return weight.to(dtype)
         if not isinstance(weight, torch.Tensor):
             return weight
-        if model.plan.frozen.tier is Tier.DEVICE or model.device.type != "cpu":
+        if model.plan.frozen.tier is Tier.DEVICE or (whole and model.device.type != "cpu"):
             return weight.to(model.device, dtype, copy=model.source is not None)
+        weight = weight.to(model.device)
         return _read_as(dtype, weight) if param.quantizable and weight.dim() == 2 else weight.to(dtype)
 
     def _make_tier(self, largest: int) -> UnitTier:

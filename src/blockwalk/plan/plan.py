@@ -26,6 +26,9 @@ from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
+AUTO = -1
+"""The value of ``resident`` that leaves it to the compiler."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -64,6 +67,9 @@ class Plan:
     those of as many of the last blocks as there is room for: in the budget; of file maps, in the page cache)."""
     prefetch: int = 1
     """Blocks fetched ahead of the one that computes; slots are one more."""
+    resident: int = AUTO
+    """Blocks, evenly over the walk, that stay on the device for good where ``frozen`` (or, with zeroth order, ``trainable``)
+    places them elsewhere; -1: as many as ``budget`` holds at a run's longest sequences, none without one."""
     compute_dtype: str = "auto"
     """float32, bfloat16, or with zeroth order float16 (fp32, bf16 and fp16 for short); auto takes the checkpoint's own, for
     backpropagation of a float16 checkpoint bfloat16."""
@@ -163,6 +169,7 @@ LEAST = {
     **dict.fromkeys(
         ("prefetch", "seed", "optimizer.learning_rate", "optimizer.lora_b_ratio", "neftune_noise_alpha"), 0
     ),
+    "resident": AUTO,
 }
 """The least that a setting may be."""
 
@@ -229,6 +236,7 @@ def _fixed(plan: Plan) -> Iterator[str]:
         (cache.tier != "host", "cache.threshold", 0,
          f"it is of slices that would go to host memory, and cache.tier is {cache.tier!r}; set cache.tier: host"),
         (plan.budget is None, "cache.threshold", 0, "it is a share of the budget, which is not set"),
+        (plan.sharded, "resident", AUTO, "blocks that ranks hold together are kept by cache.tier and cache.threshold"),
     ):  # fmt: skip
         if where and (found := operator.attrgetter(key)(plan)) != value:
             yield f"{key} is {found}, and {because}; set {key}: {str(value).lower() if value is False else value}"

@@ -36,6 +36,8 @@ class Placements:
     whatever their tier, for less than a slot, instead of travelling with their blocks."""
     sharded: bool = field(init=False)
     """True where state is spread over ranks that sum gradients."""
+    kept: frozenset[int] = field(init=False)
+    """Blocks that stay on the device for good: ``mezo`` is the end where that is all of them, ``zo2`` the one with none."""
     pools: Buffers = field(init=False)
     """Their slots and gradient buffers."""
     _parts: list[list[StateKind]] = field(init=False)
@@ -44,6 +46,7 @@ class Placements:
     def __post_init__(self) -> None:
         self.adapters = self.model.numel(trainable=True) < max(block.numel() for block in self.model.blocks)
         self.sharded = self.plan.sharded
+        self.kept = frozenset(1 + block for block in evenly(len(self.model.blocks))[: max(self.plan.resident, 0)])
         self.pools = buffer_pools(self.plan, self.model) if self.sharded else Buffers((), (), (0, 0), (0, 0))
         self._parts = [[part for part in PARTS if self._arrives(u, part)] for u in range(self.last + 1)]
 
@@ -84,7 +87,13 @@ class Placements:
             return False
         if trainable and self.adapters:
             return False
-        return self.mapped(part) or unit not in (0, self.last)
+        return self.mapped(part) or not self.fixed(unit, part)
+
+    def fixed(self, unit: int, part: StateKind) -> bool:
+        """True where a part of a unit is on the device for good, whatever its tier: at both ends of the model, and of the
+        blocks that are kept. A file map stays one, and masters of backpropagation travel."""
+        travels = part is StateKind.TRAINABLE and self.plan.estimator is Estimator.BACKPROP
+        return unit in (0, self.last) or (unit in self.kept and not travels and not self.mapped(part))
 
     def parts(self, unit: int) -> list[StateKind]:
         """The parts of a unit that arrive when its turn comes: those that stream, and over ranks every one."""
@@ -94,6 +103,11 @@ class Placements:
         if self.sharded:
             return self.model.units[unit].numel(trainable=part is StateKind.TRAINABLE) > 0
         return self.streams(unit, part)
+
+    @property
+    def travels(self) -> list[int]:
+        """The units of which a part arrives when their turn comes."""
+        return [unit for unit, parts in enumerate(self._parts) if parts]
 
     def reads(self, index: int) -> UnitSpec:
         """A unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
@@ -129,7 +143,7 @@ class Placements:
     @property
     def slot_count(self) -> int:
         """Slots that units arrive in; those of blocks come first."""
-        return len(self.pools.slots) or self.plan.prefetch + 1
+        return len(self.pools.slots) or min(self.plan.prefetch + 1, len(self.travels))
 
     def slot_sizes(self) -> list[int]:
         """Device bytes of each slot."""
@@ -239,7 +253,13 @@ class Placements:
         return {pool: nbytes for pool, nbytes in held.items() if nbytes}
 
 
-def streamed_trainables(plan: Plan, model: ModelSpec, device: str) -> frozenset[int]:
-    """The units whose trainables are fetched when their turn comes."""
-    placements = Placements(plan, model, device)
-    return frozenset(unit for unit in range(len(model.units)) if placements.streams(unit, StateKind.TRAINABLE))
+def evenly(count: int) -> list[int]:
+    """The numbers below ``count`` in an order of which any beginning lies evenly among them (van der Corput's): a walk meets
+    blocks that stay between those that come, while which it computes on them the link goes on.
+
+    >>> evenly(6)
+    [0, 3, 1, 4, 2, 5]
+    """
+    bits = max(count - 1, 0).bit_length()
+    mirrored = (int(f"{k:0{bits}b}"[::-1], 2) if bits else 0 for k in range(1 << bits))
+    return list(dict.fromkeys(place * count >> bits for place in mirrored))[:count]

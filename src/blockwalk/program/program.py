@@ -226,6 +226,8 @@ class Program:
     def lines(self) -> Iterator[str]:
         """The schedule as a table, one op a line."""
         yield f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens, {len(self.ops)} ops"
+        if self.streamed and (stay := [n for unit, n in enumerate(self.unit_names) if unit not in self.streamed]):
+            yield f"stay on the device: {', '.join(stay)}"
         yield f"{'#':>5}  {'lane':<10} {'op':<18} {'unit':<12} {'detail':<30} {'bytes':>10}  after"
         for op in self.ops:
             after = ",".join(str(d) for d in op.deps)

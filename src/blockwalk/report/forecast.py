@@ -140,6 +140,8 @@ class Forecast:
         micro = f" × {plan.gradient_accumulation_steps}" if plan.gradient_accumulation_steps > 1 else ""
         moved = ", ".join(f"{lane} {human_bytes(nbytes)}" for lane, nbytes in program.bytes_by_lane().items())
         yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
+        if plan.resident > 0:
+            yield f"  {plan.resident} of {len(self.model.blocks)} blocks stay on the device for good"
         yield f"  tensors at a step's peak: {', '.join(self.pools())}"
         if plan.budget is not None:
             yield f"  budget: {human_bytes(plan.budget)}" + (" on the device" if self.device != "cpu" else "")
@@ -182,15 +184,17 @@ class Forecast:
 
 def foresee(run: RunConfig, shape: Shape, *, device: str) -> Forecast:
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
-    weight is touched."""
+    weight is touched. Its plan says how many blocks stay on the device."""
     from blockwalk.program.compile import compile_ranks
+    from blockwalk.program.resident_blocks import settled
     from blockwalk.walk.unit_costs import UnitCosts
 
     measured = UnitCosts(run.model, lora=run.lora, device=device, padded=True)
     model, costs = model_spec(run.model, measured), measured(run.plan, shape)
     room = page_cache(Path(run.output_dir))
-    programs = compile_ranks(run.plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
-    return Forecast(run.plan, model, programs, device, costs)
+    plan = settled(run.plan, model, shape, costs, device=device, page_cache=room)
+    programs = compile_ranks(plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
+    return Forecast(plan, model, programs, device, costs)
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:

@@ -6,8 +6,9 @@ The model, its costs and the machine are values that are handed in (:func:`block
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -15,10 +16,11 @@ from blockwalk.plan.choices import Timing
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY, Tier
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import AUTO, Plan
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
-from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.program.program import COMPUTES, Lane, Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.program.resident_blocks import settled
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.system.process_memory import DIRTY_SHARE
@@ -79,10 +81,10 @@ class Candidate:
         """The candidate as a row of a table."""
         held = f"{human_bytes(self.peaks.get(Pool.DEVICE, 0)):>9} {human_bytes(self.peaks.get(Pool.HOST, 0)):>9}"
         if self.simulation is None:
-            return f"{self.label:<34} {held}  {self.refused}"
+            return f"{self.label:<44} {held}  {self.refused}"
         found = self.simulation
         speed = f"{found.seconds:>9.3g} s {found.tokens_per_second:>9,.0f} tok/s {100 * found.mfu:>5.1f}%"
-        return f"{self.label:<34} {held} {speed}  {found.bottleneck()}"
+        return f"{self.label:<44} {held} {speed}  {found.bottleneck()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Ranking:
     first_order: tuple[Candidate, ...]
     zeroth_order: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
+    larger: Candidate | None = None
+    """The fastest streamed plan of zeroth order with the micro-batches a fetch that hide its link, see :func:`hides_link`."""
 
     @property
     def ranked(self) -> tuple[Candidate, ...]:
@@ -105,7 +109,7 @@ class Ranking:
 
     def lines(self, *, most: int = 10) -> Iterator[str]:
         """The ranking as tables."""
-        yield f"{'plan':<34} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15} {'MFU':>6}  critical path"
+        yield f"{'plan':<44} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15} {'MFU':>6}  critical path"
         for title, found in (("exact gradients", self.first_order), ("zeroth order", self.zeroth_order)):
             if found:
                 yield f"-- {title}, by tokens a second"
@@ -115,6 +119,9 @@ class Ranking:
             yield f"   a zeroth-order step is worth 1/{ZEROTH_ORDER_STEPS} of one with exact gradients (500 steps to a loss of"
             yield "   0.47, against 11, in benchmarks/zo_converge.py):"
             yield f"   {first.label} is as good as {first.progress:,.0f} tok/s there"
+        if self.larger is not None:
+            yield "-- a larger step, whose micro-batches hide the fetches (gradient_accumulation_steps)"
+            yield self.larger.line()
         if self.refused:
             yield "-- left out"
             yield from (candidate.line() for candidate in self.refused)
@@ -207,7 +214,12 @@ def programs_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[tup
 
 
 def look_at(task: Task, label: str, plan: Plan) -> Candidate:
-    """One plan: simulated where it fits, else with the reason and what would make it fit."""
+    """One plan: simulated where it fits, with as many blocks that stay on the device as fit, else with the reason and what
+    would make it fit."""
+    costs, on = task.costs(plan, task.shape), task.hardware.device
+    if plan.resident == AUTO:
+        plan = settled(plan, task.model, task.shape, costs, device=on, budget=task.room)
+        label += f", {plan.resident} blocks stay" if plan.resident > 0 else ""
     between = resident(plan, task.model, device=task.hardware.device)
     if refused := _too_large(task, between, plan.mesh.world):
         alone = "; weights and states alone do not fit: stream, shard, or train adapters"
@@ -226,11 +238,30 @@ def rank(task: Task) -> Ranking:
     """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart."""
     found = [look_at(task, label, plan) for label, plan in candidates(task)]
     fits = sorted((c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens)  # type: ignore[union-attr]
+    zeroth_order = tuple(c for c in fits if c.zeroth_order)
+    streamed = next((c for c in zeroth_order if c.simulation and c.simulation.program.slots), None)
     return Ranking(
         tuple(c for c in fits if not c.zeroth_order),
-        tuple(c for c in fits if c.zeroth_order),
+        zeroth_order,
         tuple(c for c in found if c.simulation is None),
+        None if streamed is None else hides_link(task, streamed),
     )
+
+
+def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | None:
+    """A streamed plan with the fewest micro-batches whose forwards take as long as its fetches: all of them pass through a
+    block while it is there. None where they do so already, or would not with ``most`` of them."""
+    if candidate.simulation is None:
+        return None
+    spans = candidate.simulation.spans
+    fetches = sum(span.seconds for span in spans if span.op.lane is Lane.FETCH)
+    forwards = sum(span.seconds for span in spans if span.op.kind in COMPUTES)
+    others = sum(span.seconds for span in spans if span.op.lane is Lane.COMPUTE) - forwards
+    steps = candidate.plan.gradient_accumulation_steps * math.ceil((fetches - others) / forwards)
+    if not candidate.plan.gradient_accumulation_steps < steps <= most:
+        return None
+    plan = replace(candidate.plan, gradient_accumulation_steps=steps)
+    return look_at(task, f"{candidate.label}, {steps} micro-batches", plan)
 
 
 def choose(task: Task, *, world: int = 1) -> Plan:

@@ -63,6 +63,7 @@ def prepare(run: RunConfig) -> Ready:
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
     held = process_bytes()
     foreseen = foresee(run, Shape(run.micro_batch_rows * candidates, longest), device=chosen().type)
+    plan = override(plan, {"resident": foreseen.plan.resident})
     return Ready(tokenizer, rows, choices, batches, held_out, total, plan, longest, held, foreseen)
 
 
