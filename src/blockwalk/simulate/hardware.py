@@ -113,8 +113,8 @@ class Hardware:
     noise_rate: float = 5e10
     """Elements of a perturbation drawn and added per second, by one device. For the GPUs that ship it is reckoned, not
     measured: 64 to 69 instructions an element, counted in what ptxas makes of the kernel for sm_80 and sm_90, at 128 a clock of
-    each multiprocessor ("CUDA C++ Programming Guide", arithmetic instructions), three quarters of it; or the memory's bandwidth.
-    """
+    each multiprocessor ("CUDA C++ Programming Guide", arithmetic instructions), three quarters of it; or the
+    memory's bandwidth."""
     decode_rate: float = 1e11
     """Elements of a 4- or 8-bit weight decoded per second, by one device."""
     host_to_device: Link = Link(25e9, 1e-5)
