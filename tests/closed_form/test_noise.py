@@ -21,7 +21,7 @@ from blockwalk.estimators.zeroth_order.mezo_original import MezoNoise
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import key as noise_key
 from blockwalk.numerics.noise import numpy_words
-from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.key import NoiseKey, Window, Write
 from blockwalk.numerics.noise.noise import (
     add_scaled_,
     fill_,
@@ -392,25 +392,27 @@ def compare_triton(device: str) -> None:
                     on_device = source.to(device, copy=True)
                     out = torch.empty(n, dtype=out_dtype, device=device)
                     want = perturbed(source, out.cpu().clone(), KEY, start, 1e-3, kind, rounding=rounding)
-                    place = noise_key.Window(1, n, 0)
-                    same(noise_cuda.write(on_device, out, KEY, start, 1e-3, kind, rounding, place, None), want)
+                    write = Write(on_device, out, KEY, start, 1e-3, kind, rounding, Window(1, n, 0), None)
+                    same(noise_cuda.write(write), want)
         start = 512
-        out = noise_cuda.write(None, torch.empty(n, device=device), KEY, start, 1.0, kind, None, place, None)
+        out = noise_cuda.write(
+            Write(None, torch.empty(n, device=device), KEY, start, 1.0, kind, None, Window(1, n, 0), None)
+        )
         same(out, fill_(torch.empty(n), KEY, start, kind))
         start = 20
         whole = fill_(torch.empty(40, 300), KEY, 0, kind)
         columns = torch.empty(40, 60, device=device)[:, :50]
-        noise_cuda.write(None, columns, KEY, start, 1.0, kind, None, noise_key.Window(40, 50, 300), None)
+        noise_cuda.write(Write(None, columns, KEY, start, 1.0, kind, None, Window(40, 50, 300), None))
         same(columns.contiguous(), whole[:, 20:70].contiguous())
         tokens = torch.tensor([5, 0, 39])
         out = torch.empty(3, 300, device=device)
-        noise_cuda.write(None, out, KEY, 0, 1.0, kind, None, noise_key.Window(3, 300, 300), tokens.to(device))
+        noise_cuda.write(Write(None, out, KEY, 0, 1.0, kind, None, Window(3, 300, 300), tokens.to(device)))
         same(out, whole[tokens])
     for dtype in (torch.bfloat16, torch.float16):
         x = awkward(n, torch.float32)
         want = stochastic_round(x, torch.empty(n, dtype=dtype), ROUNDING, 3)
         out = torch.empty(n, dtype=dtype, device=device)
-        noise_cuda.write(x.to(device), out, None, 3, 0.0, None, ROUNDING, noise_key.Window(1, n, 0), None)
+        noise_cuda.write(Write(x.to(device), out, None, 3, 0.0, None, ROUNDING, Window(1, n, 0), None))
         same(out, want)
     for dtype in (torch.int32, torch.uint16):
         want = random_uint16(KEY, 9, n, torch.empty(n, dtype=dtype))

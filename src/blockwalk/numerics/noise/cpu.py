@@ -9,7 +9,7 @@ import torch
 
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import numpy_words
-from blockwalk.numerics.noise.key import Key, NoiseKind, Window
+from blockwalk.numerics.noise.key import Key, Write
 from blockwalk.numerics.noise.numpy_words import KINDS, cubic_coefficients, gaussian_table
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint16: 3, torch.int32: 4}
@@ -28,45 +28,19 @@ def random_uint16(key: Key, start: int, out: torch.Tensor, *, native: bool = Tru
     return out
 
 
-def write(
-    source: torch.Tensor | None,
-    out: torch.Tensor,
-    key: Key | None,
-    start: int,
-    scale: float,
-    kind: NoiseKind | None,
-    rounding: Key | None,
-    place: Window,
-    rows: torch.Tensor | None,
-    *,
-    native: bool = True,
-) -> torch.Tensor:
-    """``out`` = cast(float32(source) + scale·z), the operation behind ``noise.py``'s; its arguments are checked there."""
+def write(w: Write, *, native: bool = True) -> torch.Tensor:
+    """The operation behind ``noise.py``'s; answers ``out``."""
     library = _library() if native else None
     if library is not None:
-        _write_native(library, source, out, key, start, scale, kind, rounding, place, rows)
+        _write_native(library, w)
     else:
-        _write_numpy(source, out, key, start, scale, kind, rounding, place, rows)
-    return out
+        _write_numpy(w)
+    return w.out
 
 
-def _write_native(
-    library: ctypes.CDLL,
-    source: torch.Tensor | None,
-    out: torch.Tensor,
-    key: Key | None,
-    start: int,
-    scale: float,
-    kind: NoiseKind | None,
-    rounding: Key | None,
-    place: Window,
-    rows: torch.Tensor | None,
-) -> None:
-    k0, k1 = key.philox_key() if key is not None else (0, 0)
-    r0, r1 = rounding.philox_key() if rounding is not None else (0, 0)
-    index = rows.contiguous() if rows is not None else None
-    table = gaussian_table().ctypes.data
-    cubics = cubic_coefficients().ctypes.data
+def _write_native(library: ctypes.CDLL, w: Write) -> None:
+    source, out, place = w.source, w.out, w.place
+    index = w.rows.contiguous() if w.rows is not None else None
     library.blockwalk_noise(
         source.data_ptr() if source is not None else None,
         _DTYPES[source.dtype] if source is not None else 0,
@@ -76,49 +50,38 @@ def _write_native(
         out.stride(0) if place.rows > 1 else 0,
         place.rows,
         place.width,
-        start,
+        w.start,
         place.pitch,
         index.data_ptr() if index is not None else None,
-        KINDS[kind],
-        k0,
-        k1,
-        scale,
-        rounding is not None,
-        r0,
-        r1,
-        cubics,
-        table,
+        KINDS[w.kind],
+        *(w.key.philox_key() if w.key is not None else (0, 0)),
+        w.scale,
+        w.rounding is not None,
+        *(w.rounding.philox_key() if w.rounding is not None else (0, 0)),
+        cubic_coefficients().ctypes.data,
+        gaussian_table().ctypes.data,
         native_code.team(),
         _thread_count(place.rows * place.width),
     )
 
 
-def _write_numpy(
-    source: torch.Tensor | None,
-    out: torch.Tensor,
-    key: Key | None,
-    start: int,
-    scale: float,
-    kind: NoiseKind | None,
-    rounding: Key | None,
-    place: Window,
-    rows: torch.Tensor | None,
-) -> None:
+def _write_numpy(w: Write) -> None:
     """The words row by row through numpy's Philox: bit for bit those of the kernels."""
+    source, place = w.source, w.place
     for r in range(place.rows):
-        first = start + (int(rows[r]) if rows is not None else r) * place.pitch
-        into = out[r] if place.pitch else out.view(-1)
+        first = w.start + (int(w.rows[r]) if w.rows is not None else r) * place.pitch
+        into = w.out[r] if place.pitch else w.out.view(-1)
         x = torch.zeros(place.width)
         if source is not None:
             x.copy_(source[r] if place.pitch else source.view(-1))
-        if key is not None:
-            values = numpy_words.gaussian if kind == "gaussian" else numpy_words.rademacher
-            x += torch.from_numpy(values(key.philox_key(), first, place.width)).mul_(scale)
-        if rounding is None or into.dtype == torch.float32:
+        if w.key is not None:
+            values = numpy_words.gaussian if w.kind == "gaussian" else numpy_words.rademacher
+            x += torch.from_numpy(values(w.key.philox_key(), first, place.width)).mul_(w.scale)
+        if w.rounding is None or into.dtype == torch.float32:
             into.copy_(x)
         else:
             rounded = numpy_words.round_bfloat16 if into.dtype == torch.bfloat16 else numpy_words.round_float16
-            half = rounded(x.numpy(), numpy_words.draws(rounding.philox_key(), first, place.width))
+            half = rounded(x.numpy(), numpy_words.draws(w.rounding.philox_key(), first, place.width))
             into.view(torch.int16).copy_(torch.from_numpy(half.view("int16")))
 
 

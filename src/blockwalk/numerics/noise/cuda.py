@@ -19,7 +19,7 @@ import torch
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficients
 
 if TYPE_CHECKING:
-    from blockwalk.numerics.noise.key import Key, NoiseKind, Window
+    from blockwalk.numerics.noise.key import Key, Write
 
 
 try:
@@ -193,42 +193,32 @@ def _draws_kernel(out, start, count, k0, k1, COUNTERS: tl.constexpr):
     tl.store(out + position, draws.to(out.dtype.element_ty), mask=(position >= 0) & (position < count))
 
 
-def write(
-    source: torch.Tensor | None,
-    out: torch.Tensor,
-    key: Key | None,
-    start: int,
-    scale: float,
-    kind: NoiseKind | None,
-    rounding: Key | None,
-    place: Window,
-    rows: torch.Tensor | None,
-) -> torch.Tensor:
-    """``out`` = cast(float32(source) + scale·z), the operation behind ``noise.py``'s; its arguments are checked there."""
-    code = KINDS[kind]
-    draws = DRAWS[kind] if kind else 16
-    aligned = start % draws == 0 and place.pitch % draws == 0
+def write(w: Write) -> torch.Tensor:
+    """The operation behind ``noise.py``'s; answers ``out``."""
+    source, out, place, code = w.source, w.out, w.place, KINDS[w.kind]
+    draws = DRAWS[w.kind] if w.kind else 16
+    aligned = w.start % draws == 0 and place.pitch % draws == 0
     tiles = _programs(place.width, draws, _COUNTERS[code], aligned)
-    single = place.rows == 1 and rows is None
+    single = place.rows == 1 and w.rows is None
     with _on(out):
         _write_kernel[(place.rows * tiles,)](
             source if source is not None else out,
             out,
-            rows.contiguous() if rows is not None else out,
+            w.rows.contiguous() if w.rows is not None else out,
             _cubics(out.device),
-            start,
+            w.start,
             place.pitch,
             place.width,
             tiles,
             0 if single or source is None else source.stride(0),
             0 if single else out.stride(0),
-            *_key_words(key),
-            scale,
-            *_key_words(rounding),
+            *_key_words(w.key),
+            w.scale,
+            *_key_words(w.rounding),
             KIND=code,
             HAS_SOURCE=source is not None,
-            HAS_ROWS=rows is not None,
-            ROUNDING=rounding is not None,
+            HAS_ROWS=w.rows is not None,
+            ROUNDING=w.rounding is not None,
             ALIGNED=aligned,
             COUNTERS=_COUNTERS[code],
             DRAWS=draws,

@@ -71,6 +71,25 @@ class Window(NamedTuple):
     pitch: int
 
 
+class Write(NamedTuple):
+    """One write of noise, its arguments checked: ``out`` = cast(float32(source) + scale·z)."""
+
+    source: torch.Tensor | None
+    """None: zeros."""
+    out: torch.Tensor
+    key: Key | None
+    """None: no noise."""
+    start: int
+    """The element of the parameter at which the window begins."""
+    scale: float
+    kind: NoiseKind | None
+    rounding: Key | None
+    """The draws of stochastic rounding; None: to nearest even."""
+    place: Window
+    rows: torch.Tensor | None
+    """The window's rows in the parameter, int64 [rows], where they do not follow each other."""
+
+
 def window(tensor: torch.Tensor, other: torch.Tensor, pitch: int | None, rows: torch.Tensor | None) -> Window:
     """The window of two tensors of one shape; refuses what the kernels could not walk."""
     if tensor.shape != other.shape or tensor.device != other.device:

@@ -17,26 +17,29 @@ of torch (:mod:`blockwalk.numerics.noise.operators`), on CUDA Triton's.
 
 from __future__ import annotations
 
+from typing import TypedDict, Unpack
+
 import torch
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise import cpu
-from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, window
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Write, window
 from blockwalk.numerics.noise.numpy_words import KINDS
 
 
+class Where(TypedDict, total=False):
+    """The place of a tensor in its parameter beside ``start``, and the way on a CPU; each as above."""
+
+    pitch: int | None
+    rows: torch.Tensor | None
+    native: bool
+
+
 def fill_(
-    out: torch.Tensor,
-    key: NoiseKey,
-    start: int = 0,
-    kind: NoiseKind = "gaussian",
-    *,
-    pitch: int | None = None,
-    rows: torch.Tensor | None = None,
-    native: bool = True,
+    out: torch.Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]
 ) -> torch.Tensor:
     """``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or float16). Returns ``out``."""
-    return _write(None, out, key, start, 1.0, kind, None, pitch, rows, native)
+    return perturbed(None, out, key, start, 1.0, kind, **where)
 
 
 def add_scaled_(
@@ -47,9 +50,7 @@ def add_scaled_(
     kind: NoiseKind = "gaussian",
     *,
     rounding: NoiseKey | None = None,
-    pitch: int | None = None,
-    rows: torch.Tensor | None = None,
-    native: bool = True,
+    **where: Unpack[Where],
 ) -> torch.Tensor:
     """``target`` += scale·z, in float32: ``scale`` is rounded to float32, then the product, then the sum.
 
@@ -57,42 +58,47 @@ def add_scaled_(
     magnitude rounds up where its remainder, in 2^-16 of the last place and truncated to that, plus the element's 16-bit
     draw reaches 2^16. ``rounding`` has no effect on a float32 target. Returns ``target``.
     """
-    return _write(target, target, key, start, scale, kind, rounding, pitch, rows, native)
+    return perturbed(target, target, key, start, scale, kind, rounding=rounding, **where)
+
+
+def stochastic_round(
+    source: torch.Tensor, out: torch.Tensor, rounding: NoiseKey, start: int = 0, **where: Unpack[Where]
+) -> torch.Tensor:
+    """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`add_scaled_` rounds; returns ``out``."""
+    return perturbed(source, out, None, start, 0.0, None, rounding=rounding, **where)
 
 
 def perturbed(
-    source: torch.Tensor,
+    source: torch.Tensor | None,
     out: torch.Tensor,
-    key: NoiseKey,
+    key: NoiseKey | None,
     start: int,
     scale: float,
-    kind: NoiseKind = "gaussian",
+    kind: NoiseKind | None = "gaussian",
     *,
     rounding: NoiseKey | None = None,
     pitch: int | None = None,
     rows: torch.Tensor | None = None,
     native: bool = True,
 ) -> torch.Tensor:
-    """``out`` = cast(float32(source) + scale·z), as :func:`add_scaled_` but out of place; returns ``out``.
+    """``out`` = cast(float32(source) + scale·z), as :func:`add_scaled_` but out of place: the one operation that the others
+    name. Returns ``out``.
 
-    ``source`` and ``out`` are float32, bfloat16 or float16, of one shape, and may be one tensor; ``rows`` names the
-    noise's rows, the source has them gathered.
+    ``source`` (None: zeros) and ``out`` are float32, bfloat16 or float16, of one shape, and may be one tensor; ``rows`` names
+    the noise's rows, the source has them gathered. Without a key, and with kind None, it only rounds.
     """
-    return _write(source, out, key, start, scale, kind, rounding, pitch, rows, native)
+    if kind not in KINDS:
+        raise ValueError(f"noise {kind!r} is not counter-based; choose gaussian or rademacher")
+    _check_start(start)
+    place = window(out if source is None else source, out, pitch, rows)
+    if place.rows * place.width == 0:
+        return out
+    if is_cpu(out.device):
+        return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, rows), native=native)
+    from blockwalk.numerics.noise.operators import sent
 
-
-def stochastic_round(
-    source: torch.Tensor,
-    out: torch.Tensor,
-    rounding: NoiseKey,
-    start: int = 0,
-    *,
-    pitch: int | None = None,
-    rows: torch.Tensor | None = None,
-    native: bool = True,
-) -> torch.Tensor:
-    """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`add_scaled_` rounds; returns ``out``."""
-    return _write(source, out, None, start, 0.0, None, rounding, pitch, rows, native)
+    torch.ops.blockwalk.noise_(out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind)
+    return out
 
 
 def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, native: bool = True) -> torch.Tensor:
@@ -108,37 +114,6 @@ def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, n
 
     torch.ops.blockwalk.draws_(out, sent(key), start)
     return out
-
-
-def _write(
-    source: torch.Tensor | None,
-    out: torch.Tensor,
-    key: NoiseKey | None,
-    start: int,
-    scale: float,
-    kind: NoiseKind | None,
-    rounding: NoiseKey | None,
-    pitch: int | None,
-    rows: torch.Tensor | None,
-    native: bool,
-) -> torch.Tensor:
-    """The one operation that the public ones name: out = cast(float32(source) + scale·z)."""
-    _check_kind(kind)
-    _check_start(start)
-    place = window(out if source is None else source, out, pitch, rows)
-    if place.rows * place.width == 0:
-        return out
-    if is_cpu(out.device):
-        return cpu.write(source, out, key, start, scale, kind, rounding, place, rows, native=native)
-    from blockwalk.numerics.noise.operators import sent
-
-    torch.ops.blockwalk.noise_(out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind)
-    return out
-
-
-def _check_kind(kind: NoiseKind | None) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"noise {kind!r} is not counter-based; choose gaussian or rademacher")
 
 
 def _check_start(start: int) -> None:

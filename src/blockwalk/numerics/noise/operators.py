@@ -11,7 +11,7 @@ import torch
 from torch import library
 
 from blockwalk.numerics.noise import cpu
-from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, window
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Write, window
 
 LIBRARY: Any = library.Library("blockwalk", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
@@ -60,8 +60,7 @@ def _noise(
     kind: NoiseKind | None,
 ) -> None:
     place = window(out if source is None else source, out, pitch, rows)
-    arguments = (source, out, _received(key), start, scale, kind, _received(rounding), place, rows)
-    _kernels(out).write(*arguments)
+    _kernels(out).write(Write(source, out, _received(key), start, scale, kind, _received(rounding), place, rows))
 
 
 def _draws(out: torch.Tensor, key: list[int], start: int) -> None:
