@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blockwalk.numerics.codecs.codecs import decode_rows, encode
+from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear
@@ -54,7 +54,7 @@ def seconds(calls: list[Callable[[], Any]], repeats: int = 9, inner: int = 1) ->
 def encoded(tensor: torch.Tensor, codec: Codec, group_size: int = 32) -> tuple[torch.Tensor, Layout]:
     layout = Layout(tuple(tensor.shape), codec, str(tensor.dtype).removeprefix("torch."), group_size)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-    return encode(tensor, codec, buffer, group_size=group_size), layout
+    return encode_rows(tensor, buffer, layout, 0), layout
 
 
 def decoding() -> list[dict[str, Any]]:
@@ -94,13 +94,14 @@ def encoding() -> list[dict[str, Any]]:
     key = NoiseKey(1, 1, 0, "weight", "rounding")
     results = []
     for codec in (Codec.BF16, Codec.FP16, Codec.FP8, Codec.INT8, Codec.INT4):
-        out = torch.empty(Layout(tuple(x_RD.shape), codec).nbytes, dtype=torch.uint8)
+        layout = Layout(tuple(x_RD.shape), codec)
+        out = torch.empty(layout.nbytes, dtype=torch.uint8)
 
-        def nearest(codec: Codec = codec, out: torch.Tensor = out) -> None:
-            encode(x_RD, codec, out)
+        def nearest(layout: Layout = layout, out: torch.Tensor = out) -> None:
+            encode_rows(x_RD, out, layout, 0)
 
-        def stochastic(codec: Codec = codec, out: torch.Tensor = out) -> None:
-            encode(x_RD, codec, out, rounding=key)
+        def stochastic(layout: Layout = layout, out: torch.Tensor = out) -> None:
+            encode_rows(x_RD, out, layout, 0, rounding=key)
 
         taken = seconds([nearest] if codec is Codec.INT4 else [nearest, stochastic], repeats=5)
         rates = [x_RD.numel() / each / 1e6 for each in taken]

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.numerics.codecs.codecs import encode
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear, lora_linear
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.placement import Codec
+from tests.support.codecs import encode
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

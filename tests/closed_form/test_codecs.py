@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockwalk.numerics import native
-from blockwalk.numerics.codecs.codecs import decode, decode_rows, encode, encode_rows, gather_rows
+from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows, gather_rows
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
+from tests.support.codecs import decode, encode
 
 KEY = NoiseKey(seed=0, step=3, query=0, name="weight", domain="rounding")
 WRITTEN = [codec for codec in Codec if codec.written]

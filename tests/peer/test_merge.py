@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockwalk.convert.merge import merge
 from blockwalk.engine.pack import pack
-from blockwalk.numerics.codecs.codecs import encode
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.tiers.model_folder.safetensors import save_model
+from tests.support.codecs import encode
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about tied and Conv1D layers
 

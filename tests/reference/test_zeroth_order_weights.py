@@ -8,12 +8,12 @@ import torch
 from blockwalk.engine.bucket_tensors import BucketTensor
 from blockwalk.estimators.zeroth_order.kind import kind_of
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
-from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
 from blockwalk.numerics.noise.noise import fill_
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.placement import Codec
+from tests.support.codecs import decode, encode
 
 N, D = 37, 50
 
@@ -21,7 +21,7 @@ N, D = 37, 50
 def cell(codec: Codec, values_ND: torch.Tensor) -> BucketTensor:
     layout = Layout((N, D), codec)
     bytes_P = torch.empty(layout.nbytes, dtype=torch.uint8)
-    return BucketTensor(layout, codecs.encode(values_ND, codec, bytes_P))
+    return BucketTensor(layout, encode(values_ND, codec, bytes_P))
 
 
 @pytest.mark.parametrize("codec", [Codec.FP32, Codec.BF16, Codec.FP16, Codec.FP8])
@@ -37,9 +37,7 @@ def test_ranges_are_those_of_the_whole(
     curved = None if hessian is None else cell(hessian, 1 + torch.rand(N, D, generator=generator))
     beside = ({}, None) if curved is None else ({"hessian": curved}, kind_of("hizoo").direction_)
     weight = PerturbedWeight("layer.weight", master, Perturbation(5, 9, 2, scale, kind), dtype, ScratchArena(), *beside)
-    values = [
-        codecs.decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D)) for each in (master, curved) if each
-    ]
+    values = [decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D)) for each in (master, curved) if each]
     z = fill_(torch.empty(N, D), NoiseKey(5, 9, 2, "layer.weight"), kind=kind)
     if curved is not None:
         z = z / values[1].sqrt()

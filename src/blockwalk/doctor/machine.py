@@ -237,14 +237,14 @@ def _noise(device: torch.device) -> float:
 
 def _decoding(device: torch.device) -> float:
     """Elements/s of decoding 4-bit weights a chunk at a time, from memory."""
-    from blockwalk.numerics.codecs.codecs import decode_rows, encode
+    from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
     from blockwalk.numerics.codecs.layout import Layout
     from blockwalk.plan.placement import Codec
 
     shape = (16384, 1024) if device.type == "cpu" else (8192, 8192)
     rows = 1024 if device.type == "cpu" else 8192
     layout = Layout(shape, Codec.INT4)
-    buffer = encode(torch.ones(shape), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)).to(device)
+    buffer = encode_rows(torch.ones(shape), torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(device)
     out = torch.empty((rows, shape[1]), dtype=torch.bfloat16, device=device)
     firsts = range(0, shape[0], rows)
     return (

@@ -26,46 +26,12 @@ from blockwalk.numerics.codecs.matrix_codec import Rounding, matrix_codec
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import random_uint16, stochastic_round
-from blockwalk.plan.placement import Codec
 
 _NATIVE_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 26
 _THREAD_ELEMENTS = 1 << 15
 """Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
-
-
-def encode(
-    tensor: torch.Tensor,
-    codec: Codec,
-    out: torch.Tensor,
-    *,
-    group_size: int = 32,
-    rounding: NoiseKey | None = None,
-    name: str = "the parameter",
-    check: bool = True,
-) -> torch.Tensor:
-    """The whole of ``tensor`` into ``out`` (uint8, 1-D, of the encoded size); the raw codec keeps its dtype. See
-    :func:`encode_rows`.
-    """
-    layout = Layout(tuple(tensor.shape), codec, str(tensor.dtype).removeprefix("torch."), group_size)
-    rows = tensor.reshape(layout.rows, layout.columns)
-    return encode_rows(rows, out, layout, 0, rounding=rounding, name=name, check=check)
-
-
-def decode(
-    buffer: torch.Tensor,
-    shape: tuple[int, ...],
-    codec: Codec,
-    out: torch.Tensor,
-    *,
-    group_size: int = 32,
-    dtype: str = "float32",
-) -> torch.Tensor:
-    """The whole parameter into ``out`` (contiguous, of its shape; any float dtype). ``dtype``: what raw holds."""
-    layout = Layout(shape, codec, dtype, group_size)
-    decode_rows(buffer, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
-    return out
 
 
 def encode_rows(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from blockwalk.plan.model_spec import ParamSpec, encoded_nbytes
+from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 
 FORMAT_VERSION = 1
@@ -51,10 +51,6 @@ class Layout:
         if sizes and self.group_size not in sizes:
             known = " or ".join(map(str, sizes))
             raise ValueError(f"group_size is {self.group_size}; {self.codec} has groups of {known}")
-
-    @classmethod
-    def of(cls, spec: ParamSpec, codec: Codec, group_size: int = 32) -> Layout:
-        return cls(spec.shape, codec, spec.dtype, group_size)
 
     @property
     def columns(self) -> int:
