@@ -15,6 +15,7 @@ from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
+from tests.support.held import masters
 
 
 def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
@@ -27,7 +28,7 @@ def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
 def weights(walker: Walker) -> dict[str, torch.Tensor]:
     engine: Any = walker.engine
     if walker.plan.sharded:
-        return engine.trained.whole(lambda own: own.master)
+        return masters(engine)
     return {name: master.clone() for name, master in engine.trained.masters.items()}
 
 

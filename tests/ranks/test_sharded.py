@@ -20,6 +20,7 @@ from blockwalk.report.step_forecast import StepForecast
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
+from tests.support.held import masters
 
 METHODS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 LEARNING_RATE = 1e-3
@@ -100,7 +101,7 @@ def walked(
             "losses": [result.loss for result in results],
             "norms": [result.grad_norm for result in results],
             "gradients": gradients,
-            "weights": walker.engine.trained.whole(lambda own: own.master),
+            "weights": masters(walker.engine),
             "evaluated": evaluated.loss,
             "kept": sum(op.keep_graph for op in walker.program(StepKind.TRAIN, Shape(2, 10)).ops),
             "looked": look(walker),

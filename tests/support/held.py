@@ -37,3 +37,9 @@ def buffers(engine: Any) -> list[torch.Tensor]:
 def numel(engine: Any) -> int:
     """Elements of all buckets, padding included."""
     return sum(each.numel for part in StateKind if part in engine.homes for each in engine.homes[part].units)
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    """The whole masters of a sharded run, on every rank, which call this together."""
+    own = {unit: slices.master for unit, slices in engine.trained.units.items()}
+    return engine.trained.part.whole(own, engine.plan.optimizer_ranks)

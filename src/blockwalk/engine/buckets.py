@@ -35,11 +35,12 @@ from blockwalk.plan.placement import Codec, StateKind, Tier
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
+from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
 from blockwalk.tiers.block_store.writable import WritableStore
-from blockwalk.tiers.block_store.writer import plan_units
+from blockwalk.tiers.block_store.writer import plan_units, write_store
 from blockwalk.tiers.host import HostTier, Staged
-from blockwalk.tiers.protocols import SliceGroup, UnitTier
+from blockwalk.tiers.protocols import UnitTier
 
 PREFIX = "bucket\0"
 """The beginning of a bucket's name in a state dict; the unit's name follows."""
@@ -52,12 +53,11 @@ class Buckets:
         model: the model; its trainables are kept here.
         path: the writable store of the disk tier. One that is there already is taken up where it stands.
         keep: leave that store on the disk when this is closed; only then can a state be saved without it.
-        group: the ranks that hold the streamed buckets together, each rank a slice; None: this process holds all of them.
+        group: the ranks that hold the streamed buckets together, each rank a slice.
     """
 
-    def __init__(self, model: OpenedModel, path: Path, *, keep: bool, group: SliceGroup | None) -> None:
-        plan, self._keep, self.device = model.plan, keep, model.device
-        self._group = group = group if group is not None and group.slices > 1 else None
+    def __init__(self, model: OpenedModel, path: Path, group: SharedForwards, *, keep: bool) -> None:
+        plan, self._keep, self.device, self._group = model.plan, keep, model.device, group
         states = states_beside(plan.zo, plan.optimizer)
         codecs = {name: codec for name, (codec, _) in states.items()}
         spec, written_as = trainable_spec(model.spec, plan.trainable.codec, codecs)
@@ -68,9 +68,8 @@ class Buckets:
         """The units that visit slots; the others stay on the device."""
         self.units = plan_units(source, spec, written_as, group_size=32)
         """The units as one process would hold them."""
-        self._slices = (
-            {n: BucketSlices(self.units[n], group.slices) for n in self.streamed} if group is not None else {}
-        )
+        sliced = self.streamed if group.slices > 1 else ()
+        self._slices = {n: BucketSlices(self.units[n], group.slices) for n in sliced}
         self.home: dict[str, int] = {
             param.name: number
             for number, unit in enumerate(model.spec.units)
@@ -92,10 +91,6 @@ class Buckets:
             unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()
         }
 
-    @property
-    def _place(self) -> int:
-        return 0 if self._group is None else self._group.place
-
     def _room(self, unit: int) -> int:
         """Bytes of a slot that a unit takes."""
         return self._slices[unit].room if self.sliced(unit) else self.units[unit].nbytes
@@ -103,7 +98,7 @@ class Buckets:
     def _fill(self, source: Initial) -> None:
         sizes = [(s.nbytes if (s := self._slices.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
         host = HostTier([size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device)
-        own = SliceSource(source, self.units, self._slices, self._place)
+        own = SliceSource(source, self.units, self._slices, self._group.place)
         for number, unit in enumerate(self.units):
             if self.sliced(number):
                 host.bucket(number).copy_(own.slice(number))
@@ -115,10 +110,12 @@ class Buckets:
         self.units, self.tier = tuple(own.units), host
 
     def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
-        if self._group is not None:
-            path = path.with_name(f"{path.name}-{self._place}-of-{self._group.slices}")
-        own, found = SliceSource(source, self.units, self._slices, self._place), path.exists()
-        store = WritableStore(path) if found else WritableStore.create(path, own, own.spec(spec), codec)
+        if self._group.slices > 1:
+            path = path.with_name(f"{path.name}-{self._group.place}-of-{self._group.slices}")
+        own, found = SliceSource(source, self.units, self._slices, self._group.place), path.exists()
+        if not found:
+            write_store(path, own, own.spec(spec), codec, generations=2)
+        store = WritableStore(path)
         for number in range(len(self.units)):
             if self.sliced(number) and found:
                 own.slice(number)  # for its checksums
@@ -170,9 +167,8 @@ class Buckets:
 
     def gather(self, unit: int) -> None:
         """Complete a unit of which every rank has its slice in a slot."""
-        assert self._group is not None
         slices, slot_P = self._slices[unit], self._in_slot(unit)
-        self._group.gather_(slices.to_gather(slot_P, self._place))
+        self._group.gather_(slices.to_gather(slot_P, self._group.place))
         slices.assemble(slot_P)
 
     def _in_slot(self, unit: int) -> torch.Tensor:
@@ -181,7 +177,7 @@ class Buckets:
     def _moved(self, unit: int) -> torch.Tensor:
         """The bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
         slot_P = self._in_slot(unit)
-        return self._slices[unit].in_slot(slot_P, self._place) if self.sliced(unit) else slot_P
+        return self._slices[unit].in_slot(slot_P, self._group.place) if self.sliced(unit) else slot_P
 
     def vacate(self, slot: int) -> None:
         """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
@@ -210,7 +206,7 @@ class Buckets:
     def ranges(self, unit: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
         """This process's slice of a unit in its slot: ranges of its parameters and their states, of at most ``largest``
         elements."""
-        return self._slices[unit].updates(self._moved(unit), self._place, largest)
+        return self._slices[unit].updates(self._moved(unit), self._group.place, largest)
 
     def step(self, unit: int) -> int:
         """The step that the copy on the device is up to date with."""
@@ -289,7 +285,7 @@ class Buckets:
                     f"{unit.name} has {saved_P.numel()} bytes in the saved state and {unit.nbytes} here: model, codec or rule"
                     " differ"
                 )
-            own_P = self._slices[number].cut(saved_P, self._place) if self.sliced(number) else saved_P
+            own_P = self._slices[number].cut(saved_P, self._group.place) if self.sliced(number) else saved_P
             step = int(state["bucket_steps"][number])
             if number in self.streamed:
                 self.tier.write_unit(number, own_P, step)
@@ -303,10 +299,9 @@ class Buckets:
 
     def _whole(self, unit: int) -> torch.Tensor:
         """A sliced unit as one process would hold it: a copy, assembled by all ranks together."""
-        assert self._group is not None
         slices = self._slices[unit]
         side_by_side_P = torch.empty(slices.count * slices.nbytes, dtype=torch.uint8, device=self.device)
-        side_by_side_P.chunk(slices.count)[self._place].copy_(self._between_turns(unit))
+        side_by_side_P.chunk(slices.count)[self._group.place].copy_(self._between_turns(unit))
         self._group.gather_(side_by_side_P)
         return slices.join(side_by_side_P.cpu())
 

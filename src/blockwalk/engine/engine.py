@@ -7,22 +7,19 @@ chosen here, by the plan's facts, and described in :mod:`blockwalk.engine.home`.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.frozen import Frozen
 from blockwalk.engine.home import Differentiated, Gradients, Home, Trained, Work
 from blockwalk.engine.masters import Masters
-from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import saved_by_place
 from blockwalk.engine.spread import spread_frozen
@@ -35,16 +32,12 @@ from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import StateKind
-from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Op, OpKind
 from blockwalk.ranks.groups import Groups, make_groups
+from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.system.heap import Slack, give_back
 from blockwalk.tiers.model_folder import safetensors
 from blockwalk.tiers.scratch_maps import ScratchMaps
-
-if TYPE_CHECKING:
-    from blockwalk.plan.choices import LoraSettings
-    from blockwalk.tiers.protocols import SliceGroup
 
 MOVES = (OpKind.FETCH, OpKind.GATHER, OpKind.CACHE, OpKind.REDUCE, OpKind.STORE, OpKind.EVICT)
 """The ops that an engine answers; the others are its estimator's."""
@@ -54,53 +47,34 @@ class Engine:
     """A cut model and the homes of its state.
 
     Args:
-        model: a checkpoint folder, a block store, or a ``transformers`` model in memory.
-        plan: where each kind of state lives.
-        lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
-        device: where blocks compute; CUDA if there is one unless given.
-        workdir: a folder for scratch maps.
-        packs: a folder for packed stores, which ranks may share; ``workdir`` unless given.
-        run: names the store of a zeroth-order run's weights in ``workdir``; one that is there is taken up. Without a name
-            it goes when the engine is closed.
-        training: False freezes everything: no masters, no optimizer states.
+        opened: the model, the plan and the device.
+        run: names the store of a zeroth-order run's weights in the model's working folder; one that is there is taken up.
+            Without a name it goes when the engine is closed.
         slices: zeroth order: the ranks that hold the streamed trainables together.
 
     Raises:
-        ValueError: the model cannot be cut, or its weights do not fit the plan; the message says why.
+        ValueError: weights do not fit the plan; the message says why.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | nn.Module,
-        plan: Plan,
-        *,
-        lora: LoraSettings | str | os.PathLike[str] | None,
-        device: torch.device,
-        workdir: Path,
-        packs: Path | None = None,
-        run: str = "",
-        training: bool = True,
-        slices: SliceGroup | None = None,
-    ) -> None:
-        if training:
-            refuse_rounded(model, plan, lora)
-        self.plan, self.device = plan, device
+    def __init__(self, opened: OpenedModel, run: str, slices: SharedForwards) -> None:
+        self.model, self.plan, self.device = opened, opened.plan, opened.device
+        plan, device = opened.plan, opened.device
+        self._differentiates = plan.estimator is Estimator.BACKPROP
         self._groups: Groups | None = make_groups(plan.mesh, device) if plan.sharded else None
         self.rank = 0 if self._groups is None else self._groups.rank
-        self.scratch = ScratchMaps(workdir)
-        self.model = opened = OpenedModel(
-            model, plan, lora=lora, device=device, workdir=workdir, packs=packs or workdir, training=training
-        )
+        self.scratch = ScratchMaps(opened.workdir)
         self.module, self.cut, self.spec, self.source = opened.module, opened.cut, opened.spec, opened.source
-        if training and plan.neftune_noise_alpha:
-            self.cut.add_noise(plan.neftune_noise_alpha)
         self.compute_dtype, self.used_as = opened.compute_dtype, opened.used_as
         self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
         self.dirty: frozenset[int] = frozenset()
         """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
         self._landing: torch.Tensor | None = None
-        self._first_order: Differentiated | None = None
-        self._buckets: Buckets | None = None
+        self.first_order: Differentiated
+        """The home of a first-order run's masters; a zeroth-order run has buckets instead."""
+        self.gradients: Gradients
+        """The gradients of a first-order step."""
+        self.buckets: Buckets
+        """The home of a zeroth-order run's trainables."""
         self.homes: dict[StateKind, Home]
         """The home of each part, as far as its parameters come and go."""
         self.trained: Trained
@@ -110,16 +84,18 @@ class Engine:
         trainable: Home
         if self._groups is not None:
             frozen: Home = spread_frozen(opened, self._groups)
-            self.trained = self._first_order = spread = SpreadMasters(opened, self._groups, self.scratch)
+            self.trained = self.first_order = spread = SpreadMasters(opened, self._groups, self.scratch)
             trainable = spread.part
         else:
             frozen = whole = Frozen(opened)
             self._bound = whole.bound
-            if plan.estimator is Estimator.BACKPROP:
-                self.trained = self._first_order = trainable = Masters(opened, self.scratch)
+            if self._differentiates:
+                self.trained = self.first_order = trainable = Masters(opened, self.scratch)
             else:
-                path = workdir / f"weights-{run or uuid.uuid4().hex[:12]}"
-                self.trained = self._buckets = trainable = Buckets(opened, path, keep=bool(run), group=slices)
+                path = opened.workdir / f"weights-{run or uuid.uuid4().hex[:12]}"
+                self.trained = self.buckets = trainable = Buckets(opened, path, slices, keep=bool(run))
+        if self._differentiates:
+            self.gradients = self.first_order.gradients
         self.homes = {StateKind.FROZEN: frozen, StateKind.TRAINABLE: trainable}
         opened.held.clear()
         self._trains = frozenset(p.name for p in self.spec.params() if p.trainable)
@@ -127,7 +103,7 @@ class Engine:
             self._compile()
         self._slack: Slack | None = None
         if device.type == "cpu":  # forwards alone leave few holes, and ranks wait for the one that faults its pages in
-            self._slack = Slack() if plan.estimator is Estimator.BACKPROP else Slack(share=1.0, spare=0.5)
+            self._slack = Slack() if self._differentiates else Slack(share=1.0, spare=0.5)
         give_back()
 
     def _compile(self) -> None:
@@ -143,23 +119,6 @@ class Engine:
 
         unfuse(self.module)
         self.cut.compile_blocks()
-
-    @property
-    def buckets(self) -> Buckets:
-        """The home of a zeroth-order run's trainables."""
-        assert self._buckets is not None, "backpropagation keeps masters, not buckets"
-        return self._buckets
-
-    @property
-    def first_order(self) -> Differentiated:
-        """The home of a first-order run's masters."""
-        assert self._first_order is not None, "a zeroth-order run keeps buckets, and no masters"
-        return self._first_order
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients of a first-order step."""
-        return self.first_order.gradients
 
     # ---- residency --------------------------------------------------------------------------------------------------
 
@@ -266,8 +225,8 @@ class Engine:
 
     def settle(self) -> None:
         """Write the resident trainables of a zeroth-order run to the disk, where that is their tier."""
-        if self._buckets is not None:
-            self._buckets.settle()
+        if not self._differentiates:
+            self.buckets.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the trainables, as far as this rank holds it; the tensors themselves, not copies: masters by name
@@ -278,7 +237,7 @@ class Engine:
         """Copy in the tensors that :meth:`state_dict` gave. Raises ValueError where names or shapes differ: another model or
         mesh."""
         self.trained.load_state_dict(state)
-        if self._first_order is not None:
+        if self._differentiates:
             self.masters_changed()
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:

@@ -12,10 +12,11 @@ from blockwalk.engine.gradients import NamedGradients
 from blockwalk.engine.home import Change, Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
+from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.choices import Timing
 from blockwalk.plan.placement import Tier
 from blockwalk.program.program import Op, OpKind
-from blockwalk.tiers.scratch_maps import ScratchMaps, working_state
+from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
 class Masters:
@@ -48,9 +49,12 @@ class Masters:
     def _allocate(
         self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], unit: int
     ) -> dict[str, torch.Tensor]:
-        if tier is Tier.DISK and self._model.device.type != "cpu":
-            tier = Tier.DEVICE
-        return working_state(tier, shapes, self._model.device, self._scratch, unit)
+        """Zeros on a tier, by name."""
+        device = self._model.device
+        if tier is Tier.DISK and is_cpu(device):
+            return self._scratch.zeros(shapes, unit)
+        where = torch.device("cpu") if tier is Tier.HOST else device
+        return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
 
     # ---- residency --------------------------------------------------------------------------------------------------
 

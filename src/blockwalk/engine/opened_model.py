@@ -13,7 +13,7 @@ from torch import nn
 
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
-from blockwalk.engine.open_model import open_model
+from blockwalk.engine.open_model import open_model, refuse_rounded
 from blockwalk.models.folder import repository
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
@@ -29,7 +29,20 @@ if TYPE_CHECKING:
 
 
 class OpenedModel:
-    """A cut model and the source of its weights; arguments and errors as :class:`~blockwalk.engine.engine.Engine`."""
+    """A cut model and the source of its weights.
+
+    Args:
+        model: a checkpoint folder, a block store, or a ``transformers`` model in memory.
+        plan: where each kind of state lives.
+        lora: adapters to add, or the folder of a saved one; None trains what requires a gradient (everything, for a path).
+        device: where blocks compute.
+        workdir: a folder for scratch maps.
+        packs: a folder for packed stores, which ranks may share.
+        training: False freezes everything: no masters, no optimizer states.
+
+    Raises:
+        ValueError: the model cannot be cut, or its weights do not fit the plan; the message says why.
+    """
 
     def __init__(
         self,
@@ -42,7 +55,9 @@ class OpenedModel:
         packs: Path,
         training: bool,
     ) -> None:
-        self.plan, self.device = plan, device
+        if training:
+            refuse_rounded(model, plan, lora)
+        self.plan, self.device, self.workdir = plan, device, workdir
         self.source: WeightSource | None
         module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs)
         if lora is not None:
@@ -54,6 +69,8 @@ class OpenedModel:
             module.requires_grad_(False)
         self.module = module
         self.cut = certified(module).to(device)
+        if training and plan.neftune_noise_alpha:
+            self.cut.add_noise(plan.neftune_noise_alpha)
         self.held = self.cut.take_parameters()
         """Parameters by canonical name that came in the modules' own memory, as long as no home has taken them."""
         self.spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)

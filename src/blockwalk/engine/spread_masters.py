@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -80,11 +80,6 @@ class SpreadMasters:
 
     def weights(self) -> dict[str, Any]:
         return self.part.assembled(lambda unit: (self.units[unit].master, self._plan.optimizer_ranks))
-
-    def whole(self, of: Callable[[MasterSlices], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors of which ``of`` answers this rank's slice, by parameter and on every rank: for small models and
-        tests."""
-        return self.part.whole({unit: of(own) for unit, own in self.units.items()}, self._plan.optimizer_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices, by unit and kind."""

@@ -88,18 +88,3 @@ class UnitTier(Protocol):
         in flight; None where reading makes a copy."""
 
     def close(self) -> None: ...
-
-
-class SliceGroup(Protocol):
-    """The ranks of a node that hold one copy of the streamed buckets, each rank a slice of every bucket."""
-
-    @property
-    def slices(self) -> int:
-        """The number of slices of a bucket, and of ranks."""
-
-    @property
-    def place(self) -> int:
-        """The number of this rank's slice."""
-
-    def gather_(self, bucket_P: torch.Tensor) -> None:
-        """Complete a bucket (uint8 [P]) in place from this rank's slice in it; the ranks call this together."""

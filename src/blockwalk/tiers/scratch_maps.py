@@ -84,20 +84,6 @@ class ScratchMaps:
             os.unlink(path)
 
 
-def working_state(
-    tier: Tier,
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    device: torch.device,
-    scratch: ScratchMaps,
-    group: Hashable,
-) -> dict[str, torch.Tensor]:
-    """Zeros on a tier, by name: on the disk in one map of ``scratch``, under ``group``."""
-    if tier is Tier.DISK:
-        return scratch.zeros(shapes, group)
-    where = torch.device("cpu") if tier is Tier.HOST else device
-    return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
-
-
 class Activations:
     """The activation checkpoints of one step, on one tier. Buffers are kept from step to step and grow when they must."""
 
