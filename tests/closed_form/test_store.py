@@ -26,6 +26,7 @@ from blockwalk.tiers.block_store.store import DATA_START, HEADER_PAGE, BlockStor
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from tests.support.writable import writable_store as make_writable
 
 BLOCK, FUSED, NORM, HEAD = "layer.0.weight", "layer.0.experts", "layer.0.norm", "head.weight"
 
@@ -359,7 +360,7 @@ def aligned(data_P: torch.Tensor) -> torch.Tensor:
 
 def writable(path: Path, **settings: object) -> WritableStore:
     source, spec = toy()
-    return WritableStore.create(path, source, spec, Codec.FP32, **settings)
+    return make_writable(path, source, spec, Codec.FP32, **settings)
 
 
 def tensors(store: WritableStore, number: int, bytes_P: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -496,7 +497,7 @@ def test_killed_at_random_moments(sync: bool, direct: bool, tmp_path: Path, monk
     units = [UnitSpec(f"u{i}", "block", (ParamSpec(f"unit.{i}", (1 << 16,), "float32"),)) for i in range(3)]
     spec = ModelSpec("toy", units[0], (units[1],), units[2], 1, 1)
     path, nbytes = tmp_path / "store", 4 << 16
-    with WritableStore.create(path, Dictionary(tensors), spec, Codec.FP32) as store:
+    with make_writable(path, Dictionary(tensors), spec, Codec.FP32) as store:
         began = time.perf_counter()
         for unit in range(3):
             store.write_unit(unit, contents(unit, 1, nbytes), 1)
@@ -561,7 +562,7 @@ def test_the_folder_it_is_copied_from_is_never_written(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     skeleton = build_skeleton(tmp_path / "model").model
     source = CheckpointFolder(tmp_path / "model", skeleton)
-    with WritableStore.create(
+    with make_writable(
         tmp_path / "store", source, certified(skeleton).spec(), Codec.BF16, copy_from=tmp_path / "model"
     ) as store:
         for number, unit in enumerate(store.units):

@@ -16,7 +16,6 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.store import BlockStore
-from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.host import HostTier
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -25,6 +24,7 @@ from blockwalk.walk.walker import Walker
 from tests.closed_form.test_store import Dictionary
 from tests.models import random_batch, tiny_model
 from tests.support.tier_tests import UnitTierTests, WeightSourceTests
+from tests.support.writable import writable_store
 
 
 class CompressedTier:
@@ -71,7 +71,7 @@ class TestDisk(UnitTierTests):
     def open(self, buckets: Sequence[torch.Tensor], folder: Path) -> UnitTier:
         """Units of one parameter each, whose elements are the bucket's bytes."""
         tensors = {f"unit.{number}": bytes_P.view(torch.float32) for number, bytes_P in enumerate(buckets)}
-        return WritableStore.create(folder / "store", Dictionary(tensors), spec_of(tensors), Codec.RAW, sync=False)
+        return writable_store(folder / "store", Dictionary(tensors), spec_of(tensors), Codec.RAW, sync=False)
 
 
 class TestBlockStore(WeightSourceTests):

@@ -17,8 +17,9 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers import disk
 from blockwalk.tiers.block_store.store import BlockStore
-from blockwalk.tiers.block_store.writable import DIRECT_BYTES, WritableStore
+from blockwalk.tiers.block_store.writable import DIRECT_BYTES
 from blockwalk.tiers.disk import PAGE, MappedFile
+from tests.support.writable import writable_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
@@ -181,7 +182,7 @@ def test_large_units_move_past_the_page_cache(tmp_path: Path) -> None:
     spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
                      UnitSpec("epilogue", "epilogue", ()), 1, 1)  # fmt: skip
     source = Initial(spec, None, {"w": torch.arange(numel, dtype=torch.float32)}, {})
-    with WritableStore.create(tmp_path / "store", source, spec, Codec.RAW) as store:
+    with writable_store(tmp_path / "store", source, spec, Codec.RAW) as store:
         if store._direct[1] < 0:
             pytest.skip("this file system has no O_DIRECT")
         nbytes = store.units[1].nbytes
@@ -213,7 +214,7 @@ def test_a_file_system_that_cannot_go_past_the_page_cache(tmp_path: Path, monkey
     spec = ModelSpec("toy", UnitSpec("prologue", "prologue", ()), (UnitSpec("block 0", "block", params),),
                      UnitSpec("epilogue", "epilogue", ()), 1, 1)  # fmt: skip
     source = Initial(spec, None, {"w": torch.zeros(numel)}, {})
-    with WritableStore.create(tmp_path / "store", source, spec, Codec.RAW) as store:
+    with writable_store(tmp_path / "store", source, spec, Codec.RAW) as store:
         refused = os.open(os.devnull, os.O_RDONLY)
         store._direct[1] = os.dup(refused)
 

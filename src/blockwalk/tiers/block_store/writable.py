@@ -17,12 +17,9 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.tiers.block_store.store import (
     HEADER_PAGE,
@@ -34,12 +31,7 @@ from blockwalk.tiers.block_store.store import (
     read_index,
     read_unit_headers,
 )
-from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.disk import MappedFile
-
-if TYPE_CHECKING:
-    from blockwalk.tiers.protocols import TensorSource
-
 
 Transfer = Callable[[int, list[memoryview], int], int]
 """``os.preadv`` or ``os.pwritev``."""
@@ -54,7 +46,7 @@ class WritableStore:
     Reading and writing let go of the GIL. Two lanes may work on different units at once; one unit is one lane's at a time.
 
     Args:
-        path: a store of two generations, made by :meth:`create`.
+        path: a store of two generations, as :func:`~blockwalk.tiers.block_store.writer.write_store` makes it for training.
         sync: wait for the disk before a write counts. Without it a killed process still leaves every unit whole, but a
             loss of power may not.
 
@@ -103,28 +95,6 @@ class WritableStore:
         raise Damaged(
             f"{file} is damaged: {unit.name} has another checksum; remove {self.path} to rebuild it from the ledger"
         )
-
-    @classmethod
-    def create(
-        cls,
-        path: str | os.PathLike[str],
-        source: TensorSource,
-        spec: ModelSpec,
-        codec: Codec,
-        *,
-        group_size: int = 32,
-        sync: bool = True,
-        copy_from: str | os.PathLike[str] | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> WritableStore:
-        """Copy a model once into a new writable store, streaming, atomically; its source is never written.
-
-        Args: as :func:`blockwalk.tiers.block_store.writer.write_store`.
-        """
-        write_store(
-            path, source, spec, codec, group_size=group_size, generations=2, copy_from=copy_from, progress=progress
-        )
-        return cls(path, sync=sync)
 
     @property
     def units(self) -> tuple[StoredUnit, ...]:
