@@ -54,7 +54,7 @@ def test_all_linear_leaves_experts_and_routers_out(model_type: str, tmp_path) ->
     from peft import PeftModel
 
     config = tiny_config(model_type)
-    model = add_lora(tiny_model(config), 2)
+    model = add_lora(tiny_model(config), lora_config(2))
     names = [name for name in canonical(model) if ".lora_" in name]
     assert names
     assert all(".self_attn." in name for name in names)

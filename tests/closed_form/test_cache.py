@@ -13,7 +13,7 @@ from blockwalk.plan.methods import method
 from blockwalk.program.program import Shape
 from blockwalk.system import cache
 from blockwalk.tiers.model_folder import identity
-from blockwalk.walk.unit_costs import unit_costs
+from blockwalk.walk.unit_costs import UnitCosts
 from tests.conftest import TinyRun
 from tests.models import tiny_model
 
@@ -42,7 +42,7 @@ def test_all_that_is_kept_lies_below_the_folder(
     for module in (verify, native):  # what this process found out before
         monkeypatch.setattr(module, "_known" if module is verify else "_loaded", {})
     monkeypatch.setattr(identity, "_SETTLED", -60.0)
-    unit_costs(tiny_run.model, method("plain"), Shape(1, 8))
+    UnitCosts(tiny_run.model)(method("plain"), Shape(1, 8))
     generate = ["generate", "--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
     assert main.main(generate) == 0  # the row that is the default keeps its frozen weights in int4
     native.load("codecs")

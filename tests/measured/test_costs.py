@@ -16,7 +16,7 @@ from blockwalk.program.compile import compile, resident
 from blockwalk.program.program import Pool, Program, Shape, StepKind
 from blockwalk.system import cache
 from blockwalk.walk.meter import Meter
-from blockwalk.walk.unit_costs import UnitCosts, unit_costs
+from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 
 CASES = {
@@ -57,7 +57,7 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
     plan = method(name, **changes)
     settings = config(kind, dtype)
     shape = Shape(4 // plan.gradient_accumulation_steps, 64)
-    costs = unit_costs(settings, plan, shape, lora=lora)
+    costs = UnitCosts(settings, lora=lora)(plan, shape)
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -86,9 +86,9 @@ def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyP
     from blockwalk.walk import unit_costs as costs
 
     settings, plan, shape = config("llama", "float32"), method("plain"), Shape(1, 32)
-    first = unit_costs(settings, plan, shape)
+    first = UnitCosts(settings)(plan, shape)
     monkeypatch.delattr(costs, "_measure")
-    assert unit_costs(settings, plan, shape) == first
+    assert UnitCosts(settings)(plan, shape) == first
 
 
 def test_a_model_that_was_asked_before_answers_as_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +100,14 @@ def test_a_model_that_was_asked_before_answers_as_a_new_one(tmp_path: Path, monk
     asked = UnitCosts(settings)
     answers = [asked(plan, shape) for plan in plans]
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "empty"))
-    assert answers == [unit_costs(settings, plan, shape) for plan in plans]
+    assert answers == [UnitCosts(settings)(plan, shape) for plan in plans]
     assert len(set(answers)) == 4  # of gradients and of losses, with a rule that keeps states and in another dtype
 
 
 def test_a_mask_for_padding_costs_what_it_takes() -> None:
     """Oracle: closed form, B·S² booleans that every block's call refers to, beside what the prologue holds without."""
     settings, plan, shape = config("llama", "float32"), method("plain"), Shape(2, 64)
-    plain, padded = (unit_costs(settings, plan, shape, padded=p).of("prologue").saved for p in (False, True))
+    plain, padded = (UnitCosts(settings, padded=p)(plan, shape).of("prologue").saved for p in (False, True))
     assert 2 * 64 * 64 <= padded - plain <= 2 * 64 * 64 + 2 * 64 * 8
 
 

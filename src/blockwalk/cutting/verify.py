@@ -378,12 +378,8 @@ def unread_outputs(cut: CutModel, batch: Mapping[str, torch.Tensor], seed: int) 
                     handle = module.register_forward_hook(lambda _module, _inputs, output: output + torch.nan)
                     try:
                         same = _same(_gradients(cut, call, hidden_BSD, seed), expected)
-                    except (
-                        RuntimeError,
-                        ValueError,
-                        TypeError,
-                    ):  # looked at on the way, or no tensor (a router's tuple)
-                        same = False
+                    except (RuntimeError, ValueError, TypeError):
+                        same = False  # looked at on the way, or no tensor (a router's tuple)
                     finally:
                         handle.remove()
                     (unread if same else read).add(path)

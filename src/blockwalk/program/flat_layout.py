@@ -61,7 +61,7 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
 
 def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -> FlatLayout:
     """The layout of one part of a unit under a plan."""
-    codec = plan.frozen.codec if part is StateKind.FROZEN and encodes_frozen(plan) else Codec.RAW
+    codec = plan.frozen.codec if part is StateKind.FROZEN and plan.frozen.codec.encoded else Codec.RAW
     return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
 
 
@@ -73,11 +73,6 @@ def travels_as(param: ParamSpec, dtype: str) -> str:
 def written_as(param: ParamSpec, codec: Codec) -> Codec:
     """The codec of a frozen parameter: matrices are encoded; vectors, and experts in three dimensions, are not."""
     return codec if param.quantizable and len(param.shape) == 2 else Codec.RAW
-
-
-def encodes_frozen(plan: Plan) -> bool:
-    """Whether frozen matrices travel and rest encoded, and are decoded when they are used."""
-    return plan.frozen.codec.encoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,70 +22,77 @@ class LossMemory:
     """One chunk of the head, where it is decoded."""
 
 
-def loss_memory(
-    tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, soft_cap: bool, device: str, trains_head: bool
-) -> LossMemory:
-    """Bytes that :func:`blockwalk.numerics.loss.chunked_cross_entropy` allocates for ``tokens`` tokens."""
-    n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
-    size = dtype.itemsize
-    wide = max(size, 4)
-    narrow = size if size < wide else 0
-    rows = max(n, v if trains_head else 0)
-    lift = min(LIFT, rows * hidden_size) * wide if narrow else 0
-    labels = 0 if trains_head else min(n, max(1, LIFT // hidden_size)) * hidden_size * (wide + narrow)
-    return LossMemory(
-        buffers=n * v * (wide + narrow + (wide if soft_cap else 0)) + n * hidden_size * size,
-        gradient_buffers=n * hidden_size * wide + rows * hidden_size * narrow + lift + labels,
-        gradient=tokens * hidden_size * size,
-        head_rows=v * hidden_size * size,
-    )
+@dataclass(frozen=True, slots=True)
+class ChunkedLoss:
+    """One call of :func:`blockwalk.numerics.loss.chunked_cross_entropy`."""
 
+    tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: Sized
+    soft_cap: bool
+    device: str
+    trains_head: bool = False
 
-def loss_work(
-    tokens: int,
-    hidden_size: int,
-    vocab_size: int,
-    dtype: Sized,
-    *,
-    soft_cap: bool,
-    device: str,
-    gradient: bool,
-    trains_head: bool,
-) -> Work:
-    """The operations of :func:`blockwalk.numerics.loss.chunked_cross_entropy` on ``tokens`` tokens, gradients included where
-    they are asked for: one pass over the vocabulary, two where the head is trained."""
-    n, v = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
-    size, wide = dtype.itemsize, max(dtype.itemsize, 4)
-    chunks = -(-tokens // n) * -(-vocab_size // v)
-    logits, narrow = n * v * wide, n * v * (wide + size) * (size < wide)
-    below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
-    capped = [(2 * logits, 4), (3 * logits, 1)] if soft_cap else []
-    passes = [(narrow, 1), (logits, 2), *below, *capped]
-    products = 1
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """n and v."""
+        budget, sides = LOSS_BUDGET[self.device], (self.tokens, self.hidden_size, self.vocab_size)
+        return chunk_sizes(*sides, self.dtype, soft_cap=self.soft_cap, budget=budget)
 
-    def added(rows: int) -> list[tuple[int, int]]:
-        """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
-        return [(rows * hidden_size * (size + wide), 1), (3 * rows * hidden_size * wide, 1)] if narrow else []
+    @property
+    def rows(self) -> int:
+        """The rows that all chunks of tokens are multiplied as."""
+        n, _ = self.chunks
+        whole, rest = (multiplied_rows(rows, self.dtype, self.device) for rows in (n, self.tokens % n))
+        return self.tokens // n * whole + rest
 
-    if gradient and not trains_head:
-        products += 1
-        passes += [(narrow, 1), *added(n), (2 * n * hidden_size * wide, 1)]
-    elif gradient:
-        products += 3
-        passes += [(narrow, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
-    once = [(tokens * hidden_size * wide, 4)] if gradient else []
-    return Work(
-        ((2 * multiplied_rows(n, dtype, device) * v * hidden_size, products * chunks),),
-        starts=8 * chunks,
-        float32_passes=sizes(once),
-        in_place=sizes((each, count * chunks) for each, count in passes),
-    )
+    @property
+    def memory(self) -> LossMemory:
+        """Bytes that it allocates."""
+        n, v = self.chunks
+        size, width = self.dtype.itemsize, self.hidden_size
+        wide = max(size, 4)
+        narrow = size if size < wide else 0
+        rows = max(n, v if self.trains_head else 0)
+        lift = min(LIFT, rows * width) * wide if narrow else 0
+        labels = 0 if self.trains_head else min(n, max(1, LIFT // width)) * width * (wide + narrow)
+        return LossMemory(
+            buffers=n * v * (wide + narrow + (wide if self.soft_cap else 0)) + n * width * size,
+            gradient_buffers=n * width * wide + rows * width * narrow + lift + labels,
+            gradient=self.tokens * width * size,
+            head_rows=v * width * size,
+        )
 
+    def work(self, *, gradient: bool) -> Work:
+        """Its operations, gradients included where they are asked for: one pass over the vocabulary, two where the head is
+        trained."""
+        n, v = self.chunks
+        size, wide, width = self.dtype.itemsize, max(self.dtype.itemsize, 4), self.hidden_size
+        chunks = -(-self.tokens // n) * -(-self.vocab_size // v)
+        logits, narrow = n * v * wide, n * v * (wide + size) * (size < wide)
+        below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
+        capped = [(2 * logits, 4), (3 * logits, 1)] if self.soft_cap else []
+        passes = [(narrow, 1), (logits, 2), *below, *capped]
+        products = 1
 
-def loss_rows(tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, soft_cap: bool, device: str) -> int:
-    """The rows that all chunks of ``tokens`` tokens are multiplied as."""
-    n, _ = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=soft_cap, budget=LOSS_BUDGET[device])
-    return tokens // n * multiplied_rows(n, dtype, device) + multiplied_rows(tokens % n, dtype, device)
+        def added(rows: int) -> list[tuple[int, int]]:
+            """Adding a product [rows, D] up in float32, where it is made in 16 bits."""
+            return [(rows * width * (size + wide), 1), (3 * rows * width * wide, 1)] if narrow else []
+
+        if gradient and not self.trains_head:
+            products += 1
+            passes += [(narrow, 1), *added(n), (2 * n * width * wide, 1)]
+        elif gradient:
+            products += 3
+            passes += [(narrow, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
+        once = [(self.tokens * width * wide, 4)] if gradient else []
+        return Work(
+            ((2 * multiplied_rows(n, self.dtype, self.device) * v * width, products * chunks),),
+            starts=8 * chunks,
+            float32_passes=sizes(once),
+            in_place=sizes((each, count * chunks) for each, count in passes),
+        )
 
 
 def own_loss_work(

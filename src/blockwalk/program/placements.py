@@ -15,7 +15,6 @@ from blockwalk.program.flat_layout import (
     Buffers,
     FlatLayout,
     buffer_pools,
-    encodes_frozen,
     part_layout,
     sharded_resident,
 )
@@ -131,7 +130,7 @@ class Placements:
         """True where a unit's graph can be kept while its parameters leave their slot: they are in none, or the graph refers to
         their places, which are filled again (not those of encoded ones)."""
         in_slot = self.assembled_bytes(unit) > 0 or any(not self.mapped(part) for part in self.parts(unit))
-        return not in_slot or (self.sharded and not encodes_frozen(self.plan))
+        return not in_slot or (self.sharded and not self.plan.frozen.codec.encoded)
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Placements:
         """Device bytes of each slot."""
         if self.sharded:
             size = DTYPE_BYTES[compute_dtype(self.plan, self.model)]
-            frozen_size = 1 if encodes_frozen(self.plan) else size
+            frozen_size = 1 if self.plan.frozen.codec.encoded else size
             return [frozen_size * frozen + size * trained for frozen, trained in self.pools.slots]
         units = [(u, unit) for u, unit in enumerate(self.model.units) if self.parts(u)]
         needed = (

@@ -9,7 +9,7 @@ from blockwalk.plan.model_spec import ModelSpec, UnitSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
-from blockwalk.program.program import Pool
+from blockwalk.program.program import POOLS, Pool
 
 BUCKET_ALIGN = 64
 """Bytes that each tensor's place in a bucket is a multiple of."""
@@ -69,13 +69,8 @@ def computes_in(plan: Plan, stored: str) -> str:
 
 
 def activation_pool(plan: Plan, device: str) -> Pool:
-    match plan.activation.tier:
-        case Tier.DISK:
-            return Pool.MAPPED if device == "cpu" else Pool.DISK
-        case Tier.HOST:
-            return Pool.HOST
-        case Tier.DEVICE:
-            return Pool.DEVICE
+    tier = plan.activation.tier
+    return Pool.MAPPED if tier is Tier.DISK and device == "cpu" else POOLS[tier]
 
 
 def maps_graphs(plan: Plan, device: str) -> bool:

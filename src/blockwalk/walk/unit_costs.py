@@ -12,12 +12,11 @@ N tokens with a label.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program import costs as work
 from blockwalk.program import loss_costs
 from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
-from blockwalk.program.loss_costs import LossMemory, loss_memory, loss_rows, loss_work, own_loss_work
+from blockwalk.program.loss_costs import ChunkedLoss, own_loss_work
 from blockwalk.program.program import Shape
 from blockwalk.program.residency import computes_in, epilogue_reads
 from blockwalk.system import cache
@@ -125,23 +124,10 @@ class UnitCosts:
 
             model, lora = build_skeleton(self.config, dtype, self._class).model, self._lora
             if lora is not None:
-                model = add_lora(model, config=lora) if hasattr(lora, "peft_type") else adapt(model, lora)
+                model = add_lora(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)
             self._cuts[dtype] = certified(model)
             self._cuts[dtype].take_parameters()
         return self._cuts[dtype]
-
-
-def unit_costs(
-    model: str | os.PathLike[str] | Any,
-    plan: Plan,
-    shape: Shape,
-    *,
-    lora: LoraSettings | str | os.PathLike[str] | Any = None,
-    device: str = "cpu",
-    padded: bool = False,
-) -> Costs:
-    """The cost of each kind of unit of a model under one plan at one shape; arguments and errors as of :class:`UnitCosts`."""
-    return UnitCosts(model, lora=lora, device=device, padded=padded)(plan, shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,27 +178,20 @@ class _Traits:
 
 def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
     """The traits of a plan for a model whose weights are stored in this dtype, or lie in a codec that they are read in."""
-    frozen, codec = plan.frozen, plan.frozen.codec
+    codec, zeroth = plan.frozen.codec, plan.estimator is Estimator.ZEROTH_ORDER
     if codec is Codec.RAW and lies_in is not None:
         codec = lies_in
-    stays = frozen.tier is Tier.DEVICE and not codec.encoded
-    chunked = plan.loss == "chunked"
-    found = _Traits(
-        plan.estimator is Estimator.BACKPROP,
+    return _Traits(
+        not zeroth,
         computes_in(plan, stored),
-        chunked,
+        plan.loss == "chunked",
         codec,
-        stays,
+        plan.frozen.tier is Tier.DEVICE and not codec.encoded,
         plan.trainable.codec,
-    )
-    if found.backprop:
-        return found
-    return dataclasses.replace(
-        found,
-        own_noise=plan.zo.noise == "mezo",
-        shaped=bool(plan.kind.states),
-        linear=plan.update_rule.linear,
-        compiled=plan.compile,
+        own_noise=zeroth and plan.zo.noise == "mezo",
+        shaped=zeroth and bool(plan.kind.states),
+        linear=not zeroth or plan.update_rule.linear,
+        compiled=zeroth and plan.compile,
     )
 
 
@@ -267,6 +246,17 @@ class _Bench:
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
         return values
 
+    def loss(self, device: str) -> ChunkedLoss:
+        """The loss of a batch with a head that is not trained and has no adapter."""
+        spec, tokens = self.cut.spec(), self.shape.batch * (self.shape.sequence - 1)
+        capped = self.cut.head.soft_cap is not None
+        return ChunkedLoss(tokens, spec.hidden_size, spec.vocab_size, self.dtype, capped, device)
+
+    def copies(self, unit: UnitSpec) -> int:
+        """Bytes of a unit's trainables in the compute dtype, where autograd needs them in it and masters are not."""
+        copied = [p for p in unit.params if p.trainable and self.backprop and self.master_dtype(p) != self.dtype]
+        return sum(p.numel for p in copied) * self.dtype.itemsize
+
     def masters(self, unit: UnitSpec) -> dict[str, torch.Tensor]:
         if not self.backprop:
             return {}
@@ -288,7 +278,7 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     where = torch.device(device if torch.backends.cuda.is_built() else "cpu")  # type: ignore[no-untyped-call]
     for index, unit in enumerate(cut.spec().blocks, 1):
         if unit.kind not in costs:
-            costs[unit.kind] = _block(dataclasses.replace(bench, device=where), index, unit, prologue)
+            costs[unit.kind] = _block(replace(bench, device=where), index, unit, prologue)
     return Costs(tuple(costs.items()), _scratch(bench, device))
 
 
@@ -305,11 +295,7 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
         prologue = cut.prologue({"input_ids": ids_BS, "attention_mask": mask_BS})
     cut.unbind(0)
     trained = unit.numel(trainable=True) if bench.backprop else 0
-    copies = sum(
-        p.numel * bench.dtype.itemsize
-        for p in unit.params
-        if p.trainable and bench.backprop and bench.master_dtype(p) != bench.dtype
-    )
+    copies = bench.copies(unit)
     return prologue, UnitCost(
         forward_transient=meter.peak + copies,
         backward_transient=trained * bench.dtype.itemsize + copies,
@@ -379,7 +365,7 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
     args = tuple(rebuild(value, fake, "an argument") for value in call.args)
     kwargs = {name: rebuild(value, fake, name) for name, value in call.kwargs.items()}
     differentiable = tuple(fake(leaf) for leaf in call.differentiable)
-    return dataclasses.replace(call, args=args, kwargs=kwargs, differentiable=differentiable)
+    return replace(call, args=args, kwargs=kwargs, differentiable=differentiable)
 
 
 def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
@@ -396,9 +382,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     tokens = shape.batch * (shape.sequence - 1)
     hidden_bytes = shape.tokens * spec.hidden_size * size
     shifted = tokens * spec.hidden_size * size if shape.batch > 1 else 0
-    copies = sum(
-        p.numel * size for p in reads.params if p.trainable and bench.backprop and bench.master_dtype(p) != bench.dtype
-    )
+    copies = bench.copies(reads)
 
     def flops(rows: int) -> tuple[int, int]:
         product, of_head = (2 * count * spec.hidden_size * spec.vocab_size for count in (rows, tokens))
@@ -422,15 +406,11 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
             seed_BSD = torch.zeros_like(normed_BSD)
             torch.autograd.grad(normed_BSD, [hidden_BSD], seed_BSD)
     cut.unbind(last)
-    sizes_ = (tokens, width, spec.vocab_size, bench.dtype)
-    soft_cap = head.soft_cap is not None
-    counted = flops(loss_rows(*sizes_, soft_cap=soft_cap, device=device))
-    done = meter.work + loss_work(
-        *sizes_, soft_cap=soft_cap, device=device, gradient=bench.backprop, trains_head=trains_head
-    )
+    loss = replace(bench.loss(device), hidden_size=width, trains_head=trains_head)
+    counted, done = flops(loss.rows), meter.work + loss.work(gradient=bench.backprop)
     if not bench.backprop:
         return UnitCost(max(kept + shifted, meter.peak), 0, 0, *counted, done)
-    taken = loss_memory(*sizes_, soft_cap=soft_cap, device=device, trains_head=trains_head)
+    taken = loss.memory
     forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
     at_loss = forward + taken.gradient_buffers + taken.gradient
     at_end = kept + shifted + taken.gradient + hidden_bytes
@@ -438,32 +418,18 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     return UnitCost(max(forward, meter.peak - hidden_bytes), peak, 0, *counted, done)
 
 
-def _loss_memory(bench: _Bench, device: str, trains_head: bool) -> LossMemory:
-    spec, tokens = bench.cut.spec(), bench.shape.batch * (bench.shape.sequence - 1)
-    soft_cap = bench.cut.head.soft_cap is not None
-    return loss_memory(
-        tokens,
-        spec.hidden_size,
-        spec.vocab_size,
-        bench.dtype,
-        soft_cap=soft_cap,
-        device=device,
-        trains_head=trains_head,
-    )
-
-
 def _scratch(bench: _Bench, device: str) -> int:
     """Bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
     any, and under zeroth order the loss's and the update's."""
     spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
-    chunked, traits = bench.traits.chunked and not head.custom, bench.traits
+    chunked, traits, loss = bench.traits.chunked and not head.custom, bench.traits, bench.loss(device)
     largest = 0
     for unit in spec.units:
         for p in unit.params:
             if not bench.lazily(p):
                 continue
             if p.name == head.weight and chunked:
-                largest = max(largest, _loss_memory(bench, device, False).head_rows)
+                largest = max(largest, loss.memory.head_rows)
             elif unit.kind != "prologue":
                 largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
     if traits.shaped:
@@ -474,9 +440,7 @@ def _scratch(bench: _Bench, device: str) -> int:
         largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
     pieces = narrow + (not traits.linear or traits.shaped) * 2
-    return (
-        largest + 4 * UPDATE_ELEMENTS[device] * pieces + (_loss_memory(bench, device, False).buffers if chunked else 0)
-    )
+    return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (loss.memory.buffers if chunked else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,7 +455,7 @@ def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
     dropped = ("_name_or_path", "transformers_version", "architectures", "use_cache")
     settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
     settings["dtype"] = str(config.dtype)
-    adapter = dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
+    adapter = asdict(lora) if is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
     facts = [_SOURCES, settings, adapter, device, padded, torch.__version__, transformers.__version__]
     return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
 
@@ -524,5 +488,5 @@ def _read_cost(cost: dict[str, Any]) -> UnitCost:
 
 
 def _keep(key: str, costs: Costs) -> None:
-    value = {"units": [(kind, dataclasses.asdict(cost)) for kind, cost in costs.units], "scratch": costs.scratch}
+    value = {"units": [(kind, asdict(cost)) for kind, cost in costs.units], "scratch": costs.scratch}
     cache.write_json(f"costs-{key}", value)
