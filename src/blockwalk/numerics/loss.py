@@ -22,7 +22,7 @@ when m grows. A head or a bias that is trained takes two passes, since its gradi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -152,19 +152,29 @@ class _Head:
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Sums that a pass over the vocabulary has gathered on n tokens."""
+class _Tokens:
+    """Tokens in the order of their labels, and the sums that a pass over the vocabulary has gathered on them."""
 
+    index_n: Tensor
+    """The places of their hidden states."""
+    labels_n: Tensor
+    bounds: list[int]
+    """Places among these tokens: those whose label lies in vocabulary chunk k are ``bounds[k]:bounds[k + 1]``."""
     maximum_n: Tensor
     rest_n: Tensor
     """Σ_{j≠y} exp(l_j − maximum), float64."""
     label_logit_n: Tensor
 
     @classmethod
-    def of(cls, like: Tensor, tokens: int, wide: torch.dtype) -> _Rows:
-        """Sums of tokens that have seen nothing yet, on ``like``'s device."""
-        maximum_n = torch.full((tokens,), _LOWEST, dtype=wide, device=like.device)
-        return cls(maximum_n, torch.zeros_like(maximum_n, dtype=torch.float64), torch.empty_like(maximum_n))
+    def of(
+        cls, device: torch.device, index_n: Tensor, labels_n: Tensor, edges: list[int], wide: torch.dtype
+    ) -> _Tokens:
+        """Tokens (on the CPU) that have seen nothing yet, on the device. ``edges`` are those of the vocabulary's chunks."""
+        bounds = torch.searchsorted(labels_n, torch.tensor(edges)).tolist()
+        maximum_n = torch.full((len(labels_n),), _LOWEST, dtype=wide, device=device)
+        rest_n = torch.zeros_like(maximum_n, dtype=torch.float64)
+        index_n, labels_n = sent(index_n, device), sent(labels_n, device)
+        return cls(index_n, labels_n, bounds, maximum_n, rest_n, torch.empty_like(maximum_n))
 
     @property
     def excess_n(self) -> Tensor:
@@ -249,32 +259,35 @@ def chunked_cross_entropy(
     edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
     two_passes = head_grad is not None or bias_grad is not None
 
+    parts: Iterable[_Tokens] = (
+        _Tokens.of(device, kept_n[first : first + token_chunk], labels_n[first : first + token_chunk], edges, wide)
+        for first in range(0, tokens, token_chunk)
+    )
     if grad_scale is None:
-        for first, loss_n in _losses(layer, hidden_ND, kept_n, labels_n, edges, token_chunk):
-            loss_sum += loss_n.sum()
-            if losses_N is not None:
-                losses_N.index_copy_(0, sent(kept_n[first : first + token_chunk], device), loss_n)
-        return LossResult(loss_sum, tokens, None)
-
-    for first in range(0, tokens, token_chunk):
-        part_n = labels_n[first : first + token_chunk]
-        # tokens are in the order of their labels: those whose label lies in a vocabulary chunk are one slice of rows
-        bounds = torch.searchsorted(part_n, torch.tensor(edges)).tolist()
-        part_n, index_n = sent(part_n, device), sent(kept_n[first : first + token_chunk], device)
-        h_fD = layer.hidden(hidden_ND, index_n)
-        sum_nD = scratch.take("sum", len(part_n), hidden_size, like=h_fD, dtype=wide).zero_()
-        rows = _forward(layer, h_fD, part_n, edges, bounds, None if two_passes else sum_nD)
-        loss_n = rows.loss_n
+        # The vocabulary is the outer loop: without the sums of a gradient a token takes three numbers along, and each chunk of
+        # the head is decoded (or perturbed) once for all.
+        parts = list(parts)
+        for place, (start, stop) in enumerate(pairwise(edges)):
+            weight_vD = head.rows(start, stop)
+            for part in parts:
+                _gather(layer, layer.hidden(hidden_ND, part.index_n), weight_vD, start, place, part, None)
+    for part in parts:
+        if grad_scale is not None:
+            assert grad_ND is not None
+            h_fD, size = layer.hidden(hidden_ND, part.index_n), len(part.labels_n)
+            sum_nD = scratch.take("sum", size, hidden_size, like=h_fD, dtype=wide).zero_()
+            for place, (start, stop) in enumerate(pairwise(edges)):
+                _gather(layer, h_fD, head.rows(start, stop), start, place, part, None if two_passes else sum_nD)
+            if two_passes:
+                _backward(layer, h_fD, edges, part, sum_nD, head_grad, bias_grad, grad_scale)
+                sum_nD.mul_(grad_scale)
+            else:
+                _finish(layer, part, sum_nD, grad_scale)
+            grad_ND.index_copy_(0, part.index_n, sum_nD if dtype == wide else h_fD[:size].copy_(sum_nD))
+        loss_n = part.loss_n
         loss_sum += loss_n.sum()
         if losses_N is not None:
-            losses_N.index_copy_(0, index_n, loss_n)
-        assert grad_ND is not None
-        if two_passes:
-            _backward(layer, h_fD, part_n, edges, bounds, rows, sum_nD, head_grad, bias_grad, grad_scale)
-            sum_nD.mul_(grad_scale)
-        else:
-            _finish(layer, part_n, rows, sum_nD, grad_scale)
-        grad_ND.index_copy_(0, index_n, sum_nD if dtype == wide else h_fD[: len(part_n)].copy_(sum_nD))
+            losses_N.index_copy_(0, part.index_n, loss_n)
     return LossResult(loss_sum, tokens, grad_ND)
 
 
@@ -304,86 +317,53 @@ def _kept(
     return kept_n[order_n], labels_n
 
 
-def _losses(
-    layer: _Head, hidden_ND: Tensor, kept_n: Tensor, labels_n: Tensor, edges: list[int], token_chunk: int
-) -> Iterator[tuple[int, Tensor]]:
-    """The first token of each chunk of tokens, and their losses. The vocabulary is the outer loop: without the sums of a
-    gradient a token takes three numbers along, and each chunk of the head is decoded (or perturbed) once for all."""
-    firsts = range(0, len(labels_n), token_chunk)
-    parts = [labels_n[first : first + token_chunk] for first in firsts]
-    bounds = [torch.searchsorted(part_n, torch.tensor(edges)).tolist() for part_n in parts]
-    labels = [sent(part_n, hidden_ND.device) for part_n in parts]
-    index = [sent(kept_n[first : first + token_chunk], hidden_ND.device) for first in firsts]
-    rows = [_Rows.of(hidden_ND, len(part_n), layer.wide) for part_n in parts]
-    for place, (start, stop) in enumerate(pairwise(edges)):
-        weight_vD = layer.weight.rows(start, stop)
-        for part, index_n in enumerate(index):
-            h_fD = layer.hidden(hidden_ND, index_n)
-            low, high = bounds[part][place], bounds[part][place + 1]
-            _gather(layer, h_fD, weight_vD, start, labels[part], low, high, rows[part], None)
-    for first, each in zip(firsts, rows, strict=True):
-        yield first, each.loss_n
-
-
-def _forward(
-    layer: _Head, h_fD: Tensor, labels_n: Tensor, edges: list[int], bounds: list[int], sum_nD: Tensor | None
-) -> _Rows:
-    """One pass over the vocabulary; with ``sum_nD``, Σ_{j≠y} exp(l_j − maximum)·d_j·W_j is accumulated there."""
-    rows = _Rows.of(h_fD, len(labels_n), layer.wide)
-    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
-        _gather(layer, h_fD, layer.weight.rows(start, stop), start, labels_n, low, high, rows, sum_nD)
-    return rows
-
-
 def _gather(
     layer: _Head,
     h_fD: Tensor,
     weight_vD: Tensor,
     start: int,
-    labels_n: Tensor,
-    low: int,
-    high: int,
-    rows: _Rows,
+    place: int,
+    part: _Tokens,
     sum_nD: Tensor | None,
 ) -> None:
-    """Take one chunk of the vocabulary into ``rows``: the labels of tokens ``low:high`` lie in it."""
-    l_nv, slope_nv = layer.logits(h_fD, len(labels_n), weight_vD, start)
+    """Take chunk ``place`` of the vocabulary, the rows from ``start``, into the tokens' sums; with ``sum_nD``,
+    Σ_{j≠y} exp(l_j − maximum)·d_j·W_j is accumulated there."""
+    l_nv, slope_nv = layer.logits(h_fD, len(part.labels_n), weight_vD, start)
+    low, high = part.bounds[place : place + 2]
     if low < high:
-        column = (labels_n[low:high] - start).unsqueeze(1)
-        rows.label_logit_n[low:high] = l_nv[low:high].gather(1, column).squeeze(1)
+        column = (part.labels_n[low:high] - start).unsqueeze(1)
+        part.label_logit_n[low:high] = l_nv[low:high].gather(1, column).squeeze(1)
         l_nv[low:high].scatter_(1, column, -math.inf)
-    higher_n = torch.maximum(rows.maximum_n, l_nv.amax(1))
-    shrink_n = rows.maximum_n.sub_(higher_n).exp_()
-    rows.rest_n.mul_(shrink_n).add_(layer.exp_below(l_nv, higher_n).sum(1))
+    higher_n = torch.maximum(part.maximum_n, l_nv.amax(1))
+    shrink_n = part.maximum_n.sub_(higher_n).exp_()
+    part.rest_n.mul_(shrink_n).add_(layer.exp_below(l_nv, higher_n).sum(1))
     if sum_nD is not None:
         if slope_nv is not None:
             l_nv.mul_(slope_nv)
         sum_nD.mul_(shrink_n.unsqueeze(1))
         layer.add_product(sum_nD, layer.narrowed(l_nv, h_fD), weight_vD)
-    rows.maximum_n = higher_n
+    part.maximum_n = higher_n
 
 
-def _finish(layer: _Head, labels_n: Tensor, rows: _Rows, sum_nD: Tensor, grad_scale: float) -> None:
+def _finish(layer: _Head, part: _Tokens, sum_nD: Tensor, grad_scale: float) -> None:
     """Turn one pass's sums into ``grad_scale``·dl/dh, in place."""
     factor = layer.scale * grad_scale
-    sum_nD.mul_((rows.weight_n * factor).to(layer.wide).unsqueeze(1))
-    label_n = -factor * rows.miss_n
+    sum_nD.mul_((part.weight_n * factor).to(layer.wide).unsqueeze(1))
+    label_n = -factor * part.miss_n
     if layer.soft_cap is not None:
-        label_n = label_n * (1.0 - (rows.label_logit_n.double() / layer.soft_cap) ** 2)
+        label_n = label_n * (1.0 - (part.label_logit_n.double() / layer.soft_cap) ** 2)
     label_n = label_n.to(layer.wide)
     step = max(1, LIFT // sum_nD.shape[1])
-    for at in range(0, len(labels_n), step):
-        weight_nD = layer.weight.gather(labels_n[at : at + step]).to(layer.wide)
+    for at in range(0, len(label_n), step):
+        weight_nD = layer.weight.gather(part.labels_n[at : at + step]).to(layer.wide)
         sum_nD[at : at + step].addcmul_(weight_nD, label_n[at : at + step].unsqueeze(1))
 
 
 def _backward(
     layer: _Head,
     h_fD: Tensor,
-    labels_n: Tensor,
     edges: list[int],
-    bounds: list[int],
-    rows: _Rows,
+    part: _Tokens,
     sum_nD: Tensor,
     head_grad: Tensor | None,
     bias_grad: Tensor | None,
@@ -391,12 +371,13 @@ def _backward(
 ) -> None:
     """The second pass: dl/d(h·Wᵀ + b) chunk by chunk, added to dl/dh and to the gradients of head and bias."""
     # the factor 1/tokens is applied when adding up in float32: in float16 the probabilities would underflow with it
-    weight_n1 = (rows.weight_n * layer.scale).to(layer.wide).unsqueeze(1)
-    label_n1 = (rows.miss_n * -layer.scale).to(layer.wide).unsqueeze(1)
-    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(bounds), strict=True):
+    weight_n1 = (part.weight_n * layer.scale).to(layer.wide).unsqueeze(1)
+    label_n1 = (part.miss_n * -layer.scale).to(layer.wide).unsqueeze(1)
+    labels_n = part.labels_n
+    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(part.bounds), strict=True):
         weight_vD = layer.weight.rows(start, stop)
         g_nv, slope_nv = layer.logits(h_fD, len(labels_n), weight_vD, start)
-        layer.exp_below(g_nv, rows.maximum_n).mul_(weight_n1)
+        layer.exp_below(g_nv, part.maximum_n).mul_(weight_n1)
         if low < high:
             g_nv[low:high].scatter_(1, (labels_n[low:high] - start).unsqueeze(1), label_n1[low:high])
         if slope_nv is not None:
