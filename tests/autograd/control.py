@@ -118,7 +118,8 @@ def walk(cut: CutModel, params: Mapping[str, torch.Tensor], batch):
         cut.forward(call, hidden, SEED + call.unit).backward(grad)
         cut.unbind(call.unit)
         collect(leaves)
-    prologue.backward(hidden.grad)
+    if (roots := prologue.roots(hidden.grad, [leaf.grad for leaf in prologue.leaves]))[0]:
+        torch.autograd.backward(*roots)
     collect(first_leaves)
     return loss.detach(), logits.detach(), grads
 

@@ -35,7 +35,7 @@ def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
     torch.manual_seed(5)
     theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4, target_modules=targets))
     before = torch.get_rng_state()
-    ours = add_lora(build_skeleton(config, torch.bfloat16).model, 4, target_modules=targets, seed=5)
+    ours = add_lora(build_skeleton(config, torch.bfloat16).model, lora_config(4, target_modules=targets), seed=5)
     assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     assert mine
@@ -77,12 +77,12 @@ def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
     config = tiny_config(model_type)
     dropout = 0.0 if model_type == "qwen3_moe" else 0.2  # PEFT adapts fused experts without dropout only
     targets = EXPERTS.get(model_type, "all-linear")
-    model = add_lora(tiny_model(config), 3, dropout=dropout, target_modules=targets, seed=1)
+    model = add_lora(tiny_model(config), lora_config(3, dropout=dropout, target_modules=targets), seed=1)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config).model, 3, dropout=dropout, target_modules=targets))
+    cut = certified(add_lora(build_skeleton(config).model, lora_config(3, dropout=dropout, target_modules=targets)))
     cut.take_parameters()
     model.train()
     cut.model.train()
@@ -98,7 +98,7 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
     from peft import PeftModel
 
     config = tiny_config("llama")
-    trained = add_lora(tiny_model(config), 4, alpha=12.0, seed=3)
+    trained = add_lora(tiny_model(config), lora_config(4, alpha=12.0), seed=3)
     with torch.no_grad():
         for name, param in trained.named_parameters():
             if "lora_B" in name:
@@ -136,19 +136,19 @@ def test_configurations_that_touch_base_weights_are_refused(settings: dict, reas
     """Oracle: PEFT's documentation of these settings: each reads, changes or trains base weights."""
     config = lora_config(4, **settings)
     with pytest.raises(ValueError, match=reason):
-        add_lora(build_skeleton(tiny_config("llama")).model, config=config)
+        add_lora(build_skeleton(tiny_config("llama")).model, config)
 
 
 def test_lora_on_the_head_is_described() -> None:
     """Oracle: autograd of the whole PeftModel with an adapter on the output embedding."""
     config = tiny_config("llama")
     targets = ["lm_head", "q_proj"]
-    model = add_lora(tiny_model(config), 3, target_modules=targets, seed=1)
+    model = add_lora(tiny_model(config), lora_config(3, target_modules=targets), seed=1)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config).model, 3, target_modules=targets))
+    cut = certified(add_lora(build_skeleton(config).model, lora_config(3, target_modules=targets)))
     cut.take_parameters()
     head = cut.head
     assert head.lora == ("lm_head.lora_A.weight", "lm_head.lora_B.weight", 16 / 3)

@@ -6,18 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.cutting.adapters import add_lora
+from blockwalk.cutting.adapters import add_lora, lora_config
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import TOLERANCE, certified, difference
-from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs import layout as codecs_layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.plan.placement import Codec
 from tests.autograd.control import tiny_batch, tiny_config, tiny_model
 from tests.autograd.test_architectures import TABLE
+from tests.support.codecs import encode
 
 
 def step(cut: CutModel, values: dict, batch):
@@ -58,7 +58,7 @@ def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None)
                 lazy[spec.name] = DenseWeight(values[spec.name])
             else:
                 layout = codecs_layout.Layout(spec.shape, codec, "float32")
-                buffer = codecs.encode(values[spec.name], codec, torch.empty(layout.nbytes, dtype=torch.uint8))
+                buffer = encode(values[spec.name], codec, torch.empty(layout.nbytes, dtype=torch.uint8))
                 lazy[spec.name] = EncodedWeight(buffer, layout, torch.float32)
                 dense[spec.name] = lazy[spec.name].rows(0, spec.shape[0]).clone()
     return lazy, dense
@@ -72,13 +72,13 @@ def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None)
 def test_lazy_weights_are_dense_ones(model_type: str, codec: Codec | None, monkeypatch) -> None:
     """Oracle: the walk with dense tensors (for int4 those that the codec decodes): loss and LoRA gradients."""
     config = tiny_config(model_type, **TABLE[model_type])
-    plain = add_lora(tiny_model(config), 2, seed=1)
+    plain = add_lora(tiny_model(config), lora_config(2), seed=1)
     with torch.no_grad():
         for name, param in plain.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
     values = {canonical_name(name, ("default",)): param.detach() for name, param in plain.named_parameters()}
-    cut = certified(add_lora(build_skeleton(config).model, 2))
+    cut = certified(add_lora(build_skeleton(config).model, lora_config(2)))
     cut.take_parameters()
     cut.model.eval()
     lazy, dense = encoded(cut, values, codec)

@@ -119,26 +119,16 @@ def lora_config(
     )
 
 
-def add_lora(
-    model: nn.Module,
-    rank: int = 8,
-    alpha: float = 16.0,
-    target_modules: str | Sequence[str] = "all-linear",
-    dropout: float = 0.0,
-    *,
-    seed: int = 0,
-    config: Any = None,
-) -> Any:
+def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     """Put a LoRA adapter on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
 
     The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
     ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
-    never calls, and experts with their routers. ``config``, a ``LoraConfig``, takes the
-    place of the four settings before. Raises ValueError for a configuration that does not leave the base weights alone.
+    never calls, and experts with their routers. Raises ValueError for what is no ``LoraConfig``, or does not leave the base
+    weights alone.
     """
     from peft import LoraConfig, get_peft_model
 
-    config = config if config is not None else lora_config(rank, alpha, target_modules, dropout)
     if not isinstance(config, LoraConfig):
         raise ValueError(f"add_lora takes a peft.LoraConfig, not a {type(config).__name__}")
     _refuse(config)
@@ -224,7 +214,7 @@ def adapt(
         return load_adapter(model, os.fspath(lora))
     options = {"revision": revision, **lora.options}
     config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **options)
-    return add_lora(model, config=config, seed=seed)
+    return add_lora(model, config, seed=seed)
 
 
 def _fuse(wrapped: Any) -> None:
@@ -278,7 +268,7 @@ def adapt_alike(model: nn.Module, adapted: Any) -> Any:
     (config,) = adapted.peft_config.values()
     config = copy.deepcopy(config)
     if isinstance(config, LoraConfig):
-        wrapped = add_lora(model, config=config)
+        wrapped = add_lora(model, config)
     else:
         with torch.random.fork_rng(devices=[]), _weightless(model):
             wrapped = get_peft_model(model, config)
@@ -361,7 +351,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = True
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
     config.inference_mode = not trainable
-    wrapped = add_lora(model, config=config)
+    wrapped = add_lora(model, config)
     saved = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
     params = adapter_parameters(wrapped)
     if saved.keys() != params.keys():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,21 +55,17 @@ class Prologue:
     stand_ins: Mapping[str, tuple[Any, ...]]
     """The answers of the prologue's modules, on the meta device: the epilogue's pass runs on zeros of these shapes."""
 
-    def backward(
-        self, grad_hidden_BSD: torch.Tensor | None, grad_leaves: Sequence[torch.Tensor | None] | None = None
-    ) -> None:
-        """Backpropagate through the prologue's graph into ``.grad`` of its trainable parameters.
+    def roots(
+        self, grad_hidden_BSD: torch.Tensor | None, grad_leaves: Iterable[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors from which the prologue's graph is differentiated, and their gradients. None where an adapter's part was
+        not run by this batch: it leaves the prologue without a graph.
 
-        ``grad_leaves`` are the gradients of ``leaves`` summed over the blocks (None: taken from ``leaf.grad``).
+        ``grad_leaves`` are the gradients of ``leaves``, summed over the blocks.
         """
-        given = [leaf.grad for leaf in self.leaves] if grad_leaves is None else grad_leaves
-        pairs = [
-            (source, grad)
-            for source, grad in zip((self.hidden_BSD, *self.sources), (grad_hidden_BSD, *given), strict=True)
-            if grad is not None and source.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([source for source, _ in pairs], [grad for _, grad in pairs])
+        given = zip((self.hidden_BSD, *self.sources), (grad_hidden_BSD, *grad_leaves), strict=True)
+        pairs = [(source, grad) for source, grad in given if grad is not None and source.requires_grad]
+        return [source for source, _ in pairs], [grad for _, grad in pairs]
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -314,7 +314,7 @@ class CutModel:
         """Run the model up to its first layer and record what every layer is called with.
 
         ``batch`` holds the model's keyword arguments (``input_ids`` [B, S], ...; labels are ignored). In grad mode the
-        graph is kept, see :meth:`Prologue.backward`. For generation the batch carries ``past_key_values`` and
+        graph is kept, see :meth:`Prologue.roots`. For generation the batch carries ``past_key_values`` and
         ``use_cache=True``; blocks then write into that cache. Raises ValueError where the layers are not called
         once each, one after the other.
         """
@@ -424,10 +424,6 @@ class CutModel:
         hidden = out[0] if isinstance(out, tuple | list) else out
         assert isinstance(hidden, torch.Tensor)
         return hidden
-
-    def differentiable(self, calls: Sequence[BlockCall]) -> tuple[torch.Tensor, ...]:
-        """The leaves among the arguments of these calls that receive a gradient, each once."""
-        return tuple({id(leaf): leaf for call in calls for leaf in call.differentiable}.values())
 
     def _epilogue_pass(
         self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None, *, head: bool

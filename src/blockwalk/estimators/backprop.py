@@ -26,7 +26,7 @@ from blockwalk.cutting.calls import BlockCall, Prologue, tensors_of
 from blockwalk.data.batching import loss_tokens
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import OwnLoss, factors, forward_loss, next_logits, own_loss
+from blockwalk.estimators.head import Answers, Ending, OwnLoss, factors, own_loss
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.lazy_linear import unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
@@ -39,7 +39,6 @@ from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
 
 Batch = Mapping[str, torch.Tensor]
-IGNORE = -100
 
 
 @dataclass(slots=True)
@@ -73,11 +72,8 @@ class _State:
     loss_sum: float = 0.0
     losses: list[torch.Tensor] = field(default_factory=list)
     """Summed losses that are not in :attr:`loss_sum` yet, 0-d float64, where they were computed."""
-    row_losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Losses [B] of an evaluation's micro-batches, summed over each sequence, float64; over all in one where it is the model's
-    own."""
-    logits_BV: torch.Tensor | None = None
-    """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a loss."""
+    answers: Answers = field(default_factory=Answers)
+    """Those of an evaluation."""
     coefficient: float = 1.0
     grad_norm: float | None = None
     projected_grad: float | None = None
@@ -155,10 +151,7 @@ class Backprop:
         if asked.seed is not None:
             raise ValueError(f"method {self.engine.plan.method!r} draws no noise: seed belongs to zeroth order")
         tokens = sum(loss_tokens({"labels": each}) for each in labels) if asked.tokens is None else asked.tokens
-        if asked.training and not tokens:
-            raise ValueError(
-                "every label of this step is ignored (-100); check the data's completion or template settings"
-            )
+        asked.require_labels(tokens)
         self.engine.module.train(asked.training)
         self.engine.gradients.begin()
         self.activations.clear()
@@ -243,7 +236,9 @@ class Backprop:
         hidden_BSD = state.hidden.pop(m).detach()
         trainables = engine.bind_trainables(op.unit)
         if not state.asked.training:
-            self._evaluate(state, prologue, hidden_BSD, m)
+            parts = (engine.cut, prologue, hidden_BSD, batch, state.labels[m], engine.weight, engine.vector)
+            counted = loss_tokens({"labels": state.labels[m]})
+            state.answers.take(Ending(*parts, self.chunked, self.objective), state.asked, m, counted)
             return
         hidden_BSD.requires_grad_()
 
@@ -267,24 +262,6 @@ class Backprop:
         assert grads[0] is not None
         state.gradient[m] = grads[0]
         engine.gradients.add(trainables, grads[1:])
-
-    def _evaluate(self, state: _State, prologue: Prologue, hidden_BSD: torch.Tensor, m: int) -> None:
-        """The losses of an evaluation, or the next token's logits."""
-        parts, readers = (
-            (self.engine.cut, prologue, hidden_BSD, state.batches[m]),
-            (self.engine.weight, self.engine.vector),
-        )
-        if state.asked.next_token:
-            state.logits_BV = next_logits(*parts, *readers, chunked=self.chunked)
-            return
-        by_row = self.chunked or state.asked.by_row
-        value = forward_loss(
-            *parts, state.labels[m], *readers, chunked=self.chunked, by_row=by_row, objective=self.objective
-        ).double()
-        counted = loss_tokens(
-            {"labels": state.labels[m]}
-        )  # the model's own loss is a mean over these, where there are any
-        state.row_losses[m] = value if by_row else value.view(1) * counted if counted else value.new_zeros(1)
 
     def _chunked_loss(
         self, normed_BSD: torch.Tensor, weight: Weight, bias: torch.Tensor | None, m: int, state: _State
@@ -336,16 +313,8 @@ class Backprop:
         m = op.micro_batch
         prologue, trainables = state.prologues.pop(m), state.prologue_trainables.pop(m)
         reached = state.outer.pop(m)
-        pairs = [(prologue.hidden_BSD, state.gradient.pop(m))]
-        pairs += [
-            (source, reached[id(leaf)])
-            for source, leaf in zip(prologue.sources, prologue.leaves, strict=True)
-            if id(leaf) in reached
-        ]
-        # an adapter of a part that this batch did not run leaves the prologue without a graph
-        pairs = [(output, seed) for output, seed in pairs if output.requires_grad]
-        if pairs:
-            outputs, seeds = zip(*pairs, strict=True)
+        outputs, seeds = prologue.roots(state.gradient.pop(m), [reached.get(id(leaf)) for leaf in prologue.leaves])
+        if outputs:
             grads = torch.autograd.grad(outputs, list(trainables.values()), seeds, allow_unused=True)
             self.engine.gradients.add(trainables, grads)
         self.engine.unbind(0)

@@ -4,6 +4,7 @@ head is then never decoded whole."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from blockwalk.cutting.anatomy import HeadSpec
 from blockwalk.cutting.calls import Prologue
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.data.batching import row_losses
+from blockwalk.estimators.asked import Asked
 from blockwalk.numerics.codecs.weights import JoinedWeight, Weight
 from blockwalk.numerics.loss import chunked_cross_entropy, head_logits
 from blockwalk.numerics.scratch import ScratchArena
@@ -38,26 +40,6 @@ def factors(
     return torch.cat([hidden_XD, scale * (hidden_XD @ a_RD.T)], -1), JoinedWeight(weight, matrix(b)), bias
 
 
-@torch.no_grad()
-def next_logits(
-    cut: CutModel,
-    prologue: Prologue,
-    hidden_BSD: torch.Tensor,
-    batch: Mapping[str, Any],
-    matrix: Matrix,
-    vector: Vector,
-    *,
-    chunked: bool,
-) -> torch.Tensor:
-    """Logits after each sequence's last position, float32 [B, V]. Where they are not ``chunked`` the model's own, of every
-    position first."""
-    if not chunked:
-        return cut.logits(prologue, hidden_BSD, batch)[:, -1].float()
-    last_BD = cut.head_input(prologue, hidden_BSD, batch)[:, -1]
-    hidden_BK, weight, bias = factors(cut.head, last_BD, matrix, vector)
-    return head_logits(hidden_BK, weight, bias=bias, scale=cut.head.scale, soft_cap=cut.head.soft_cap)
-
-
 def own_loss(
     cut: CutModel,
     prologue: Prologue,
@@ -72,39 +54,76 @@ def own_loss(
     return objective(cut.logits(prologue, hidden_BSD, batch, seed), batch)
 
 
-@torch.no_grad()
-def forward_loss(
-    cut: CutModel,
-    prologue: Prologue,
-    hidden_BSD: torch.Tensor,
-    batch: Mapping[str, torch.Tensor],
-    labels_BS: torch.Tensor,
-    matrix: Matrix,
-    vector: Vector,
-    *,
-    chunked: bool,
-    by_row: bool,
-    objective: OwnLoss | None = None,
-    scratch: ScratchArena | None = None,
-) -> torch.Tensor:
-    """The loss of a micro-batch: chunked its sum, float64 0-d; otherwise the model's own mean, or what ``objective`` makes of
-    the logits; ``by_row`` the sum over each sequence [B]."""
-    if not chunked and by_row:
-        return row_losses(cut.logits(prologue, hidden_BSD, batch), batch["labels"])
-    if not chunked:
-        return own_loss(cut, prologue, hidden_BSD, batch, objective)
-    normed_BSD, weight, bias = factors(cut.head, cut.head_input(prologue, hidden_BSD, batch), matrix, vector)
-    hidden_ND = normed_BSD[:, :-1].reshape(-1, normed_BSD.shape[-1])
-    losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
-    result = chunked_cross_entropy(
-        hidden_ND,
-        labels_BS[:, 1:].reshape(-1),
-        weight,
-        grad_scale=None,
-        bias=bias,
-        scale=cut.head.scale,
-        soft_cap=cut.head.soft_cap,
-        losses_N=losses_N,
-        scratch=scratch,
-    )
-    return result.loss_sum if losses_N is None else losses_N.view(len(normed_BSD), -1).sum(1)
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of one micro-batch's forward without a graph, and the parameters that the head reads."""
+
+    cut: CutModel
+    prologue: Prologue
+    hidden_BSD: torch.Tensor
+    """The hidden state after the last block."""
+    batch: Mapping[str, Any]
+    labels_BS: torch.Tensor
+    """The batch's labels, on the CPU."""
+    matrix: Matrix
+    vector: Vector
+    chunked: bool
+    """True where the loss is Blockwalk's own; otherwise the model's, or the objective's."""
+    objective: OwnLoss | None = None
+    scratch: ScratchArena | None = None
+
+    @torch.no_grad()
+    def next_logits(self) -> torch.Tensor:
+        """Logits after each sequence's last position, float32 [B, V]. Where they are not ``chunked`` the model's own, of every
+        position first."""
+        cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
+        if not self.chunked:
+            return cut.logits(*given)[:, -1].float()
+        hidden_BK, weight, bias = factors(cut.head, cut.head_input(*given)[:, -1], self.matrix, self.vector)
+        return head_logits(hidden_BK, weight, bias=bias, scale=cut.head.scale, soft_cap=cut.head.soft_cap)
+
+    @torch.no_grad()
+    def loss(self, *, by_row: bool) -> torch.Tensor:
+        """The loss: chunked its sum, float64 0-d; otherwise the model's own mean, or what the objective makes of the logits;
+        ``by_row`` the sum over each sequence [B]."""
+        cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
+        if not self.chunked and by_row:
+            return row_losses(cut.logits(*given), self.batch["labels"])
+        if not self.chunked:
+            return own_loss(cut, *given, self.objective)
+        normed_BSD, weight, bias = factors(cut.head, cut.head_input(*given), self.matrix, self.vector)
+        hidden_ND = normed_BSD[:, :-1].reshape(-1, normed_BSD.shape[-1])
+        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
+        result = chunked_cross_entropy(
+            hidden_ND,
+            self.labels_BS[:, 1:].reshape(-1),
+            weight,
+            grad_scale=None,
+            bias=bias,
+            scale=cut.head.scale,
+            soft_cap=cut.head.soft_cap,
+            losses_N=losses_N,
+            scratch=self.scratch,
+        )
+        return result.loss_sum if losses_N is None else losses_N.view(len(normed_BSD), -1).sum(1)
+
+
+@dataclass(slots=True)
+class Answers:
+    """The answers of an evaluation."""
+
+    row_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Losses [B] of the micro-batches, summed over each sequence, float64; over all in one where it is the model's own."""
+    logits_BV: torch.Tensor | None = None
+    """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a loss."""
+
+    def take(self, ending: Ending, asked: Asked, micro_batch: int, counted: int) -> None:
+        """Answer for one micro-batch, in which so many labels count."""
+        if asked.next_token:
+            self.logits_BV = ending.next_logits()
+            return
+        by_row = ending.chunked or asked.by_row
+        value = ending.loss(by_row=by_row).double()
+        if not by_row:  # the model's own is a mean over these, where there are any
+            value = value.view(1) * counted if counted else value.new_zeros(1)
+        self.row_losses[micro_batch] = value

@@ -7,48 +7,73 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from blockwalk.cutting.skeleton import load_config
 from blockwalk.data.encode import Tokenizer
+from blockwalk.engine.engine import Engine
 from blockwalk.models.folder import model_folder
 
 
+class Speaks(Protocol):
+    """A walker, as far as generation asks it."""
+
+    device: torch.device
+    engine: Engine
+
+    def next_logits(self, batch: Mapping[str, Any]) -> torch.Tensor: ...
+
+
 def generate(
-    next_logits: Callable[[Mapping[str, Any]], torch.Tensor],
-    module: Any,
-    input_ids_BS: torch.Tensor,
+    self: Speaks,
+    input_ids: torch.Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
     stop_ids: Iterable[int] = (),
     seed: int = 0,
-    device: torch.device,
-    attention_mask_BS: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Continue prompts by a function from a batch to the logits after its last tokens, as the walker of ``module`` has one; the
-    other arguments are those of :meth:`blockwalk.walk.walker.Walker.generate`."""
+    """Continue prompts, a token a walk, with a key-value cache on the device: a method of the walker.
+
+    Args:
+        self: the walker.
+        input_ids: int64 [B, S]; prompts of unequal length end together, with padding on the left.
+        max_new_tokens: at most so many are added.
+        temperature: 0 takes the likeliest token; above it tokens are drawn.
+        stop_ids: tokens that end a sequence; one that has ended repeats the first of them.
+        seed: of the draws.
+        attention_mask: int64 [B, S], 0 where a prompt is padding; none is unless given.
+
+    Returns:
+        Prompts and continuations, int64 [B, S + new].
+
+    Raises:
+        ValueError: no token to start from, or settings out of range.
+    """
     from transformers import DynamicCache
 
-    shape = tuple(input_ids_BS.shape) if isinstance(input_ids_BS, torch.Tensor) else type(input_ids_BS).__name__
+    module: Any = self.engine.module
+    device = self.device
+    shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
     if len(shape) != 2 or 0 in shape or isinstance(shape, str):
         raise ValueError(f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}")
     if max_new_tokens < 1 or temperature < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens} and temperature {temperature}; give at least 1 and 0")
     prefixed = any(config.is_prompt_learning for config in getattr(module, "peft_config", {}).values())
     cache = {} if prefixed else {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
-    if padded := attention_mask_BS is not None and not bool(attention_mask_BS.all()):
+    if padded := attention_mask is not None and not bool(attention_mask.all()):
         if prefixed:
             raise ValueError("a model with a prefix continues prompts of equal length: give them one by one")
-        mask_BS = attention_mask_BS.to(device)
+        mask_BS = attention_mask.to(device)
         base = module.get_base_model() if hasattr(module, "peft_config") else module
         placed = "position_ids" in inspect.signature(base.forward).parameters
     draw = torch.Generator(device=device).manual_seed(seed)
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=device)
-    written_BS = fed_BS = input_ids_BS.to(device)
+    written_BS = fed_BS = input_ids.to(device)
     stopped_B = torch.zeros(len(fed_BS), dtype=torch.bool, device=device)
     for _ in range(max_new_tokens):
         batch = {"input_ids": written_BS if prefixed else fed_BS, **cache}
@@ -56,7 +81,7 @@ def generate(
             positions_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -fed_BS.shape[1] :]
             batch |= {"attention_mask": mask_BS, **({"position_ids": positions_BS} if placed else {})}
             mask_BS = torch.nn.functional.pad(mask_BS, (0, 1), value=1)
-        logits_BV = next_logits(batch)
+        logits_BV = self.next_logits(batch)
         if temperature == 0.0:
             fed_BS = logits_BV.argmax(1, keepdim=True)
         else:

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from blockwalk.checkpoints.ledger import Ledger, LedgerCopy
 from blockwalk.cutting.adapters import as_lora
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine.engine import MOVES, Engine
+from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.backprop import Backprop
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
@@ -145,17 +146,8 @@ class Walker:
                 digests["the adapter's weights"] = model_digest(lora)
             require_agreement({**facts_of({"plan": asdict(plan)}), **digests, **versions()})
         run = self.ranks.first(lambda: run_of(ledger))
-        self.engine = Engine(
-            model,
-            plan,
-            lora=lora,
-            device=self.device,
-            workdir=folder,
-            packs=packs,
-            run=run,
-            training=training,
-            slices=self.ranks,
-        )
+        opened = OpenedModel(model, plan, lora=lora, device=self.device, workdir=folder, packs=packs, training=training)
+        self.engine = Engine(opened, run, self.ranks)
         if self.ranks.world > 1 and zeroth_order:
             require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
         self.lanes = Lanes(self.device)
@@ -287,7 +279,7 @@ class Walker:
         self._run(StepKind.EVALUATE, batch, Asked(self.steps_done + 1, by_row=by_row), batches=batches)
         state = self.estimator.state
         assert state is not None
-        own = [state.row_losses[m].tolist() for m in range(batches)]
+        own = [state.answers.row_losses[m].tolist() for m in range(batches)]
         of_ranks = self.ranks.exchange([loss for part in own for loss in part])
         each = len(own[0])
         return [loss for m in range(batches) for part in of_ranks for loss in part[m * each : (m + 1) * each]]
@@ -303,46 +295,10 @@ class Walker:
         self._execute(self.program(StepKind.EVALUATE, Shape(*ids_BS.shape)))
         state = self.estimator.state
         assert state is not None
-        assert state.logits_BV is not None
-        return state.logits_BV
+        assert state.answers.logits_BV is not None
+        return state.answers.logits_BV
 
-    def generate(
-        self,
-        input_ids: torch.Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        stop_ids: Iterable[int] = (),
-        seed: int = 0,
-        attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Continue prompts, a token a walk, with a key-value cache on the device.
-
-        Args:
-            input_ids: int64 [B, S]; prompts of unequal length end together, with padding on the left.
-            max_new_tokens: at most so many are added.
-            temperature: 0 takes the likeliest token; above it tokens are drawn.
-            stop_ids: tokens that end a sequence; one that has ended repeats the first of them.
-            seed: of the draws.
-            attention_mask: int64 [B, S], 0 where a prompt is padding; none is unless given.
-
-        Returns:
-            Prompts and continuations, int64 [B, S + new].
-
-        Raises:
-            ValueError: no token to start from, or settings out of range.
-        """
-        return generation.generate(
-            self.next_logits,
-            self.engine.module,
-            input_ids,
-            max_new_tokens,
-            temperature=temperature,
-            stop_ids=stop_ids,
-            seed=seed,
-            device=self.device,
-            attention_mask_BS=attention_mask,
-        )
+    generate = generation.generate
 
     # ---- the executor -----------------------------------------------------------------------------------------------
 
@@ -350,12 +306,11 @@ class Walker:
         """Costs of each kind of unit while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
         weights."""
         if (shape, padded) not in self._costs:
-            from blockwalk.walk.unit_costs import unit_costs
+            from blockwalk.walk.unit_costs import UnitCosts
 
             config, device = self.engine.cut.base.config, self.device.type
-            self._costs[shape, padded] = unit_costs(
-                config, self.plan, shape, lora=self._lora, device=device, padded=padded
-            )
+            units = UnitCosts(config, lora=self._lora, device=device, padded=padded)
+            self._costs[shape, padded] = units(self.plan, shape)
         return self._costs[shape, padded]
 
     def program(self, step_kind: StepKind, shape: Shape, *, foresee: bool = False, batches: int = 1) -> Program:

@@ -22,7 +22,7 @@ from blockwalk.checkpoints.ledger import Entry, Ledger
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Matrix, Vector, forward_loss, next_logits
+from blockwalk.estimators.head import Ending, Matrix, Vector
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
 from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
@@ -130,10 +130,7 @@ class ZerothOrder:
         """
         self.engine.module.eval()
         counted = tuple(int((each[:, 1:] != IGNORE).sum()) for each in labels)
-        if asked.training and not sum(counted):
-            raise ValueError(
-                "every label of this step is ignored (-100); check the data's completion or template settings"
-            )
+        asked.require_labels(sum(counted))
         ranks = asked.training and self.plan.zo.objective != "loss" and self.function is None
         if ranks and asked.words is None:
             raise ValueError(
@@ -176,30 +173,23 @@ class ZerothOrder:
         key, batch = (m, op.forward_pass), state.batches[m]
         perturbation = self._perturbation(op, state)
         self._bind(op.unit, perturbation)
-        prologue, hidden_BSD = state.prologues.pop(key), state.hidden.pop(key)
-        parts, readers = (cut, prologue, hidden_BSD, batch), self._readers(perturbation)
-        if state.asked.next_token:
-            state.logits_BV = next_logits(*parts, *readers, chunked=self.chunked)
-            self.engine.unbind(op.unit)
-            return
         objective = self.function if training else None
-        value = forward_loss(
-            *parts,
+        ending = Ending(
+            cut,
+            state.prologues.pop(key),
+            state.hidden.pop(key),
+            batch,
             state.labels[m],
-            *readers,
+            *self._readers(perturbation),
             chunked=self.chunked and objective is None,
-            by_row=state.by_row,
             objective=objective,
             scratch=self.loss_scratch,
         )
-        self.engine.unbind(op.unit)
         if training:
-            state.losses[key] = value
-        elif state.by_row:
-            state.row_losses[m] = value.double()
-        else:  # a mean over tokens, where there are any
-            value = value * state.counted[m] if state.counted[m] else value.new_zeros(())
-            state.row_losses[m] = value.double().view(1)
+            state.losses[key] = ending.loss(by_row=state.by_row)
+        else:
+            state.answers.take(ending, state.asked, m, state.counted[m])
+        self.engine.unbind(op.unit)
 
     # ---- weights as a forward sees them -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.calls import Prologue
 from blockwalk.estimators.asked import Asked
+from blockwalk.estimators.head import Answers
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE = -100
@@ -35,11 +36,8 @@ class Step:
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
     entry: Entry | None = None
-    row_losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Losses [B] of an evaluation's micro-batches, summed over each sequence, float64; over all in one where it is the model's
-    own."""
-    logits_BV: torch.Tensor | None = None
-    """Logits [B, V] after the last position, where ``next_token`` asks for them."""
+    answers: Answers = field(default_factory=Answers)
+    """Those of an evaluation."""
     grad_norm: float | None = None
     """A zeroth-order step has none."""
 
