@@ -319,7 +319,8 @@ def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[s
         cut.unbind(call.unit)
         collect(leaves)
         grad = hidden.grad
-    prologue.backward(grad)
+    if (roots := prologue.roots(grad, [leaf.grad for leaf in prologue.leaves]))[0]:
+        torch.autograd.backward(*roots)
     collect(first_leaves)
     return Run(loss.detach(), logits, gradients)
 
