@@ -11,7 +11,9 @@ from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.models.folder import model_folder
+from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
@@ -67,9 +69,11 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Print loss, and for classification accuracy, on ``data.eval``."""
+    """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights, over these as
+    they are as well: what ``merge`` deploys."""
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.encode import load_tokenizer
+    from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.train.ready import eval_batch_size
     from blockwalk.walk.walker import Walker
@@ -81,9 +85,19 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     if run.data.packing:
         require_borders(run.model)
-    with Walker(_packed(run), run.plan, lora=arguments.adapter, training=False) as walker:
-        found = held_out.evaluate(walker)
-    print(json.dumps(dataclasses.asdict(found)) if arguments.json else found)
+    plans = [run.plan]
+    if run.plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
+        plans.append(override(run.plan, {"frozen": "disk"}))
+    found = []
+    for plan in plans:
+        with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:
+            found.append(held_out.evaluate(walker))
+    if arguments.json:
+        values = [dataclasses.asdict(each) for each in found]
+        print(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
+    else:
+        over = [f"   over weights in {run.plan.frozen.codec}", "   over the model's own, as merge deploys them"]
+        print("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
     return 0
 
 
@@ -102,7 +116,7 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
     stops = stop_ids(run.model, tokenizer)
-    with Walker(_packed(run), run.plan, lora=arguments.adapter, training=False) as walker:
+    with Walker(_packed(run, run.plan), run.plan, lora=arguments.adapter, training=False) as walker:
         written = walker.generate(
             ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
         )
@@ -110,7 +124,7 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _packed(run: RunConfig) -> str | Path:
+def _packed(run: RunConfig, plan: Plan) -> str | Path:
     """The model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there, else one
     that stays in the cache folder until the model's weights change."""
     from blockwalk.cutting.skeleton import build_skeleton
@@ -118,7 +132,7 @@ def _packed(run: RunConfig) -> str | Path:
     from blockwalk.tiers.block_store.store import is_store
 
     path = model_folder(run.model).resolve()
-    if is_store(path) or not run.plan.frozen.codec.encoded:
+    if is_store(path) or not plan.frozen.codec.encoded:
         return run.model
     packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
     try:
@@ -126,7 +140,7 @@ def _packed(run: RunConfig) -> str | Path:
     except OSError:  # a read-only home directory: packed for this time alone
         return run.model
     scratch = Path(run.output_dir) / run_checkpoint.SCRATCH
-    return opening.packed(path, run.plan.frozen.codec, build_skeleton(path).model, scratch, packs)
+    return opening.packed(path, plan.frozen.codec, build_skeleton(path).model, scratch, packs)
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
