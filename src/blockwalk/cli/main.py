@@ -99,6 +99,9 @@ COMMANDS = (
             _value("out", "OUT", "the folder to write"),
             _choice("--codec", [str(codec) for codec in Codec if codec.written], "default: int4", default="int4"),
             _choice("--group_size", [32, 64], "int4: elements a scale", type=int, default=32),
+            _value(
+                "--calibrate", "DATA", "records that the model is for: int4 and int4a are rounded with them in view"
+            ),
         ),
     ),
     Command(

@@ -12,14 +12,23 @@ from typing import Any
 from blockwalk.plan.placement import Codec
 from blockwalk.program.program import human_bytes
 
+CALIBRATION = 128, 512
+"""Records that ``pack --calibrate`` draws, and the most tokens of each."""
+
 
 def pack(arguments: argparse.Namespace) -> int:
     """Write a block store."""
     from blockwalk.engine import pack as packing
 
+    codec, sequences = Codec(arguments.codec), []
+    if arguments.calibrate:
+        from blockwalk.data.corpus import sample
+        from blockwalk.data.encode import load_tokenizer
+
+        sequences = sample(arguments.calibrate, load_tokenizer(arguments.model), *CALIBRATION)
     with _bar("packing") as progress:
-        packing.pack(arguments.model, arguments.out, Codec(arguments.codec), arguments.group_size, progress=progress)
-    print(f"packed {arguments.model} in {arguments.codec} to {arguments.out}")
+        packing.pack(arguments.model, arguments.out, codec, arguments.group_size, sequences, progress=progress)
+    print(f"packed {arguments.model} in {codec} to {arguments.out}")
     return 0
 
 

@@ -197,6 +197,11 @@ class CutModel:
             for place in self._units.places[unit][name]:
                 place.module._parameters[place.leaf] = self._units.placeholders[name]
 
+    def linears(self, unit: int) -> dict[str, nn.Linear]:
+        """A unit's linear layers, by the canonical name of their weight."""
+        found = ((name, place) for name, places in self._units.places[unit].items() for place in places)
+        return {n: p.module for n, p in found if p.leaf == "weight" and isinstance(p.module, nn.Linear)}
+
     def layer_name(self, unit: int) -> str:
         """The canonical name of a block's module."""
         return self._units.layers[unit - 1].canonical

@@ -7,7 +7,9 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from blockwalk.data.batching import pack
+import torch
+
+from blockwalk.data.batching import epoch_order, pack
 from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer, encode, encode_answers, encode_choices
 from blockwalk.data.formats import Format, Record, Template
 from blockwalk.data.sources import INSTALL, read_records
@@ -64,6 +66,14 @@ def held_out_set(settings: DataSettings, tokenizer: Tokenizer, limit: int) -> tu
     records = [record for part in kept for record in part]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
     return encoder(records, tokenizer, asks, max_length=settings.max_length, before=before), count
+
+
+def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> list[torch.Tensor]:
+    """Token ids, int64 [S] each, of up to ``count`` records of a source, drawn at random, the same each time."""
+    rows = training_set(DataSettings(train=source, max_length=max_length), tokenizer)
+    assert isinstance(rows, Encoded)
+    drawn = epoch_order(len(rows), 0, 0)[:count].tolist()
+    return [torch.from_numpy(rows[row][0].astype("int64")) for row in drawn]
 
 
 def asks_of(settings: DataSettings) -> Template | Task | None:

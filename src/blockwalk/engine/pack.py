@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[int, int], None]
 
@@ -19,6 +26,7 @@ def pack(
     out_dir: str | os.PathLike[str],
     codec: Codec,
     group_size: int = 32,
+    sequences: Sequence[torch.Tensor] = (),
     *,
     progress: Progress | None = None,
 ) -> None:
@@ -29,22 +37,38 @@ def pack(
         out_dir: the store; it must not exist.
         codec: for the quantizable parameters (bf16, fp16 and fp32: for all); ``raw`` copies.
         group_size: elements to a scale, for int4: 32 or 64.
+        sequences: token ids, int64 [S] each, of text that the model will meet. With them the linear layers of blocks are
+            rounded with their inputs in view (:mod:`blockwalk.engine.calibrate`), in one block's memory; int4 and int4a.
         progress: called with (bytes written, bytes in all) now and then.
 
     Raises:
         ValueError: no such model, one that cannot be cut into blocks, tensors that do not fit it, an output that exists,
             a disk that is too full, or a value that the codec cannot hold.
     """
+    import torch
+
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.cutting.verify import certified
+    from blockwalk.engine.calibrate import CalibratedSource
+    from blockwalk.numerics.codecs.layout import Layout
+    from blockwalk.numerics.codecs.second_order import has_grid
     from blockwalk.tiers.block_store.writer import write_store
     from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
     atomic_files.refuse_existing(out_dir)
-    model = build_skeleton(model_dir).model
+    if sequences and not has_grid(Layout((1, 1), codec, group_size=group_size)):
+        raise ValueError(f"--calibrate rounds to int4 and int4a, not to {codec}: choose one of them, or leave it out")
+    model = build_skeleton(model_dir, torch.float32 if sequences else None).model
     source = CheckpointFolder(model_dir, model)
+    write = partial(write_store, out_dir, codec=codec, group_size=group_size, copy_from=model_dir, progress=progress)
     try:
-        spec = certified(model).spec()
-        write_store(out_dir, source, spec, codec, group_size=group_size, copy_from=model_dir, progress=progress)
+        cut = certified(model.eval())
+        if not sequences:
+            write(source, cut.spec())
+            return
+        with tempfile.TemporaryDirectory(dir=Path(out_dir).absolute().parent) as folder:
+            calibrated = CalibratedSource(source, cut, sequences, codec, group_size, Path(folder))
+            write(calibrated, cut.spec())
+            calibrated.close()
     finally:
         source.close()

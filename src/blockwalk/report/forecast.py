@@ -74,16 +74,16 @@ class Forecast:
         """Bytes of the whole process at a step's peak, on a processor, where it held ``before`` without the model and
         ``opened`` with it."""
         here, adapters = hardware.of_this_machine(self.device), self.model.numel(trainable=False) > 0
-        most = process_memory.process_peak(self.program, self.plan, here, adapters=adapters)
+        most = process_memory.process_peak(self.program, self.plan, here, adapters=adapters, process=before)
         if opened is not None:
             opened += process_memory.step_growth(self.program, self.plan, here, adapters=adapters)
-        return max(most, before + self.host_bytes(), opened or 0)
+        return max(most, opened or 0)
 
     def overview(self, steps: int) -> Iterator[str]:
         """A run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known)."""
         if self.device == "cpu":
-            slack = hardware.of_this_machine(self.device).slack
-            free = "" if slack else "; free heap comes on top, which blockwalk doctor measures"
+            measured = hardware.of_this_machine(self.device).name != hardware.UNMEASURED
+            free = "" if measured else f"; {process_memory.GUESSED}"
             most, tensors = human_bytes(self.process_bytes(process_bytes())), human_bytes(self.host_bytes())
             yield f"memory  about {most} for the whole process, {tensors} of it tensors{free}"
         else:

@@ -77,8 +77,8 @@ class StepForecast:
             yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
             if mapped := self.program.peaks().get(Pool.MAPPED):
                 yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
-            if not hardware.of_this_machine(self.forecast.device).slack:
-                yield "  not counted: free heap and buffers of libraries, which blockwalk doctor measures"
+            if hardware.of_this_machine(self.forecast.device).name == hardware.UNMEASURED:
+                yield f"  {process_memory.GUESSED}"
         if self.simulation is not None:
             found = self.simulation
             yield f"  foreseen: {found.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s; {found.bottleneck()}"

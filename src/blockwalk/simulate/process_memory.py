@@ -15,6 +15,9 @@ KINDS = ("graphs", "adapters", "recompute", "streamed", "forwards")
 """Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters or of adapters; blocks
 recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`); forwards alone."""
 
+GUESSED = "free heap and buffers of libraries are foreseen as they were elsewhere; blockwalk doctor measures them here"
+"""The words of a forecast on a machine that was not measured."""
+
 
 def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
     """The one of :data:`KINDS` that a step is."""
@@ -39,11 +42,12 @@ def transients(program: Program) -> int:
     return tensors(program) - held.get(Pool.DEVICE, 0) - held.get(Pool.HOST, 0)
 
 
-def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
-    """Bytes of the whole process, pages of mapped files left out; the tensors' alone where doctor has not measured the rest."""
+def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool, process: int = 0) -> int:
+    """Bytes of the whole process, pages of mapped files left out. ``process``: those that it holds before a model is opened,
+    where they are known; doctor's walks tell of a bare one."""
     kind = walk_kind(plan, program, adapters=adapters)
-    held = tensors(program) - transients(program)
-    return hardware.process_bytes.get(kind, 0) + held + step_growth(program, plan, hardware, adapters=adapters)
+    bare, held = max(hardware.process_bytes.get(kind, 0), process), tensors(program) - transients(program)
+    return bare + held + step_growth(program, plan, hardware, adapters=adapters)
 
 
 def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:

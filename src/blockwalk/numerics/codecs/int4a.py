@@ -11,27 +11,31 @@ import math
 import torch
 
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.matrix_codec import MatrixCodec, Rounding, columns_of, grouped, groups_of
+from blockwalk.numerics.codecs.matrix_codec import Grid, MatrixCodec, columns_of, groups_of, on_grid
 
 
-def encode(
-    x_RD: torch.Tensor, scales_RG2: torch.Tensor, codes_RGH: torch.Tensor, layout: Layout, rounding: Rounding | None
-) -> None:
-    x_RGK = grouped(x_RD, layout)
+def _fit(x_RGK: torch.Tensor) -> torch.Tensor:
     low_RG, high_RG = torch.aminmax(x_RGK, dim=2)
-    d_RG1 = ((high_RG - low_RG) / 15).unsqueeze(2)
-    scales_RG2.copy_(torch.stack((d_RG1.squeeze(2), low_RG), dim=2))
-    steps_RGK = x_RGK.sub(low_RG.unsqueeze(2)).div_(torch.where(d_RG1 == 0, math.inf, d_RG1))
-    nibbles_RGK = steps_RGK.add_(0.5).floor_().clamp_(0, 15).to(torch.uint8)
-    low_RGH, high_RGH = nibbles_RGK.chunk(2, dim=2)
-    codes_RGH.copy_(low_RGH | high_RGH << 4)
+    return torch.stack(((high_RG - low_RG) / 15, low_RG), dim=2)
+
+
+def _nearest(x_RGK: torch.Tensor, scales_RG2: torch.Tensor) -> torch.Tensor:
+    d_RG1, low_RG1 = scales_RG2.float().unsqueeze(2).unbind(3)
+    steps_RGK = x_RGK.sub(low_RG1).div_(torch.where(d_RG1 == 0, math.inf, d_RG1))
+    return steps_RGK.add_(0.5).floor_().clamp_(0, 15).to(torch.uint8)
+
+
+def _values(codes_RGK: torch.Tensor, scales_RG2: torch.Tensor) -> torch.Tensor:
+    d_RG1, low_RG1 = scales_RG2.float().unsqueeze(2).unbind(3)
+    return codes_RGK.float().mul_(d_RG1).add_(low_RG1)
 
 
 def decode(scales_RG2: torch.Tensor, codes_RGH: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
     groups = groups_of(layout, first, last)
-    bytes_RGH, scales_RG2 = codes_RGH[:, groups], scales_RG2[:, groups].float()
-    nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2).float()
-    return columns_of(nibbles_RGK.mul_(scales_RG2[..., :1]).add_(scales_RG2[..., 1:]), layout, first, last)
+    bytes_RGH = codes_RGH[:, groups]
+    nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
+    return columns_of(_values(nibbles_RGK, scales_RG2[:, groups]), layout, first, last)
 
 
-CODEC = MatrixCodec(encode, decode, limit=torch.finfo(torch.float16).max, native=4)
+_GRID = Grid(_fit, _nearest, _values)
+CODEC = MatrixCodec(on_grid(_GRID), decode, limit=torch.finfo(torch.float16).max, native=4, grid=_GRID)

@@ -34,6 +34,18 @@ Decode = Callable[[torch.Tensor, torch.Tensor, Layout, int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """The grids of a codec of groups, codes of four bits in :func:`halves`: groups of values are float32 [R, G, K]."""
+
+    fit: Callable[[torch.Tensor], torch.Tensor]
+    """(groups): their scales, [R, G] or [R, G, 2]."""
+    nearest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(groups, scales): the nearest codes, uint8."""
+    values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(codes, scales as stored): their values."""
+
+
+@dataclass(frozen=True, slots=True)
 class MatrixCodec:
     """One codec whose elements are codes."""
 
@@ -44,6 +56,8 @@ class MatrixCodec:
     """The largest magnitude that can be encoded."""
     native: int | None = None
     """The codec's number in ``codecs.c``, where that decodes it."""
+    grid: Grid | None = None
+    """Where matrices can be rounded to it with more than their own values in view."""
 
 
 @functools.cache
@@ -52,6 +66,26 @@ def matrix_codec(codec: Codec) -> MatrixCodec:
     found = importlib.import_module(f"{__package__}.{codec}").CODEC
     assert isinstance(found, MatrixCodec)
     return found
+
+
+def on_grid(grid: Grid) -> Encode:
+    """The encoder that rounds each group to its nearest codes."""
+
+    def encode(
+        x_RD: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, layout: Layout, rounding: Rounding | None
+    ) -> None:
+        x_RGK = grouped(x_RD, layout)
+        fitted = grid.fit(x_RGK)
+        scales.copy_(fitted)
+        codes.copy_(halves(grid.nearest(x_RGK, fitted)).view_as(codes))
+
+    return encode
+
+
+def halves(codes_RGK: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits in bytes: the first half of a group in the low nibbles, the second in the high ones."""
+    low_RGH, high_RGH = codes_RGK.chunk(2, dim=2)
+    return low_RGH | high_RGH << 4
 
 
 def grouped(x_RD: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -15,6 +15,7 @@ from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf import MADE
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION
+from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import side_by_side
@@ -139,6 +140,10 @@ def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: t
     """One parameter of ``source`` encoded into its bytes (CPU uint8), a few rows at a time; yields the number of rows done."""
     layout = param.layout(group_size)
     weight = source.weights([param.name])[param.name]
+    if isinstance(weight, EncodedWeight) and weight.layout == layout:
+        bytes_P.copy_(weight.buffer)
+        yield layout.rows
+        return
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
     rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, torch.Tensor) else weight
     for start in range(0, layout.rows, some):

