@@ -57,7 +57,7 @@ class MatrixCodec:
     native: int | None = None
     """The codec's number in ``codecs.c``, where that decodes it."""
     grid: Grid | None = None
-    """Where matrices can be rounded to it with more than their own values in view."""
+    """The codec's grids, if matrices can be rounded to it with more than their own values in view."""
 
 
 @functools.cache
