@@ -14,7 +14,7 @@ from blockwalk.program.program import human_bytes
 from blockwalk.system.versions import installed
 
 
-def environment(arguments: argparse.Namespace) -> int:
+def environment(arguments: argparse.Namespace) -> None:
     """Print the versions and the hardware, for a bug report."""
     found = describe()
     if arguments.json:
@@ -22,10 +22,9 @@ def environment(arguments: argparse.Namespace) -> int:
     else:
         width = max(map(len, found))
         print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
-    return 0
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace) -> None:
     """Measure this machine, and write what was found."""
     from blockwalk.doctor import machine as probe
     from blockwalk.simulate import hardware
@@ -41,7 +40,6 @@ def doctor(arguments: argparse.Namespace) -> int:
         hardware.save(found.hardware, out)
         print("\n".join(found.lines()))
         print(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")
-    return 0
 
 
 def describe() -> dict[str, str]:

@@ -69,9 +69,9 @@ class Command:
     reads_weights: bool = True
     """Whether the model's weights must be there, or its configuration alone."""
 
-    def function(self) -> Callable[..., int]:
+    def function(self) -> Callable[..., int | None]:
         module, _, name = self.target.partition(":")
-        found: Callable[..., int] = getattr(importlib.import_module(module), name)
+        found: Callable[..., int | None] = getattr(importlib.import_module(module), name)
         return found
 
 
@@ -271,8 +271,8 @@ def main(argv: list[str] | None = None) -> int:
                 _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1)
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
             run = _configured(command, values, [*given, *here.settings()])
-            return command.function()(run, values)
-        return command.function()(values)
+            return command.function()(run, values) or 0
+        return command.function()(values) or 0
     except Exception as error:
         code = _explain(error)
         if here.world > 1:

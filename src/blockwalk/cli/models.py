@@ -16,7 +16,7 @@ CALIBRATION = 128, 512
 """Records that ``pack --calibrate`` draws, and the most tokens of each."""
 
 
-def pack(arguments: argparse.Namespace) -> int:
+def pack(arguments: argparse.Namespace) -> None:
     """Write a block store."""
     from blockwalk.engine import pack as packing
 
@@ -29,20 +29,18 @@ def pack(arguments: argparse.Namespace) -> int:
     with _bar("packing") as progress:
         packing.pack(arguments.model, arguments.out, codec, arguments.group_size, sequences, progress=progress)
     print(f"packed {arguments.model} in {codec} to {arguments.out}")
-    return 0
 
 
-def merge(arguments: argparse.Namespace) -> int:
+def merge(arguments: argparse.Namespace) -> None:
     """Write merged safetensors."""
     from blockwalk.convert import merge as packing
 
     with _bar("merging") as progress:
         packing.merge(arguments.model, arguments.adapter, arguments.out, dtype=arguments.dtype, progress=progress)
     print(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
-    return 0
 
 
-def gguf(arguments: argparse.Namespace) -> int:
+def gguf(arguments: argparse.Namespace) -> None:
     """Write a GGUF file, and a Modelfile beside it."""
     from blockwalk.convert import to_gguf
     from blockwalk.system import atomic_files
@@ -55,10 +53,9 @@ def gguf(arguments: argparse.Namespace) -> int:
     run = f"llama-cli -m {out}" if base is None else f"llama-cli -m {base} --lora {out}"
     print(f"written to {out}; run it with: {run}")
     print(f"or with Ollama:  ollama create {out.stem} -f {out.with_name('Modelfile')} && ollama run {out.stem}")
-    return 0
 
 
-def replay(arguments: argparse.Namespace) -> int:
+def replay(arguments: argparse.Namespace) -> None:
     """Rebuild what a zeroth-order run trained."""
     from blockwalk.convert import replay as replaying
 
@@ -67,10 +64,9 @@ def replay(arguments: argparse.Namespace) -> int:
             arguments.base, arguments.ledger, arguments.out, until=arguments.until, progress=progress
         )
     print(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
-    return 0
 
 
-def export(arguments: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> None:
     """Write a zeroth-order fine-tune as one small file."""
     from blockwalk.convert import replay as replaying
 
@@ -85,7 +81,6 @@ def export(arguments: argparse.Namespace) -> int:
         )
     print(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
     print(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
-    return 0
 
 
 @contextmanager

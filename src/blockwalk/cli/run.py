@@ -47,11 +47,12 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
 
 
-def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
+def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the forecast of a training step, read off the model's configuration alone: no weight is touched. With
     ``--hardware`` every method is simulated and ranked instead."""
     if arguments.hardware:
-        return plan_for(run, arguments)
+        plan_for(run, arguments)
+        return
     from blockwalk.numerics.device import chosen
 
     forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), device=chosen().type)
@@ -65,10 +66,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.program:
         print(forecast.program)
     check_budget(run, forecast)
-    return 0
 
 
-def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
+def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights, over these as
     they are as well: what ``merge`` deploys."""
     from blockwalk.cutting.verify import require_borders
@@ -98,10 +98,9 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> int:
     else:
         over = [f"   over weights in {run.plan.frozen.codec}", "   over the model's own, as merge deploys them"]
         print("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
-    return 0
 
 
-def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
+def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
     from blockwalk.data.encode import load_tokenizer
     from blockwalk.walk.generation import stop_ids
@@ -121,7 +120,6 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> int:
             ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
         )
     print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
-    return 0
 
 
 def _packed(run: RunConfig, plan: Plan) -> str | Path:
@@ -143,7 +141,7 @@ def _packed(run: RunConfig, plan: Plan) -> str | Path:
     return opening.packed(path, plan.frozen.codec, build_skeleton(path).model, scratch, packs)
 
 
-def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
+def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the ranking.
 
     Raises:
@@ -170,10 +168,9 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> int:
             arguments.trace, timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
         )
         print(f"timeline of {best.label}: {arguments.trace}")
-    return 0
 
 
-def report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> None:
     """Write ``report.html`` into a run's folder."""
     out = Path(arguments.run) / "report.html"
     atomic_files.write_bytes(out, html.report(arguments.run).encode())
@@ -182,10 +179,8 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.card:
         trained = card.write(arguments.run)
         print(f"a model card in {trained}; upload both with: blockwalk push {arguments.run} OWNER/NAME")
-    return 0
 
 
-def push(arguments: argparse.Namespace) -> int:
+def push(arguments: argparse.Namespace) -> None:
     """Upload what a run trained, or its ledger."""
     print(f"uploaded to {card.push(arguments.run, arguments.repo, ledger=arguments.ledger)}")
-    return 0

@@ -19,12 +19,13 @@ from blockwalk.train import config
 INSTALL = "pip install 'blockwalk[shell]'"
 
 
-def init(arguments: argparse.Namespace) -> int:
+def init(arguments: argparse.Namespace) -> None:
     """Write a run's file; what was not given is asked, where there is somebody to ask."""
     from blockwalk.numerics.device import chosen
 
     if arguments.examples:
-        return _examples()
+        _examples()
+        return
     out = Path(arguments.out)
     atomic_files.refuse_existing(out)
     given = {
@@ -48,10 +49,9 @@ def init(arguments: argparse.Namespace) -> int:
     ]
     atomic_files.write_bytes(out, "\n".join(_file(facts, advice.recommended(run, best.plan))).encode())
     print(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
-    return 0
 
 
-def _examples() -> int:
+def _examples() -> None:
     """Copy the examples, which a wheel brings along, into the working folder."""
     import shutil
 
@@ -60,7 +60,6 @@ def _examples() -> int:
     atomic_files.refuse_existing("examples")
     shutil.copytree(there, "examples", ignore=shutil.ignore_patterns("__pycache__"))
     print("written to examples; next: blockwalk train examples/quickstart.yaml")
-    return 0
 
 
 def _ask(name: str, what: str) -> str:
@@ -81,7 +80,7 @@ def _file(facts: list[str], settings: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def complete(arguments: argparse.Namespace) -> int:
+def complete(arguments: argparse.Namespace) -> None:
     """Print a script that completes commands, flags and settings in a shell."""
     from blockwalk.cli import main
 
@@ -98,4 +97,3 @@ def complete(arguments: argparse.Namespace) -> int:
                 choices = values.split("|") if "|" in values else None
                 subparsers.choices[command.name].add_argument(f"--{name}", choices=choices, help=group)
     print(shtab.complete(parser, arguments.shell))
-    return 0

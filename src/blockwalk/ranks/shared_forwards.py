@@ -161,14 +161,6 @@ class SharedForwards:
         rows: list[list[float]] = self._all(torch.tensor(values, dtype=torch.float64)).tolist()
         return rows
 
-    def first(self, ask: Callable[[], Any]) -> Any:
-        """Rank 0's answer, on every rank: a value that JSON carries, as small as a ledger.
-
-        Raises:
-            ValueError: on every rank, as rank 0 raised it.
-        """
-        return first(ask) if self.world > 1 else ask()
-
     def first_seed(self, seed: int) -> int:
         """Rank 0's seed."""
         return int(self._all(torch.tensor([seed], dtype=torch.int64))[0, 0])
@@ -224,7 +216,11 @@ class SharedForwards:
 
 
 def first(ask: Callable[[], Any]) -> Any:
-    """Rank 0's answer, on every rank; see :meth:`SharedForwards.first`."""
+    """Rank 0's answer, on every rank: a value that JSON carries, as small as a ledger.
+
+    Raises:
+        ValueError: on every rank, as rank 0 raised it.
+    """
     if not dist.is_initialized():
         return ask()
     told: list[Any] = [None, None]

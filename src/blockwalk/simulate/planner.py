@@ -67,15 +67,11 @@ class Candidate:
     refused: str = ""
 
     @property
-    def zeroth_order(self) -> bool:
-        return self.plan.zeroth_order
-
-    @property
     def progress(self) -> float:
         """Tokens per second, those of zeroth-order steps at their measured worth."""
         if self.simulation is None:
             return 0.0
-        return self.simulation.tokens_per_second / (ZEROTH_ORDER_STEPS if self.zeroth_order else 1)
+        return self.simulation.tokens_per_second / (ZEROTH_ORDER_STEPS if self.plan.zeroth_order else 1)
 
     def line(self) -> str:
         """The candidate as a row of a table."""
@@ -238,10 +234,10 @@ def rank(task: Task) -> Ranking:
     """Look at every candidate and rank them by tokens a second, exact gradients and zeroth order apart."""
     found = [look_at(task, label, plan) for label, plan in candidates(task)]
     fits = sorted((c for c in found if c.simulation), key=lambda c: c.simulation.seconds / c.simulation.tokens)  # type: ignore[union-attr]
-    zeroth_order = tuple(c for c in fits if c.zeroth_order)
+    zeroth_order = tuple(c for c in fits if c.plan.zeroth_order)
     streamed = next((c for c in zeroth_order if c.simulation and c.simulation.program.slots), None)
     return Ranking(
-        tuple(c for c in fits if not c.zeroth_order),
+        tuple(c for c in fits if not c.plan.zeroth_order),
         zeroth_order,
         tuple(c for c in found if c.simulation is None),
         None if streamed is None else hides_link(task, streamed),

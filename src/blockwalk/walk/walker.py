@@ -36,7 +36,7 @@ from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
 from blockwalk.program.residency import maps_graphs
 from blockwalk.ranks.agreement import facts_of, gather_json, model_digest, require_agreement, versions
 from blockwalk.ranks.groups import started
-from blockwalk.ranks.shared_forwards import make_ranks
+from blockwalk.ranks.shared_forwards import first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.process_memory import page_cache
 from blockwalk.walk import generation
@@ -138,14 +138,14 @@ class Walker:
         self.ranks = make_ranks(plan, self.device)
         packs = folder
         if self.ranks.world > 1:
-            first = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
-            packs = Path(gather_json(os.path.abspath(folder))[first])  # the ranks of a node pack once
+            node = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
+            packs = Path(gather_json(os.path.abspath(folder))[node])  # the ranks of a node pack once
             folder = folder / f"rank-{self.ranks.rank}"
             digests = {"the model's weights": model_digest(model)}
             if isinstance(lora, str | os.PathLike):
                 digests["the adapter's weights"] = model_digest(lora)
             require_agreement({**facts_of({"plan": asdict(plan)}), **digests, **versions()})
-        run = self.ranks.first(lambda: run_of(ledger))
+        run = first(lambda: run_of(ledger))
         opened = OpenedModel(model, plan, lora=lora, device=self.device, workdir=folder, packs=packs, training=training)
         self.engine = Engine(opened, run, self.ranks)
         if self.ranks.world > 1 and zeroth_order:
@@ -246,7 +246,7 @@ class Walker:
             opened.append(Ledger(path, head))
             return opened[0].header, [asdict(entry) for entry in opened[0].entries]
 
-        found, entries = self.ranks.first(ask)
+        found, entries = first(ask)
         return opened[0] if opened else LedgerCopy(path, found, entries)
 
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
