@@ -52,12 +52,17 @@ class Record:
     fields: dict[str, Any]
     where: str
 
+    @property
+    def names(self) -> str:
+        """The names of its fields, for an error's text."""
+        return ", ".join(map(repr, self.fields)) or "none"
+
     def text(self, name: str) -> str:
         """The field ``name``, which must be there and be a string."""
         if name not in self.fields:
-            has = ", ".join(map(repr, self.fields)) or "none"
             raise ValueError(
-                f"{self.where}: no field {name!r}; it has {has} (data.columns: [{name}=COLUMN] takes it from one of these)"
+                f"{self.where}: no field {name!r}; it has {self.names} (data.columns: [{name}=COLUMN] takes it from one of"
+                " these)"
             )
         value = self.fields[name]
         if not isinstance(value, str):
@@ -193,7 +198,7 @@ def detect_format(record: Record) -> Format:
         return partly[0]  # whatever lacks of it is named where it is read
     known = "; ".join(f"{', '.join(map(repr, names))} ({kind})" for kind, names in COLUMNS.items())
     raise ValueError(
-        f"{record.where}: expected the fields of a format: {known}; found {', '.join(map(repr, fields)) or 'none'}."
+        f"{record.where}: expected the fields of a format: {known}; found {record.names}."
         " data.columns names columns that hold them, as in [prompt=question, completion=answer]"
     )
 

@@ -40,7 +40,7 @@ def read_records(
     for record in _read(source, split, subset):
         fields = record.fields
         if missing := next((column for _, column in named if column not in fields), None):
-            raise ValueError(f"{record.where}: no column {missing!r} (data.columns); it has {_names(fields)}")
+            raise ValueError(f"{record.where}: no column {missing!r} (data.columns); it has {record.names}")
         yield Record({**fields, **{field: fields[column] for field, column in named}}, record.where)
 
 
@@ -60,10 +60,6 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
         raise ValueError(f"{source}: no such file")
     else:
         yield from _read_hub(str(source), split, subset)
-
-
-def _names(fields: dict[str, Any]) -> str:
-    return ", ".join(map(repr, fields)) or "none"
 
 
 def _read_json(path: Path) -> Iterator[Record]:

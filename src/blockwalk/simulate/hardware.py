@@ -182,12 +182,9 @@ def load(name_or_path: str | Path) -> Hardware:
     """
     if name_or_path == "here" and not HERE.is_file():
         raise ValueError(f"hardware: here is {HERE} in this folder, which is not there; write it with blockwalk doctor")
-    name_or_path = HERE if name_or_path == "here" else name_or_path
-    path = SHIPPED / f"{name_or_path}.yaml"
+    shipped, known = SHIPPED / f"{name_or_path}.yaml", names()
+    path = HERE if name_or_path == "here" else shipped if shipped.is_file() else Path(name_or_path)
     if not path.is_file():
-        path = Path(name_or_path)
-    if not path.is_file():
-        known = names()
         raise ValueError(f"unknown hardware {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)}; a file, or one"
                          f" of {', '.join(known)}")  # fmt: skip
     raw = read_yaml(path, NoAliases)
