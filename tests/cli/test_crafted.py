@@ -206,7 +206,7 @@ def resealed(path: Path, change: Callable[[Any], None]) -> None:
 
 
 def test_files_that_lead_elsewhere_or_say_too_much(
-    runs: Path, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bomb: bytes, runs: Path, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Path traversal, offsets outside a file, headers longer than the file, a ledger that unpacks to a thousand times it."""
     model, store = tmp_path / "model", runs / "store"
@@ -233,6 +233,23 @@ def test_files_that_lead_elsewhere_or_say_too_much(
         header({"a": {**entry, "data_offsets": [1 << 62, (1 << 62) + 8]}}) + bytes(8),
     ):
         (model / "model.safetensors").write_bytes(data)
+        refused(at_model, str(model), capsys)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    for note in (
+        bomb,
+        b"[" * 100_000,
+        b"\xff",
+        b"{}",
+        b'{"blocksize": 64, "shape": [1099511627776, 64]}',
+        b'{"blocksize": 0, "shape": [1, 16]}',
+        b'{"blocksize": 8, "shape": [-1, -16]}',
+        b'{"blocksize": 8, "shape": [1, 16], "nested_blocksize": -1}',
+    ):
+        codes = {"dtype": "U8", "shape": [8, 1], "data_offsets": [0, 8]}
+        told = {"dtype": "U8", "shape": [len(note)], "data_offsets": [8, 8 + len(note)]}
+        tensors = {"a.weight": codes, "a.weight.quant_state.bitsandbytes__nf4": told}
+        (model / "model.safetensors").write_bytes(header(tensors) + bytes(8) + note)
         refused(at_model, str(model), capsys)
     at_store = evaluate(tiny_run, tmp_path / "out", "--model", str(store))
     index = (store / "store.json").read_bytes()

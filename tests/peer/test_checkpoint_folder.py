@@ -232,9 +232,6 @@ def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
         CheckpointFolder(folder, model)
     with pytest.raises(ValueError, match="there is no folder"):
         CheckpointFolder(tmp_path / "nowhere", model)
-    model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match="quantised already"):
-        CheckpointFolder(folder, model)
 
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -264,7 +261,7 @@ def test_a_scale_beside_a_weight_is_no_spare_tensor(scale: str, tmp_path: Path) 
 
 
 def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> None:
-    """Oracle: the setting that the test added; the class is built from the text part, which does not have it."""
+    """Oracle: the codes and the scale that the test stored; the class is built from the text part, which does not say so."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     if "qwen3_5" not in CONFIG_MAPPING:
@@ -274,11 +271,18 @@ def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> No
     config.save_pretrained(tmp_path)
     model = build_skeleton(tmp_path).model
     assert type(model.config) is not type(config)
-    CheckpointFolder(tmp_path, model).close()
+    source = CheckpointFolder(tmp_path, model)
+    name = next(name for name in source.names() if name.endswith("mlp.up_proj.weight"))
+    key, codes = source.original_key(name), torch.randn(source.shape(name)).to(torch.float8_e4m3fn)
+    source.close()
+    assert key is not None
+    scale = {f"{key}_scale_inv": torch.tensor([0.25])}
+    rewrite(tmp_path, lambda tensors: tensors.update({key: codes, **scale}))
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match="quantised already"):
-        CheckpointFolder(tmp_path, build_skeleton(tmp_path).model)
+    whole = torch.empty(codes.shape)
+    CheckpointFolder(tmp_path, build_skeleton(tmp_path).model).read_into(name, whole)
+    assert torch.equal(whole, codes.float() * 0.25)
 
 
 def test_the_opened_folder_needs_no_skeleton_any_more(tmp_path: Path) -> None:

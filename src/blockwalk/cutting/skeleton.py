@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from blockwalk.models.folder import repository, require_config
+from blockwalk.models.quantised import KEYS
 
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
@@ -44,6 +45,9 @@ def load_config(path_or_config: Any) -> Any:
     path = path if path.is_file() and path.suffix == ".json" else require_config(path_or_config)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     config.name_or_path, _ = repository(path_or_config)  # what an adapter says of its base
+    for part in (config, config.get_text_config()):  # the model that is built computes with numbers
+        for key in KEYS:
+            vars(part).pop(key, None)
     return config
 
 

@@ -80,7 +80,8 @@ class Frozen:
         weight = model.taken(param.name)
         if isinstance(weight, EncodedWeight):
             if weight.device != model.device:
-                weight = EncodedWeight(weight.buffer.to(model.device), weight.layout)
+                bytes_P = torch.empty(weight.layout.nbytes, dtype=torch.uint8, device=model.device)
+                weight = EncodedWeight(weight.together(bytes_P), weight.layout)
             return weight.to(dtype)
         if not isinstance(weight, torch.Tensor):
             return weight

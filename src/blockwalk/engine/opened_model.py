@@ -133,7 +133,7 @@ class OpenedModel:
                     f"{name} is packed in groups of {stored.layout.group_size}, and state over ranks has groups of"
                     f" {layout.group_size}; pack the checkpoint again with --group_size {layout.group_size}"
                 )
-            out_P.copy_(stored.buffer)
+            stored.together(out_P)
             return
         whole = self.whole(name, layout.shape)
         codecs.encode_rows(whole.reshape(layout.rows, layout.columns), out_P, layout, 0, name=name)

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from blockwalk.models import gguf, hub
+from blockwalk.models.quantised import quantisation
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import reading
 
@@ -47,9 +48,11 @@ def model_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
 
 def lies_in(name: str | os.PathLike[str]) -> Codec | None:
     """The codec that most of a model's weights are in where it comes in codes, which are read as they lie; else None."""
-    file = _gguf_file(name)
-    codec = Codec.RAW if file is None else gguf.read_header(file).main_codec
-    return codec if codec.encoded else None
+    if (file := _gguf_file(name)) is not None:
+        codec = gguf.read_header(file).main_codec
+        return codec if codec.encoded else None
+    found = None if Path(name).is_file() else quantisation(model_folder(name, weights=False))
+    return found and found[0]
 
 
 def _gguf_file(name: str | os.PathLike[str]) -> Path | None:

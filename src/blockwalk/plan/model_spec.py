@@ -28,6 +28,8 @@ class ParamSpec:
     """The codec that its source has it in, which a plan's raw leaves as it is."""
     group_size: int = 32
     """Elements of a row that share a scale where its source has it in codes."""
+    parted_nbytes: int = 0
+    """Bytes that its source has it in, where those are several tensors of a file."""
     exact: bool = False
     """True where the model computes with it in float32 whatever the compute dtype: a router's gate, say."""
 
@@ -45,6 +47,15 @@ class ParamSpec:
     def nbytes(self) -> int:
         """Bytes in the dtype that the model came in."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    def nbytes_in(self, codec: Codec) -> int:
+        """Bytes where the plan says ``codec``."""
+        stored = self.stored_in(codec)
+        return (
+            self.parted_nbytes
+            if stored.facts.parted
+            else encoded_nbytes(self.shape, self.dtype, stored, self.group_size)
+        )
 
 
 def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:
@@ -76,11 +87,7 @@ class UnitSpec:
 
     def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
         """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
-        return sum(
-            encoded_nbytes(p.shape, p.dtype, p.stored_in(codec), p.group_size)
-            for p in self.params
-            if trainable is None or p.trainable == trainable
-        )
+        return sum(p.nbytes_in(codec) for p in self.params if trainable is None or p.trainable == trainable)
 
     def decoded(self, codec: Codec) -> int:
         """Elements of its frozen parameters where some are decoded under the plan's ``codec``; else 0."""

@@ -37,6 +37,9 @@ class CodecFacts:
     block_bytes: int = 0
     """Bytes of a group that is one block of another tool's format, which the codec's own file takes apart: such a codec is read
     and never written. 0 elsewhere."""
+    parted: bool = False
+    """True where codes, scales and zero points are tensors of their own in another tool's files: such a codec is read and never
+    written."""
     trainable: bool = False
     """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth order only)."""
 
@@ -77,11 +80,17 @@ class Codec(StrEnum):
     Q4_K = "q4_k", _blocks(4, 256, 144)
     Q5_K = "q5_k", _blocks(5, 256, 176)
     Q6_K = "q6_k", _blocks(6, 256, 210)
+    FP8_BLOCKS = "fp8_blocks", CodecFacts(bits=8, parted=True)
+    BITSANDBYTES = "bitsandbytes", CodecFacts(bits=4, parted=True)
+    GPTQ = "gptq", CodecFacts(bits=4, parted=True)
+    AWQ = "awq", CodecFacts(bits=4, parted=True)
+    COMPRESSED = "compressed-tensors", CodecFacts(bits=8, parted=True)
+    MXFP4 = "mxfp4", CodecFacts(bits=4, parted=True)
 
     @property
     def written(self) -> bool:
         """True where Blockwalk writes it; others are read from files that have it."""
-        return not self.facts.block_bytes
+        return not (self.facts.block_bytes or self.facts.parted)
 
     @property
     def encoded(self) -> bool:

@@ -65,7 +65,8 @@ def as_stored(param: ParamSpec, source: WeightSource) -> ParamSpec:
     """A parameter with the facts that its source knows."""
     layout, in_place = source.stored_as(param.name), source.in_place(param.name)
     codec = layout.codec if in_place else Codec.RAW
-    return replace(param, assembled=not in_place, codec=codec, group_size=layout.group_size)
+    parted = layout.nbytes if codec.facts.parted else 0
+    return replace(param, assembled=not in_place, codec=codec, group_size=layout.group_size, parted_nbytes=parted)
 
 
 class UnitTier(Protocol):

@@ -93,7 +93,8 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
 
 
 def _comes_in_codes(own: Mapping[str, Any]) -> bool:
-    return str(own.get("model", "")).partition("@")[0].endswith(".gguf") and lies_in(own["model"]) is not None
+    name = str(own.get("model", ""))
+    return (name.partition("@")[0].endswith(".gguf") or Path(name).is_dir()) and lies_in(name) is not None
 
 
 def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:

@@ -15,14 +15,16 @@ numbers. At a learning rate of 1e-7 an update is far below a step: rounded to ne
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 
 import torch
 
 from blockwalk.numerics import native as native_code
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Bytes, Layout
 from blockwalk.numerics.codecs.matrix_codec import Rounding, matrix_codec
+from blockwalk.numerics.codecs.readers import Index
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import random_uint16, stochastic_round
@@ -32,6 +34,16 @@ _CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 26
 _THREAD_ELEMENTS = 1 << 15
 """Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
+
+
+def decode_whole(buffer: Bytes, layout: Layout, out: torch.Tensor) -> None:
+    """The whole parameter into ``out`` (contiguous, of its shape; any float dtype)."""
+    if layout.parts is not None and len(layout.shape) > 2:
+        for expert, out_RD in enumerate(out):
+            own = tuple(part[expert] for part in layout.split(buffer))
+            decode_rows(own, dataclasses.replace(layout, shape=layout.shape[1:]), 0, len(out_RD), out_RD)
+    else:
+        decode_rows(buffer, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
 
 
 def encode_rows(
@@ -101,7 +113,7 @@ def encode_rows(
 
 
 def decode_rows(
-    buffer: torch.Tensor,
+    buffer: Bytes,
     layout: Layout,
     start: int,
     stop: int,
@@ -119,6 +131,8 @@ def decode_rows(
     assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
     assert 0 <= first <= last <= layout.columns, (columns, layout)
     assert out.shape == (stop - start, last - first), (out.shape, start, stop, first, last)
+    if not isinstance(buffer, torch.Tensor) or layout.parts is not None:
+        return _read(buffer, layout, slice(start, stop), slice(first, last), out)
     order = None if layout.order is None else layout.order[start:stop]
     if native and _decode_native(buffer, layout, order, start, first, last, out):
         return out
@@ -135,7 +149,7 @@ def decode_rows(
 
 
 def gather_rows(
-    buffer: torch.Tensor, layout: Layout, index: torch.Tensor, out: torch.Tensor, *, native: bool = True
+    buffer: Bytes, layout: Layout, index: torch.Tensor, out: torch.Tensor, *, native: bool = True
 ) -> torch.Tensor:
     """The rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
 
@@ -146,6 +160,8 @@ def gather_rows(
         low, high = (int(value) for value in torch.aminmax(index))
         if low < 0 or high >= layout.rows:
             raise IndexError(f"rows {low} to {high} are asked of a parameter of {layout.rows} rows")
+    if not isinstance(buffer, torch.Tensor) or layout.parts is not None:
+        return _read(buffer, layout, index, slice(0, layout.columns), out)
     if layout.order is not None:
         index = layout.order.to(index.device)[index]
     if native and _decode_native(buffer, layout, index, 0, 0, layout.columns, out):
@@ -156,6 +172,18 @@ def gather_rows(
     # index_select does not know float8: its rows are taken as bytes.
     chosen = codes.view(torch.uint8)[index].view(layout.code_dtype)
     return out.copy_(matrix_codec(layout.codec).decode(layout.scales(buffer)[index], chosen, layout, 0, layout.columns))
+
+
+def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: torch.Tensor) -> torch.Tensor:
+    """Rows and columns of a parted codec into ``out``, some rows at a time."""
+    assert layout.parts is not None
+    reader = layout.parts.reader(layout.split(buffer))
+    piece = max((_CPU_PIECE if is_cpu(out.device) else _DEVICE_PIECE) // max(out.shape[1], 1), 1)
+    for a in range(0, out.shape[0], piece):
+        b = min(a + piece, out.shape[0])
+        some = slice(rows.start + a, rows.start + b) if isinstance(rows, slice) else rows[a:b]
+        out[a:b].copy_(reader(some, columns))
+    return out
 
 
 def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> None:

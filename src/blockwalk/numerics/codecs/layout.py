@@ -14,21 +14,42 @@ between: exactly :func:`blockwalk.plan.model_spec.encoded_nbytes`. All numbers a
 
 Codecs with groups have G = ⌈D / group⌉ groups of consecutive elements in a row, the last one padded with zeros. An interleaved
 codec (int4a) puts each group's scales directly before its codes instead; where a group is a block of another tool's format, its
-bytes are all codes. Rows may stand in another order in the bytes than in the parameter.
+bytes are all codes. Rows may stand in another order in the bytes than in the parameter. The bytes of a parted codec are
+several tensors, each aligned to eight bytes where they lie together, and a reader says what they mean (:class:`Parts`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from blockwalk.numerics.codecs.readers import Reader
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import side_by_side
 
 FORMAT_VERSION = 1
 """The version of the layout above; it stands in every file that holds encoded parameters."""
+
+
+Bytes = torch.Tensor | tuple[torch.Tensor, ...]
+"""The bytes of a parameter: uint8 [nbytes], or the tensors of a parted codec where each lies by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The dtypes and shapes of the tensors that a parted parameter consists of, and the reader that is made of them. Experts in
+    three dimensions are read one by one, each out of its part of every tensor."""
+
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    reader: Callable[[Sequence[torch.Tensor]], Reader]
+
+    def places(self) -> tuple[list[int], int]:
+        """The first byte of each tensor where they lie together, and the end."""
+        return side_by_side((math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors), 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +66,8 @@ class Layout:
     order: torch.Tensor | None = field(default=None, compare=False)
     """The place in the bytes of each row of the parameter, int64 [R]; None: they stand in their order. Its bytes are read, and
     never written."""
+    parts: Parts | None = field(default=None, compare=False)
+    """The tensors that a parted codec's bytes are."""
 
     def __post_init__(self) -> None:
         sizes = self.codec.facts.group_sizes
@@ -90,6 +113,8 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
+        if self.parts is not None:
+            return self.parts.places()[1]
         return encoded_nbytes(self.shape, self.dtype, self.codec, self.group_size)
 
     def scales(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -108,6 +133,17 @@ class Layout:
                 self.code_dtype
             )
         return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
+
+    def split(self, buffer: Bytes) -> tuple[torch.Tensor, ...]:
+        """The tensors of a parted codec in its bytes."""
+        if isinstance(buffer, tuple):
+            return buffer
+        assert self.parts is not None
+        starts, _ = self.parts.places()
+        return tuple(
+            buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for start, (dtype, shape) in zip(starts, self.parts.tensors, strict=True)
+        )
 
     def _blocks(self, buffer: torch.Tensor) -> torch.Tensor:
         """The bytes of an interleaved parameter by group, [R, groups, bytes of one]."""

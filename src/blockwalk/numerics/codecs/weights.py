@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from blockwalk.numerics.codecs.codecs import decode_rows, gather_rows
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows
+from blockwalk.numerics.codecs.layout import Bytes, Layout
 from blockwalk.numerics.scratch import ScratchArena, shared_arena
 
 
@@ -39,18 +39,18 @@ class Weight(Protocol):
 class EncodedWeight:
     """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms.
 
-    ``buffer`` (uint8, 1-D, of the encoded size; a view of a file map will do) stays where it is. :meth:`rows` and
-    :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
+    ``buffer`` (uint8, 1-D, of the encoded size, or the tensors of a parted codec; views of file maps will do) stays where it
+    is. :meth:`rows` and :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
     """
 
     def __init__(
         self,
-        buffer: torch.Tensor,
+        buffer: Bytes,
         layout: Layout,
         dtype: torch.dtype = torch.bfloat16,
         scratch: ScratchArena | None = None,
     ) -> None:
-        if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
+        if isinstance(buffer, torch.Tensor) and (buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,)):
             raise ValueError(
                 f"a parameter {layout.shape} in {layout.codec} has {layout.nbytes} bytes (uint8), "
                 f"not {tuple(buffer.shape)} of {buffer.dtype}"
@@ -64,11 +64,23 @@ class EncodedWeight:
 
     @property
     def device(self) -> torch.device:
-        return self.buffer.device
+        return self._like.device
+
+    @property
+    def _like(self) -> torch.Tensor:
+        return self.buffer if isinstance(self.buffer, torch.Tensor) else self.buffer[0]
 
     def to(self, dtype: torch.dtype, scratch: ScratchArena | None = None) -> EncodedWeight:
         """A weight over these bytes, [R, D], that decodes to another dtype."""
         return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
+
+    def together(self, out_P: torch.Tensor) -> torch.Tensor:
+        """Copy its bytes to ``out_P`` (uint8 [nbytes], any device), and answer that."""
+        if isinstance(self.buffer, torch.Tensor):
+            return out_P.copy_(self.buffer)
+        for part, place in zip(self.buffer, self.layout.split(out_P), strict=True):
+            place.copy_(part)
+        return out_P
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         out = self._take(stop - start, self.layout.columns)
@@ -85,11 +97,11 @@ class EncodedWeight:
 
     def read_into(self, out: torch.Tensor) -> None:
         """Decode the whole of it into ``out``, [R, D] of any floating dtype."""
-        decode_rows(self.buffer, self.layout, 0, self.layout.rows, out)
+        decode_whole(self.buffer, self.layout, out)
 
     def _take(self, rows: int, columns: int) -> torch.Tensor:
         scratch = self._scratch or shared_arena(self.device)
-        return scratch.take("weight", rows, columns, like=self.buffer, dtype=self.dtype)
+        return scratch.take("weight", rows, columns, like=self._like, dtype=self.dtype)
 
 
 class JoinedWeight:
@@ -154,15 +166,16 @@ class DenseWeight:
         return scratch.take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
 
 
-def opened(layout: Layout, bytes_P: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | Weight:
+def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> torch.Tensor | Weight:
     """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where they are plain, an
     encoded matrix as a Weight; one in another number of dimensions (a layer's experts) is decoded afresh. ``dtype`` is that
     of decoded numbers, the layout's unless given."""
-    if not layout.codec.encoded:
+    if isinstance(bytes_P, torch.Tensor) and not layout.codec.encoded:
         return layout.codes(bytes_P).view(layout.shape)
     dtype = dtype or getattr(torch, layout.dtype)
     if len(layout.shape) == 2:
         return EncodedWeight(bytes_P, layout, dtype)
-    out = torch.empty(layout.shape, dtype=dtype, device=bytes_P.device)
-    decode_rows(bytes_P, layout, 0, layout.rows, out.view(layout.rows, layout.columns))
+    device = bytes_P.device if isinstance(bytes_P, torch.Tensor) else bytes_P[0].device
+    out = torch.empty(layout.shape, dtype=dtype, device=device)
+    decode_whole(bytes_P, layout, out)
     return out

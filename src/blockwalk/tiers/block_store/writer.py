@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 
 from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf import MADE
+from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION
 from blockwalk.numerics.codecs.weights import EncodedWeight
@@ -141,7 +143,7 @@ def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: t
     layout = param.layout(group_size)
     weight = source.weights([param.name])[param.name]
     if isinstance(weight, EncodedWeight) and weight.layout == layout:
-        bytes_P.copy_(weight.buffer)
+        weight.together(bytes_P)
         yield layout.rows
         return
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
@@ -159,3 +161,7 @@ def copy_model_files(source: str | os.PathLike[str], target: str | os.PathLike[s
         wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
         if file.is_file() and wanted and file.name not in (INDEX, MADE) and not file.name.endswith(".index.json"):
             shutil.copyfile(file, Path(target) / file.name)
+    config = Path(target) / "config.json"  # what is written beside it is not quantised any more
+    if quantisation(Path(target)) is not None:
+        values = json.loads(config.read_text(encoding="utf-8"))
+        atomic_files.write_json(config, {key: value for key, value in values.items() if key not in KEYS})

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from blockwalk.models.folder import checkpoint_files, model_folder
-from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import EncodedWeight, Weight
-from blockwalk.system.atomic_files import reading
+from blockwalk.numerics.codecs.codecs import decode_whole
+from blockwalk.numerics.codecs.layout import Bytes, Layout
+from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.tiers.disk import MappedFile
-from blockwalk.tiers.model_folder import gguf_file, safetensors, torch_file
+from blockwalk.tiers.model_folder import gguf_file, quantised, safetensors, torch_file
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class CheckpointFolder:
             wanted. The dtype is the one stored.
 
     Raises:
-        ValueError: tensors are missing or of the wrong shape, with their names; a quantised checkpoint; no weights;
+        ValueError: tensors are missing or of the wrong shape, with their names; codes that are not read; no weights;
             or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning.
     """
 
@@ -51,17 +50,21 @@ class CheckpointFolder:
         from blockwalk.tiers.model_folder import conversion
 
         self.path = model_folder(path)
-        _refuse_quantised(self.path / "config.json", getattr(model.config, "quantization_config", None))
         stored: dict[str, StoredTensor] = {}
         self._files: dict[str, MappedFile] = {}
         for name in checkpoint_files(self.path):
             stored |= _READERS[Path(name).suffix](self.path / name, model)
             self._files[name] = MappedFile(self.path / name)
+        stored = quantised.joined(self.path, stored)
         self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(model, stored, self._view, str(self.path))
 
+    def _bytes(self, stored: StoredTensor) -> Bytes:
+        if stored.parts:
+            return tuple(self._files[p.file].view(p.offset, p.nbytes, p.dtype, p.shape) for p in stored.parts)
+        return self._files[stored.file].view(stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,))
+
     def _open(self, stored: StoredTensor) -> torch.Tensor | Weight:
-        bytes_P = self._files[stored.file].view(stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,))
-        return stored.open(bytes_P)
+        return stored.open(self._bytes(stored))
 
     def _view(self, stored: StoredTensor) -> torch.Tensor:
         """A tensor as it lies; decoded whole where it is a matrix in codes."""
@@ -108,17 +111,18 @@ class CheckpointFolder:
         recipe = self._recipes[name]
         if tuple(out.shape) != recipe.shape:
             raise ValueError(f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}")
-        weight = None if recipe.conversion else self._open(recipe.sources[0])
-        if isinstance(weight, EncodedWeight):
-            weight.read_into(out)
+        stored = recipe.sources[0]
+        if stored.codec.encoded and recipe.conversion is None and out.is_contiguous():
+            decode_whole(self._bytes(stored), stored.layout, out)
         else:
             recipe.read_into(out, self._view)
 
     def _ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
         ranges: dict[str, list[tuple[int, int]]] = {}
         for name in names:
-            for stored in self._recipes[name].sources:
-                ranges.setdefault(stored.file, []).append((stored.offset, stored.nbytes))
+            for source in self._recipes[name].sources:
+                for stored in source.parts or (source,):
+                    ranges.setdefault(stored.file, []).append((stored.offset, stored.nbytes))
         return ranges
 
     def prefetch(self, names: Iterable[str]) -> int:
@@ -131,21 +135,3 @@ class CheckpointFolder:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _refuse_quantised(config: Path, found: Any) -> None:
-    """Raise ValueError where a model's configuration, or that of a part of it, names a quantisation: a class that is built from
-    the text part alone does not have the outer one's (``found``: the model's own)."""
-    named = [found]
-    if config.is_file():
-        with reading(config):
-            values = json.loads(config.read_text(encoding="utf-8"))
-            parts = [values, *(part for part in values.values() if isinstance(part, dict))]
-        named += [part.get(key) for part in parts for key in ("quantization_config", "compression_config")]
-    if found := next(filter(None, named), None):
-        given = found if isinstance(found, dict) else getattr(found, "__dict__", {})
-        method = getattr(given.get("quant_method"), "value", given.get("quant_method")) or "no name"
-        raise ValueError(
-            f"{config}: the weights are quantised already (quant_method {method}), which is not read; read are float32,"
-            " bfloat16 and float16, and GGUF files: take the model that it was made from, or a GGUF of it"
-        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Bytes, Layout, Parts
+from blockwalk.numerics.codecs.readers import Reader
 from blockwalk.numerics.codecs.weights import EncodedWeight, Weight, opened
 from blockwalk.plan.placement import Codec
 
@@ -27,21 +29,28 @@ class StoredTensor:
     """The place in the file of each of its rows, see :class:`~blockwalk.numerics.codecs.layout.Layout`."""
     plus: float = 0.0
     """A number that the file's values lack."""
+    parts: tuple[StoredTensor, ...] = ()
+    """The tensors of the files that it consists of, where it is more than one; its own place is the first one's."""
+    reader: Callable[[Sequence[torch.Tensor]], Reader] | None = field(default=None, compare=False)
+    """The reader that is made of those."""
 
     @property
     def layout(self) -> Layout:
         sizes = self.codec.facts.group_sizes
         name = str(self.dtype).removeprefix("torch.")
-        return Layout(self.shape, self.codec, name, sizes[0] if sizes else 32, self.order)
+        parts = None
+        if self.reader is not None:
+            parts = Parts(tuple((part.dtype, part.shape) for part in self.parts), self.reader)
+        return Layout(self.shape, self.codec, name, sizes[0] if sizes else 32, self.order, parts)
 
     @property
     def in_place(self) -> bool:
         """Whether its bytes serve as they lie: as a tensor, or as an encoded matrix."""
         return not self.codec.encoded or len(self.shape) == 2
 
-    def open(self, bytes_P: torch.Tensor) -> torch.Tensor | Weight:
-        """The tensor over its bytes (uint8 [nbytes]): a view of them, a Weight where rows are decoded or put in order when they
-        are read, and a fresh tensor where it is small and another number is added."""
+    def open(self, bytes_P: Bytes) -> torch.Tensor | Weight:
+        """The tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight where rows are decoded or put in
+        order when they are read, and a fresh tensor where it is small and another number is added."""
         if self.order is not None and len(self.shape) == 2:
             return EncodedWeight(bytes_P, self.layout, self.dtype)
         found = opened(self.layout, bytes_P)

@@ -1,0 +1,50 @@
+"""The tool that quantised a checkpoint's weights, as its configuration tells. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from blockwalk.plan.placement import Codec
+from blockwalk.system.atomic_files import reading
+
+METHODS = {
+    "fp8": Codec.FP8_BLOCKS,
+    "bitsandbytes": Codec.BITSANDBYTES,
+    "gptq": Codec.GPTQ,
+    "awq": Codec.AWQ,
+    "compressed-tensors": Codec.COMPRESSED,
+    "mxfp4": Codec.MXFP4,
+}
+"""The values of ``quant_method`` that are read, and the codec that each is here."""
+KEYS = ("quantization_config", "compression_config")
+"""The keys of a configuration that tell it."""
+
+
+def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
+    """The codec of a model folder's quantised matrices, and what its tool says of them; None where nothing is quantised.
+
+    A composite model's configuration tells it outside, or in the part of the text model.
+
+    Raises:
+        ValueError: by a tool whose files are not read.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    with reading(config):
+        values = json.loads(config.read_text(encoding="utf-8"))
+        parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+        found = next((part[key] for part in parts for key in KEYS if part.get(key)), None)
+        if found is None:
+            return None
+        method = found.get("quant_method", "no name")
+        method = "bitsandbytes" if method == "no name" and "bnb_4bit_quant_type" in found else method
+        codec = METHODS.get(method)
+    if codec is None:
+        raise ValueError(
+            f"{config}: the weights are quantised already (quant_method {method}), which is not read; read are"
+            f" {', '.join(METHODS)}, and GGUF files: take the model that it was made from, or one of those"
+        )
+    return codec, found

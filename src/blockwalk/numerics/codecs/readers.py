@@ -1,0 +1,131 @@
+"""Readers of matrices whose codes, scales and zero points are tensors of their own: functions that are put together.
+
+A reader answers some rows and columns of a matrix [R, D]. The simplest ones read a tensor; others look its codes up, turn it,
+or make ``(code − zero) · scale`` of several. A quantised checkpoint's format is a reader of its tensors
+(:mod:`blockwalk.tiers.model_folder.quantised`). Products are float32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Index = slice | torch.Tensor
+"""Rows or columns, by number: a slice with both ends, or int64 [n]."""
+
+Reader = Callable[[Index, Index], torch.Tensor]
+"""(rows, columns): the elements there, numbers or codes, [rows, columns]."""
+
+
+def numbers(tensor: torch.Tensor) -> Reader:
+    """The elements of a tensor [R, D]."""
+    if tensor.dtype.is_floating_point and tensor.itemsize == 1:  # an index does not know float8, and its casts are slow
+        every = torch.arange(256, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
+        return looked_up(numbers(tensor.view(torch.uint8)), every.float())
+    return lambda rows, columns: tensor[rows][:, columns]
+
+
+def packed(tensor: torch.Tensor, bits: int, dim: int = 1, order: Sequence[int] | None = None) -> Reader:
+    """Codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order`` is the place
+    in it of each, counted from the lowest bits, in their own order unless given."""
+    each = 8 * tensor.itemsize // bits
+    shifts = torch.tensor(order or range(each), dtype=tensor.dtype, device=tensor.device) * bits
+
+    def read(rows: Index, columns: Index) -> torch.Tensor:
+        index = (rows, columns)[dim]
+        if isinstance(index, slice):  # whole elements are taken apart, and what is asked for is cut out
+            whole = slice(index.start // each, -(-index.stop // each))
+            part = (tensor[whole][:, columns] if dim == 0 else tensor[rows][:, whole]).unsqueeze(dim + 1)
+            apart = part >> (shifts[:, None] if dim == 0 else shifts) & (1 << bits) - 1
+            return apart.flatten(dim, dim + 1).narrow(dim, index.start % each, index.stop - index.start)
+        part = tensor[index // each][:, columns] if dim == 0 else tensor[rows][:, index // each]
+        shift = shifts[index % each]
+        return part >> (shift[:, None] if dim == 0 else shift) & (1 << bits) - 1
+
+    return read
+
+
+def turned(reader: Reader) -> Reader:
+    """A matrix that its tensors have as [D, R]."""
+    return lambda rows, columns: reader(columns, rows).t()
+
+
+def looked_up(codes: Reader, levels: torch.Tensor) -> Reader:
+    """The levels (1-D) that codes stand for."""
+
+    def read(rows: Index, columns: Index) -> torch.Tensor:
+        found = codes(rows, columns)
+        return levels.index_select(0, found.flatten().int()).view(
+            found.shape
+        )  # a third of the time of ``levels[found]``
+
+    return read
+
+
+def in_rows_of(columns_of_a_row: int, flat: Reader) -> Reader:
+    """A matrix whose elements are one row of ``flat``, row after row."""
+
+    def read(rows: Index, columns: Index) -> torch.Tensor:
+        down, across = _each(rows), _each(columns)
+        places = (down.unsqueeze(1) * columns_of_a_row + across).flatten()
+        return flat(slice(0, 1), places).view(len(down), len(across))
+
+    return read
+
+
+def scaled(
+    codes: Reader,
+    scales: Reader,
+    zeros: Reader | None = None,
+    *,
+    less: float = 0.0,
+    block: tuple[int, int] = (1, 1),
+    group_of: torch.Tensor | None = None,
+    plus: float = 0.0,
+) -> Reader:
+    """``(code − zero − less) · scale + plus`` in float32.
+
+    Args:
+        codes: [R, D].
+        scales, zeros: those of blocks of the matrix, [⌈R / rows⌉, ⌈D / columns⌉].
+        less: a number that every zero point lacks.
+        block: rows and columns of a block.
+        group_of: the blocks that each row belongs to, int64 [R], where these are not neighbours.
+        plus: a number that every element lacks.
+    """
+
+    groups = 0 if group_of is None else int(group_of.max()) + 1
+
+    def read(rows: Index, columns: Index) -> torch.Tensor:
+        def spread(of_blocks: Reader, less: float = 0.0) -> torch.Tensor:
+            down = _blocks(rows, block[0]) if group_of is None else slice(0, groups)
+            found = of_blocks(down, _blocks(columns, block[1])).to(torch.float32) + less
+            found = _for_each(found, rows, block[0], 0) if group_of is None else found[group_of[rows]]
+            return _for_each(found, columns, block[1], 1)
+
+        values = codes(rows, columns).to(torch.float32)
+        if zeros is not None:
+            values = values - spread(zeros, less)
+        elif less:
+            values = values - less
+        return values * spread(scales) + plus
+
+    return read
+
+
+def _each(index: Index) -> torch.Tensor:
+    return torch.arange(index.start, index.stop) if isinstance(index, slice) else index
+
+
+def _blocks(index: Index, size: int) -> Index:
+    """The blocks of ``size`` rows or columns that some touch: once where these are neighbours, else one for each."""
+    return slice(index.start // size, -(-index.stop // size)) if isinstance(index, slice) else index // size
+
+
+def _for_each(of_blocks: torch.Tensor, index: Index, size: int, dim: int) -> torch.Tensor:
+    """The value of its block for each of some rows or columns; of one block for all, or of as many blocks, as they are."""
+    if size == 1 or not isinstance(index, slice) or of_blocks.shape[dim] == 1:
+        return of_blocks
+    whole = of_blocks.repeat_interleave(size, dim)
+    return whole.narrow(dim, index.start % size, index.stop - index.start)
