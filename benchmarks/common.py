@@ -72,7 +72,7 @@ def random_store(name: str, codec: Codec, dtype: str = "bfloat16") -> Path:
 
         config = model_config(name, dtype)
         skeleton = build_skeleton(config)
-        spec = certified(skeleton.model).spec()
+        spec = certified(skeleton).spec()
         folder = CACHE / f"{name}-config-{dtype}"
         config.save_pretrained(folder)
         source = RandomSource({p.name: p.shape for p in spec.params()}, getattr(torch, dtype))

@@ -76,7 +76,7 @@ TABLE: dict[str, dict] = {
 def check(model_type: str, dtype: torch.dtype, tolerance: float, settings: dict, *, train: bool = True) -> CutModel:
     config = tiny_config(model_type, **settings)
     model = tiny_model(config, dtype)
-    cut = certified(build_skeleton(config, dtype).model)
+    cut = certified(build_skeleton(config, dtype))
     params = {name: param.detach() for name, param in model.named_parameters()}
     batch = tiny_batch(config.get_text_config().vocab_size)
     model.train(train)
@@ -117,7 +117,7 @@ def test_heads_are_described() -> None:
     """Oracle: the formulas of the models' papers and configurations (soft cap 30, logits × 0.0625, logits / 4)."""
 
     def head(model_type: str, **settings: object):
-        return certified(build_skeleton(tiny_config(model_type, **settings)).model).head
+        return certified(build_skeleton(tiny_config(model_type, **settings))).head
 
     assert head("gemma2").soft_cap == 30.0
     assert head("cohere").scale == 0.0625
@@ -142,7 +142,7 @@ def test_heads_are_described() -> None:
 def test_what_is_no_sequence_of_layers_is_refused(model_type: str, settings: dict, reason: str) -> None:
     """Oracle: the models' own code: looped, sharing keys and values, skipping layers, reading every router, ..."""
     with pytest.raises(ValueError, match=reason):
-        certified(build_skeleton(tiny_config(model_type, **settings)).model)
+        certified(build_skeleton(tiny_config(model_type, **settings)))
 
 
 def test_encoder_decoders_are_refused() -> None:

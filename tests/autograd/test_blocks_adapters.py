@@ -35,7 +35,7 @@ def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
     torch.manual_seed(5)
     theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4, target_modules=targets))
     before = torch.get_rng_state()
-    ours = add_lora(build_skeleton(config, torch.bfloat16).model, lora_config(4, target_modules=targets), seed=5)
+    ours = add_lora(build_skeleton(config, torch.bfloat16), lora_config(4, target_modules=targets), seed=5)
     assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     assert mine
@@ -82,7 +82,7 @@ def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config).model, lora_config(3, dropout=dropout, target_modules=targets)))
+    cut = certified(add_lora(build_skeleton(config), lora_config(3, dropout=dropout, target_modules=targets)))
     cut.take_parameters()
     model.train()
     cut.model.train()
@@ -136,7 +136,7 @@ def test_configurations_that_touch_base_weights_are_refused(settings: dict, reas
     """Oracle: PEFT's documentation of these settings: each reads, changes or trains base weights."""
     config = lora_config(4, **settings)
     with pytest.raises(ValueError, match=reason):
-        add_lora(build_skeleton(tiny_config("llama")).model, config)
+        add_lora(build_skeleton(tiny_config("llama")), config)
 
 
 def test_lora_on_the_head_is_described() -> None:
@@ -148,7 +148,7 @@ def test_lora_on_the_head_is_described() -> None:
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config).model, lora_config(3, target_modules=targets)))
+    cut = certified(add_lora(build_skeleton(config), lora_config(3, target_modules=targets)))
     cut.take_parameters()
     head = cut.head
     assert head.lora == ("lm_head.lora_A.weight", "lm_head.lora_B.weight", 16 / 3)
@@ -185,7 +185,7 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
                "options": {"use_rslora": True, "rank_pattern": {"v_proj": 2}}}  # fmt: skip
     settings = blockwalk.LoraSettings(3, 5, 0.25, ("q_proj", "v_proj"), mapping["options"])
     for lora in (given, mapping, settings):
-        ours = adapt(build_skeleton(config).model, as_lora(lora)).peft_config["default"].to_dict()
+        ours = adapt(build_skeleton(config), as_lora(lora)).peft_config["default"].to_dict()
         assert {**ours, "base_model_name_or_path": None} == {**theirs, "base_model_name_or_path": None}
 
 

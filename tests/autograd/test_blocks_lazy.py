@@ -78,7 +78,7 @@ def test_lazy_weights_are_dense_ones(model_type: str, codec: Codec | None, monke
             if "lora_B" in name:
                 param.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
     values = {canonical_name(name, ("default",)): param.detach() for name, param in plain.named_parameters()}
-    cut = certified(add_lora(build_skeleton(config).model, lora_config(2)))
+    cut = certified(add_lora(build_skeleton(config), lora_config(2)))
     cut.take_parameters()
     cut.model.eval()
     lazy, dense = encoded(cut, values, codec)

@@ -21,7 +21,7 @@ from tests.autograd.control import assert_same, control, tiny_batch, tiny_config
 
 def cut_and_values(model_type: str, **settings: object):
     config = tiny_config(model_type, **settings)
-    cut = certified(build_skeleton(config).model)
+    cut = certified(build_skeleton(config))
     return cut, {name: p.detach() for name, p in tiny_model(config).named_parameters()}
 
 
@@ -32,7 +32,7 @@ def bind(cut: CutModel, unit: int, values):
 def test_spec_names_every_parameter_once_in_execution_order() -> None:
     """Oracle: `named_parameters()`, and OPT's forward, which applies the final norm that it registers first last."""
     config = tiny_config("opt")
-    cut = certified(build_skeleton(config).model)
+    cut = certified(build_skeleton(config))
     spec, model = cut.spec(), tiny_model(config)
     named = dict(model.named_parameters())
     listed = [param.name for param in spec.params()]
@@ -52,13 +52,13 @@ def test_spec_names_every_parameter_once_in_execution_order() -> None:
 
 def test_kinds_tell_apart_what_runs_differently() -> None:
     """Oracle: the layers' own attributes: sliding or full attention, dense or expert feed-forward."""
-    cut = certified(build_skeleton(tiny_config("gemma3_text")).model)
+    cut = certified(build_skeleton(tiny_config("gemma3_text")))
     kinds = {}
     for unit, block in enumerate(cut.spec().blocks, 1):
         kinds.setdefault(block.kind, set()).add(cut.modules(unit)[0].self_attn.is_sliding)
     assert len(kinds) == 2
     assert all(len(sliding) == 1 for sliding in kinds.values())
-    mixed = certified(build_skeleton(tiny_config("deepseek_v3")).model).spec().blocks
+    mixed = certified(build_skeleton(tiny_config("deepseek_v3"))).spec().blocks
     experts = [any("experts" in p.name for p in block.params) for block in mixed]
     assert len({(block.kind, has) for block, has in zip(mixed, experts, strict=True)}) == 2
     assert any(p.quantizable and len(p.shape) == 3 for block in mixed for p in block.params)
@@ -278,7 +278,7 @@ def test_what_the_machine_refused_is_no_verdict(error, tmp_path, monkeypatch) ->
     """Oracle: the study itself, once the machine has room again; in this process and in one that reads its file."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path))
     monkeypatch.setattr(verification, "_known", {})
-    model = build_skeleton(tiny_config("gpt2")).model
+    model = build_skeleton(tiny_config("gpt2"))
     with monkeypatch.context() as full:
         full.setattr(verification, "compare", lambda *_: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)):
@@ -294,7 +294,7 @@ def test_verdicts_are_kept_in_a_file(tmp_path, monkeypatch) -> None:
     studies = []
     study = verify.study
     monkeypatch.setattr(verification, "study", lambda *a, **k: studies.append(a) or study(*a, **k))
-    good, bad = (build_skeleton(tiny_config(name)).model for name in ("gpt2", "hrm_text"))
+    good, bad = (build_skeleton(tiny_config(name)) for name in ("gpt2", "hrm_text"))
     anatomy = verify.certified_anatomy(good)
     with pytest.raises(ValueError, match="looped"):
         verify.certified_anatomy(bad)

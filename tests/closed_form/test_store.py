@@ -560,7 +560,7 @@ def test_the_folder_it_is_copied_from_is_never_written(tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-    skeleton = build_skeleton(tmp_path / "model").model
+    skeleton = build_skeleton(tmp_path / "model")
     source = CheckpointFolder(tmp_path / "model", skeleton)
     with make_writable(
         tmp_path / "store", source, certified(skeleton).spec(), Codec.BF16, copy_from=tmp_path / "model"

@@ -89,7 +89,7 @@ class TestModelFolder(WeightSourceTests):
     def open(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> WeightSource:
         model: Any = tiny_model("llama")
         model.save_pretrained(folder)
-        return CheckpointFolder(folder, build_skeleton(folder).model)
+        return CheckpointFolder(folder, build_skeleton(folder))
 
 
 def spec_of(tensors: Mapping[str, torch.Tensor]) -> ModelSpec:

@@ -46,7 +46,7 @@ def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
 
     wanted = MODELS[name]
     config = AutoConfig.for_model(name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name])
-    model = build_skeleton(config, getattr(torch, wanted.dtype)).model
+    model = build_skeleton(config, getattr(torch, wanted.dtype))
     if name == "llama":
         model = add_lora(model, lora_config(4, target_modules=["q_proj", "v_proj"]))
     found = certified(model).spec()

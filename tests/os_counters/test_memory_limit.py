@@ -36,7 +36,7 @@ def test_weights_that_do_not_fit_beside_the_process_are_walked(tmp_path: Path) -
     )
     config.save_pretrained(tmp_path / "config")
     skeleton = build_skeleton(config, torch.bfloat16)
-    spec = certified(skeleton.model).spec()
+    spec = certified(skeleton).spec()
     source = RandomSource({p.name: p.shape for p in spec.params()}, torch.bfloat16)
     write_store(tmp_path / "store", source, spec, Codec.BF16, copy_from=tmp_path / "config")
     size = sum(path.stat().st_size for path in (tmp_path / "store").iterdir())

@@ -72,7 +72,7 @@ def make(folder: Path, name: str, vocab: int, hidden: int) -> None:
     config = AutoConfig.for_model(
         "llama", vocab_size=vocab, hidden_size=hidden, num_hidden_layers=1, num_attention_heads=8, intermediate_size=64
     )
-    model = build_skeleton(config).model
+    model = build_skeleton(config)
     config.save_pretrained(folder / name)
     entries = {n: safetensors.Entry(tuple(p.shape), p.dtype) for n, p in model.named_parameters()}
     pieces = (torch.randn(entry.shape) for entry in entries.values())

@@ -26,10 +26,10 @@ def peak():
 def config(**sizes):
     return AutoConfig.for_model("qwen2", num_attention_heads=16, num_key_value_heads=2, **sizes)
 
-small = build_skeleton(config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)).model
+small = build_skeleton(config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64))
 add_lora(small, lora_config(8))  # imports, and the run of a small instance that shows which modules are reached
 before = peak()
-model = build_skeleton(config(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, vocab_size=151936)).model
+model = build_skeleton(config(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, vocab_size=151936))
 built = peak()
 add_lora(model, lora_config(8))
 weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_meta)
@@ -55,17 +55,17 @@ def test_buffers_are_those_of_a_real_model(model_type: str) -> None:
     skeleton = build_skeleton(config, torch.bfloat16)
     real = model_class(config)._from_config(config, dtype=torch.bfloat16)
     buffers = dict(real.named_buffers())
-    made = dict(skeleton.model.named_buffers())
+    made = dict(skeleton.named_buffers())
     assert made.keys() == buffers.keys()
     for name, buffer in buffers.items():
         assert not made[name].is_meta
         assert made[name].dtype == buffer.dtype, name
         assert torch.equal(made[name], buffer), name
     stored = set(real.state_dict()) - {name for name, _ in real.named_parameters(remove_duplicate=False)}
-    assert set(skeleton.persistent_buffers) == stored
-    assert persistent_buffers(real) == skeleton.persistent_buffers
+    assert set(persistent_buffers(skeleton)) == stored
+    assert persistent_buffers(real) == persistent_buffers(skeleton)
     for (name, param), (real_name, real_param) in zip(
-        skeleton.model.named_parameters(), real.named_parameters(), strict=True
+        skeleton.named_parameters(), real.named_parameters(), strict=True
     ):
         assert (name, param.shape, param.dtype) == (real_name, real_param.shape, real_param.dtype)
         assert param.is_meta

@@ -89,7 +89,7 @@ def test_every_tensor_is_what_from_pretrained_loads(family: str, tmp_path: Path)
     folder = save_model(family, tmp_path / "model", shard="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     theirs = loaded(folder)
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     seen = {id_: name for name, id_ in ((n, t.data_ptr()) for n, t in theirs.items())}
     assert len(source.names()) == len(seen), "each tensor once"
     for name in source.names():
@@ -109,7 +109,7 @@ def test_single_experts_are_stored_and_fused(tmp_path: Path) -> None:
     folder = save_model("mixtral", tmp_path / "model")
     keys = read_header(folder / "model.safetensors")
     assert any("experts.2.w3" in key for key in keys)
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     fused = "model.layers.0.mlp.experts.gate_up_proj"
     assert source.original_key(fused) is None
     assert source.stored_nbytes(fused) == sum(
@@ -121,7 +121,7 @@ def test_single_experts_are_stored_and_fused(tmp_path: Path) -> None:
 def test_raw_tensors_are_views_of_the_map(tmp_path: Path) -> None:
     """Oracle: the file itself. A change of the file's bytes shows in a tensor that was handed out before."""
     folder = save_model("llama", tmp_path / "model", dtype=torch.bfloat16)
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     name = "model.layers.1.mlp.up_proj.weight"
     view = source.weights([name])[name]
     stored = read_header(folder / "model.safetensors")[name]
@@ -137,7 +137,7 @@ def test_raw_tensors_are_views_of_the_map(tmp_path: Path) -> None:
 def test_the_dtype_is_the_one_stored_whatever_the_skeletons(family: str, tmp_path: Path) -> None:
     """Oracle: ``from_pretrained`` in the stored dtype, and torch's own cast."""
     folder = save_model(family, tmp_path / "model", dtype=torch.float16)
-    source = CheckpointFolder(folder, build_skeleton(folder, dtype=torch.bfloat16).model)
+    source = CheckpointFolder(folder, build_skeleton(folder, dtype=torch.bfloat16))
     for name, theirs in loaded(folder).items():
         ours = source.weights([name])[name]
         assert ours.dtype == torch.float16
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_named_before_any_work(tmp_path: Path) -> None:
 
     rewrite(folder, spoil)
     with pytest.raises(ValueError) as error:
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
     for part in (
         "1 missing (model.layers.0.self_attn.q_proj.weight)",
         "model.layers.1.mlp.up_proj.weight (model (48, 32), checkpoint (5, 32))",
@@ -178,7 +178,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     folder = save_model("mixtral", tmp_path / "model")
     rewrite(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"))
     with pytest.raises(ValueError, match=r"1 misshaped \(model\.layers\.1\.mlp\.experts\.gate_up_proj"):
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
 
 
 def test_tensors_that_the_model_does_not_use_are_a_warning(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_tensors_that_the_model_does_not_use_are_a_warning(tmp_path: Path) -> No
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(folder, lambda tensors: tensors.update({"extra": torch.zeros(1), inv_freq: torch.zeros(4)}))
     with pytest.warns(UserWarning, match=r"has 1 tensors that LlamaForCausalLM does not use: extra"):
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
 
 
 @pytest.mark.parametrize("kept", ["both", "lm_head.weight"])
@@ -202,20 +202,20 @@ def test_a_tied_weight_under_any_of_its_names(kept: str, tmp_path: Path) -> None
             del tensors[embed]
 
     rewrite(folder, rename)
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     assert "lm_head.weight" not in source.names()
     assert torch.equal(source.weights([embed])[embed], loaded(folder)[embed])
 
     if kept == "both":
         rewrite(folder, lambda tensors: tensors["lm_head.weight"].add_(1))
         with pytest.raises(ValueError, match="tie_word_embeddings"):
-            CheckpointFolder(folder, build_skeleton(folder).model)
+            CheckpointFolder(folder, build_skeleton(folder))
 
 
 def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     """Oracle: the defect that the test made."""
     folder = save_model("llama", tmp_path / "model", shard="40KB")
-    model = build_skeleton(folder).model
+    model = build_skeleton(folder)
     shard = sorted(folder.glob("*.safetensors"))[0]
     data = shard.read_bytes()
     shard.write_bytes(data[:-100])
@@ -245,7 +245,7 @@ def test_codes_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
         rewrite(folder, lambda tensors, key=key: tensors.update({key: tensors[key].to(dtype)}))  # type: ignore[misc]
         text = f"model.safetensors: {key} is stored in {str(dtype)[6:]}, and model.layers"
         with pytest.raises(ValueError, match=re.escape(text)):
-            CheckpointFolder(folder, build_skeleton(folder).model)
+            CheckpointFolder(folder, build_skeleton(folder))
 
 
 @pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "input_scale", "scales"])
@@ -254,10 +254,10 @@ def test_a_scale_beside_a_weight_is_no_spare_tensor(scale: str, tmp_path: Path) 
     folder, key = save_model("llama", tmp_path / "model"), QUERY.replace("weight", scale)
     rewrite(folder, lambda tensors: tensors.update({"vision.norm.scale": torch.ones(2)}))
     with pytest.warns(UserWarning, match=r"vision\.norm\.scale"):
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
     rewrite(folder, lambda tensors: tensors.update({key: torch.ones(1)}))
     with pytest.raises(ValueError, match=re.escape(f"{key} (float32) scales {QUERY}, which would be read without it")):
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
 
 
 def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> No
     config = shrink(AutoConfig.for_model("qwen3_5"))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     config.save_pretrained(tmp_path)
-    model = build_skeleton(tmp_path).model
+    model = build_skeleton(tmp_path)
     assert type(model.config) is not type(config)
     source = CheckpointFolder(tmp_path, model)
     name = next(name for name in source.names() if name.endswith("mlp.up_proj.weight"))
@@ -281,7 +281,7 @@ def test_a_quantisation_that_the_outer_configuration_names(tmp_path: Path) -> No
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     whole = torch.empty(codes.shape)
-    CheckpointFolder(tmp_path, build_skeleton(tmp_path).model).read_into(name, whole)
+    CheckpointFolder(tmp_path, build_skeleton(tmp_path)).read_into(name, whole)
     assert torch.equal(whole, codes.float() * 0.25)
 
 
@@ -290,7 +290,7 @@ def test_the_opened_folder_needs_no_skeleton_any_more(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     folder = save_model("mixtral", tmp_path / "model")
-    model = build_skeleton(folder).model
+    model = build_skeleton(folder)
     source = CheckpointFolder(folder, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -39,7 +39,7 @@ def theirs(path: Path) -> Any:
 
 def same_weights(path: Path) -> CheckpointFolder:
     """A source of the file's weights, each compared with transformers' bit for bit."""
-    source, loaded = CheckpointFolder(path, build_skeleton(path).model), theirs(path)
+    source, loaded = CheckpointFolder(path, build_skeleton(path)), theirs(path)
     state = loaded.state_dict(keep_vars=True)
     assert {id(state[name]) for name in source.names()} == {id(tensor) for tensor in state.values()}, "each tensor once"
     for name in source.names():

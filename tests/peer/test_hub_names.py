@@ -69,7 +69,7 @@ def test_a_name_of_the_hub_is_its_folder(hub: Hub, repos: dict[str, dict[str, Pa
     """Oracle: the folder that was handed out, read by its path: weights bit for bit, tokenizer, digest."""
     name = "ours/safetensors"
     require_weights(name)
-    source, original = (CheckpointFolder(n, build_skeleton(n).model) for n in (name, tiny_run.model))
+    source, original = (CheckpointFolder(n, build_skeleton(n)) for n in (name, tiny_run.model))
     assert source.names() == original.names()
     for parameter in source.names():
         assert torch.equal(source.weights([parameter])[parameter], original.weights([parameter])[parameter])

@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_run: TinyRun) -> Folders
 
 def same_weights(folder: Path, model: Any) -> CheckpointFolder:
     """A source of a checkpoint's weights, each compared with the model's bit for bit, whole and in ranges."""
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     state = model.state_dict()
     assert set(source.names()) == state.keys()
     for name in source.names():
@@ -306,7 +306,7 @@ def test_what_cannot_be_read_gets_one_line(kind: str, spoil: Any, message: str, 
     else:
         change(folder, (DOWN if kind == "mxfp4" else UP) + spoil[0], spoil[1])
     with pytest.raises(ValueError, match=message) as error:
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -320,5 +320,5 @@ def test_a_file_that_was_cut_off(made: Folders, tmp_path: Path, capsys: pytest.C
     arguments = ["merge", str(folder), str(tmp_path), str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main.main(arguments) == 2
     with pytest.raises(ValueError, match=rf"{path} is truncated: .* ends at byte \d+, the file has \d+"):
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
     assert not (tmp_path / "out").exists()

@@ -41,7 +41,7 @@ def test_every_tensor_is_what_from_pretrained_loads(tmp_path: Path, parts: int, 
 
     folder = saved(tmp_path / "model", parts, tied=tied)
     theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     assert set(source.names()) == theirs.keys() - ({"lm_head.weight"} if tied else set())
     for name in source.names():
         assert torch.equal(source.weights([name])[name], theirs[name]), name
@@ -50,7 +50,7 @@ def test_every_tensor_is_what_from_pretrained_loads(tmp_path: Path, parts: int, 
 def test_tensors_are_views_of_the_map(tmp_path: Path) -> None:
     """Oracle: the file itself. A change of its bytes shows in a tensor that was handed out before."""
     folder, name = saved(tmp_path / "model"), "model.norm.weight"
-    source = CheckpointFolder(folder, build_skeleton(folder).model)
+    source = CheckpointFolder(folder, build_skeleton(folder))
     view = source.weights([name])[name]
     with open(folder / "pytorch_model.bin", "r+b") as file:
         file.seek(torch_file.read_header(folder / "pytorch_model.bin")[name].offset)
@@ -92,6 +92,6 @@ def test_what_cannot_be_read_gets_one_line(
     monkeypatch.chdir(tmp_path)
     spoilt(path, torch.load(path, weights_only=True))
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{message}") as error:
-        CheckpointFolder(folder, build_skeleton(folder).model)
+        CheckpointFolder(folder, build_skeleton(folder))
     assert "\n" not in str(error.value)
     assert not Path("made").exists()

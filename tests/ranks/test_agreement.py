@@ -157,7 +157,7 @@ def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
 
     store_writer.write_store = counted  # type: ignore[assignment]
     if dies:  # its neighbour is not there to meet
-        open_model.packed(model, Codec.INT4, build_skeleton(model).model, folder)
+        open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
         os._exit(0)
     plan = _plan("fcdp", {"frozen": "device × int4"})
     Walker(model, plan, lora=LoraSettings(rank=2), workdir=folder).close()

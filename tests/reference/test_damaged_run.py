@@ -12,6 +12,7 @@ import pytest
 from blockwalk.checkpoints import ledger
 from blockwalk.cli import main
 from blockwalk.tiers.block_store.store import read_index, read_unit_headers
+from blockwalk.tiers.disk import MappedFile
 from tests.conftest import TinyRun
 
 COMMON = "--optimizer.schedule constant --save_every 2 --log_every 100 --data.eval "
@@ -192,8 +193,8 @@ def test_damaged_weights_on_disk_are_those_before_and_the_ledger(
     folder, expected = half("zo2 disk")
     (store,) = folder.glob("scratch/weights-*")
     file, index = store / f"unit-{unit:05d}.bin", read_index(store)
-    with open(file, "rb") as opened:
-        (newest, *_) = read_unit_headers(opened.fileno(), file, unit, index.units[unit], 2)
+    with MappedFile(file) as opened:
+        (newest, *_) = read_unit_headers(opened, unit, index.units[unit], 2)
     flip(file, index.units[unit].area_offset(newest.area) + index.units[unit].nbytes // 2)
     assert train(folder, "zo2 disk", 6, "--resume_from_checkpoint", "latest") == 0
     assert weights(folder) == expected

@@ -80,7 +80,8 @@ def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "model")
     for name, codec in (("zo2", "raw"), ("mebp", "int8")):
         found = [
-            run_from(tmp_path, name, lora, resident, frozen=f"host × {codec}", recompute="all") for resident in (0, 2, 3)
+            run_from(tmp_path, name, lora, resident, frozen=f"host × {codec}", recompute="all")
+            for resident in (0, 2, 3)
         ]
         assert found[0] == found[1] == found[2]
 

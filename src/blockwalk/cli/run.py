@@ -138,7 +138,7 @@ def _packed(run: RunConfig, plan: Plan) -> str | Path:
     except OSError:  # a read-only home directory: packed for this time alone
         return run.model
     scratch = Path(run.output_dir) / run_checkpoint.SCRATCH
-    return opening.packed(path, plan.frozen.codec, build_skeleton(path).model, scratch, packs)
+    return opening.packed(path, plan.frozen.codec, build_skeleton(path), scratch, packs)
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:

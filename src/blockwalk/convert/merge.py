@@ -66,7 +66,7 @@ def merge(
             f"{os.fspath(model)} is in {codec}, and a sum of weights and adapter is not: say with --dtype (bfloat16, float16 or"
             " float32) what the merged model is written in; or use the adapter beside its base, unmerged"
         )
-    skeleton = build_skeleton(model).model
+    skeleton = build_skeleton(model)
     changes = read_adapter(adapter_dir, skeleton)
     source: WeightSource = BlockStore(model) if is_store(model) else CheckpointFolder(model, skeleton)
     try:
@@ -96,7 +96,7 @@ def merge(
                 done += sum(entry.nbytes for entry in part.values())
             if len(shards) > 1:
                 atomic_files.write_json(folder / INDEX, safetensors.index(shards))
-            CheckpointFolder(folder, build_skeleton(folder).model).close()  # it loads, and nothing is missing
+            CheckpointFolder(folder, build_skeleton(folder)).close()  # it loads, and nothing is missing
     finally:
         source.close()
 

@@ -19,7 +19,7 @@ import torch
 
 from blockwalk.checkpoints.ledger import NAME, Entry, read_ledger, write_exported
 from blockwalk.cutting.adapters import adapt, save_adapter
-from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.skeleton import build_skeleton, persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.bucket_tensors import BucketTensors, Initial, fill, tensors_in, trainable_spec
 from blockwalk.engine.buckets import checksum
@@ -27,7 +27,7 @@ from blockwalk.engine.open_model import open_source
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of
 from blockwalk.models.folder import INDEX, file_of, repository
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import LoraSettings
@@ -143,10 +143,9 @@ class ReplayedRun:
     ) -> None:
         self.base, self.header, self.entries, self.progress = base, found, entries, progress
         self.rule = rule_of(found)
-        skeleton = build_skeleton(base)
-        self.buffers = skeleton.persistent_buffers
-        self.source = open_source(base, Codec.RAW, skeleton.model, base)
-        self.module: Any = skeleton.model
+        self.module: Any = build_skeleton(base)
+        self.buffers = persistent_buffers(self.module)
+        self.source = open_source(base, Codec.RAW, self.module, base)
         lora = found["lora"]
         if lora is not None:
             chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
@@ -177,7 +176,7 @@ class ReplayedRun:
         prologue, *blocks, epilogue = (replace(u, params=tuple(map(as_trained, u.params))) for u in spec.units)
         return replace(spec, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
 
-    def units_after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+    def units_after(self) -> Iterator[dict[str, Value]]:
         """The trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
         done, total = 0, sum(unit.nbytes for unit in self.units)
         after = self._after_in_place() if self.rule.zo.noise == "mezo" else self._after()
@@ -187,7 +186,7 @@ class ReplayedRun:
             if self.progress is not None:
                 self.progress(done, total)
 
-    def _after(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+    def _after(self) -> Iterator[dict[str, Value]]:
         """The trainables of each unit after the last entry, a unit at a time."""
         scratch, after = ScratchArena(), []
         for number in range(len(self.units)):
@@ -199,7 +198,7 @@ class ReplayedRun:
             yield values_of(cells)
         self._check(after)
 
-    def _after_in_place(self) -> Iterator[dict[str, torch.Tensor | Weight]]:
+    def _after_in_place(self) -> Iterator[dict[str, Value]]:
         """The trainables of each unit after the last entry, under the original's noise: its draws go through all parameters at
         once, so that the whole model is held."""
         whole = [self._fill(number) for number in range(len(self.units))]
@@ -256,7 +255,7 @@ class ReplayedRun:
         name = codec.dtype_of(param.dtype) if param.trainable else None
         return self.source.dtype(param.name) if name is None else dtype_of(name)
 
-    def _values(self, buffers: Mapping[str, torch.Tensor | Weight]) -> Iterator[torch.Tensor | Weight]:
+    def _values(self, buffers: Mapping[str, Value]) -> Iterator[Value]:
         for unit, trained in zip(self.spec.units, self.units_after(), strict=True):
             for p in unit.params:
                 yield trained[p.name] if p.trainable else self.source.weights([p.name])[p.name]
@@ -269,7 +268,7 @@ class ReplayedRun:
         self.source.close()
 
 
-def values_of(cells: BucketTensors) -> dict[str, torch.Tensor | Weight]:
+def values_of(cells: BucketTensors) -> dict[str, Value]:
     """The parameters of a bucket as they lie there."""
     return {name: states[""].value for name, states in cells.items()}
 

@@ -66,7 +66,7 @@ def convert(
     except ImportError:
         raise ValueError(f"GGUF files are written with the gguf package: {INSTALL}") from None
     atomic_files.refuse_existing(out)
-    skeleton = build_skeleton(model).model
+    skeleton = build_skeleton(model)
     config: Any = skeleton.config
     if config.model_type not in FAMILIES:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,31 +102,22 @@ def watch(
     model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Hook every layer and piece so that the next run fills ``trace``; the caller removes the handles."""
-    handles = []
 
-    def on_layer(name: str, module: nn.Module) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            trace.calls.append(name)
+    def layer_called(name: str, _module: nn.Module, _args: Any) -> None:
+        trace.calls.append(name)
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            trace.returns[type(module).__name__] = len(output) if isinstance(output, tuple | list) else 0
+    def layer_answered(module: nn.Module, _args: Any, output: Any) -> None:
+        trace.returns[type(module).__name__] = len(output) if isinstance(output, tuple | list) else 0
 
-        handles.append(module.register_forward_pre_hook(before))
-        handles.append(module.register_forward_hook(after))
+    def piece_called(name: str, _module: nn.Module, _args: Any) -> None:
+        seen = trace.after if trace.calls else trace.before
+        if name not in seen:
+            seen.append(name)
 
-    def on_piece(name: str, module: nn.Module) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            seen = trace.after if trace.calls else trace.before
-            if name not in seen:
-                seen.append(name)
-
-        handles.append(module.register_forward_pre_hook(before))
-
-    for name, module in layers.items():
-        on_layer(name, module)
-    for name, module in pieces(model, layers):
-        on_piece(name, module)
-    return handles
+    called = [(module, partial(layer_called, name)) for name, module in layers.items()]
+    called += [(module, partial(piece_called, name)) for name, module in pieces(model, layers)]
+    handles = [module.register_forward_pre_hook(hook) for module, hook in called]
+    return handles + [module.register_forward_hook(layer_answered) for module in layers.values()]
 
 
 def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace) -> Anatomy:

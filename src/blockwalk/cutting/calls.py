@@ -139,10 +139,8 @@ def tensors_of(value: Any, *, caches: bool = True) -> list[torch.Tensor]:
 
 def containers_of(value: Any) -> list[tuple[str, int]]:
     """(path, length) of every dict and list that is not part of a cache: a call must leave them as they were."""
-    if isinstance(value, Mapping):
-        inner = [(f"[{key!r}]{path}", size) for key, item in value.items() for path, size in containers_of(item)]
-        return [("", len(value)), *inner]
+    items: Any = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, list | tuple):
-        inner = [(f"[{i}]{path}", size) for i, item in enumerate(value) for path, size in containers_of(item)]
-        return [("", len(value)), *inner] if isinstance(value, list) else inner
-    return []
+        items = enumerate(value)
+    inner = [(f"[{key!r}]{path}", size) for key, item in items for path, size in containers_of(item)]
+    return [("", len(value)), *inner] if isinstance(value, Mapping | list) else inner

@@ -21,7 +21,7 @@ from torch import nn
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.calls import BlockCall, Prologue, containers_of, rebuild, tensors_of
 from blockwalk.cutting.ownership import find_parameters, find_parts
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.row_tiles import few_shapes
@@ -160,7 +160,7 @@ class CutModel:
             self._put_back(unit, self._units.places[unit])
         return taken
 
-    def bind(self, unit: int, values: Mapping[str, torch.Tensor | Weight]) -> dict[str, torch.Tensor]:
+    def bind(self, unit: int, values: Mapping[str, Value]) -> dict[str, torch.Tensor]:
         """Put parameters in their places: tensors, or weights that are decoded when used (2-D; frozen, or without a graph).
 
         Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'. A tensor that does not

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +21,6 @@ from blockwalk.models.quantised import KEYS
 
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
-
-
-class Skeleton(NamedTuple):
-    """A model without weights, as :func:`build_skeleton` makes it."""
-
-    model: nn.Module
-    """The ``transformers`` causal language model; its parameters are on the meta device."""
-    persistent_buffers: tuple[str, ...]
-    """Buffers that a checkpoint stores (``state_dict`` names): they hold initial values until a source fills them."""
 
 
 def load_config(path_or_config: Any) -> Any:
@@ -130,8 +121,9 @@ def stays_float32(model: Any, dtype: torch.dtype, name: str) -> bool:
 
 def build_skeleton(
     path_or_config: Any, dtype: torch.dtype | None = None, cls: type[nn.Module] | None = None
-) -> Skeleton:
-    """Build the causal language model of a checkpoint folder or configuration without its weights.
+) -> nn.Module:
+    """Build the causal language model of a checkpoint folder or configuration without its weights: parameters are on the meta
+    device, persistent buffers hold initial values until a source fills them.
 
     ``dtype`` is that of the parameters (None: the configuration's own), ``cls`` the model's class where it is not the one
     that ``transformers`` has for the configuration. The model is in training mode, as a constructor
@@ -152,4 +144,4 @@ def build_skeleton(
         raise ValueError(
             f"{cls.__name__} leaves its buffers {strays[:3]} unset; Blockwalk cannot build it without weights"
         )
-    return Skeleton(model, persistent_buffers(model))
+    return model

@@ -220,7 +220,7 @@ def _find_borders(model: Any, anatomy: Anatomy) -> str:
 
 def require_borders(folder: str | Path) -> None:
     """Raise ValueError for a model that lets one document of a packed row see another."""
-    model = skeleton.build_skeleton(folder).model
+    model = skeleton.build_skeleton(folder)
     if not certified_anatomy(model).borders:
         raise ValueError(
             f"{type(model).__name__} does not keep documents apart that share a row, by positions or by a mask; set"
@@ -260,20 +260,15 @@ def control_run(model: Any, cut: CutModel, batch: Mapping[str, torch.Tensor]) ->
             )
         handles.append(module.register_forward_hook(lambda *_: torch.manual_seed(SEED + cut.epilogue_index) and None))
     torch.manual_seed(SEED)
-    names, params = zip(*model.named_parameters(), strict=True)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:
         out = model(**batch, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    wanted = [p for p in params if p.requires_grad]
-    grads = torch.autograd.grad(out.loss, wanted, allow_unused=True)
-    named = dict(zip([n for n, p in zip(names, params, strict=True) if p.requires_grad], grads, strict=True))
-    return Run(
-        out.loss.detach(),
-        out.logits.detach(),
-        {anatomy_room.canonical_name(n, cut.adapters): g for n, g in named.items() if g is not None},
-    )
+    named = zip(params, torch.autograd.grad(out.loss, list(params.values()), allow_unused=True), strict=True)
+    gradients = {anatomy_room.canonical_name(n, cut.adapters): g for n, g in named if g is not None}
+    return Run(out.loss.detach(), out.logits.detach(), gradients)
 
 
 def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Run:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value
 
 
 class Assembler:
@@ -38,7 +38,7 @@ class Assembled:
     shape: tuple[int, ...]
     dtype: torch.dtype
     """The dtype that its rows are answered in."""
-    open: Callable[[Any], torch.Tensor | Weight]
+    open: Callable[[Any], Value]
     """The function that takes the tensor from the unit."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import opened
+from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import side_by_side
@@ -18,7 +18,6 @@ from blockwalk.tiers.block_store.store import ALIGN, crc32
 from blockwalk.tiers.block_store.writer import encode
 
 if TYPE_CHECKING:
-    from blockwalk.numerics.codecs.weights import Weight
     from blockwalk.numerics.noise.key import NoiseKey
     from blockwalk.numerics.scratch import ScratchArena
     from blockwalk.tiers.block_store.store import StoredUnit
@@ -50,7 +49,7 @@ class BucketTensor:
         return self.layout.codes(self.bytes_P).view(self.layout.shape)
 
     @property
-    def value(self) -> torch.Tensor | Weight:
+    def value(self) -> Value:
         """The elements as they lie there, see :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout, self.bytes_P)
 
@@ -167,8 +166,8 @@ class Initial:
         dtype: torch.dtype = getattr(torch, self._specs[name].dtype)
         return dtype
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
-        out: dict[str, torch.Tensor | Weight] = {}
+    def weights(self, names: Iterable[str]) -> dict[str, Value]:
+        out: dict[str, Value] = {}
         for name in names:
             _, _, state = name.partition(STATE)
             if state:

@@ -29,7 +29,7 @@ from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slices import BucketSlices, SliceSource
 from blockwalk.engine.slots import Slots
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import Codec, StateKind, Tier
 from blockwalk.plan.zeroth_order_kinds import states_beside
@@ -149,10 +149,10 @@ class Buckets:
                 return partial(self.store, op.unit)
         return partial(self.vacate, op.slot)
 
-    def values(self, unit: int) -> dict[str, torch.Tensor | Weight]:
+    def values(self, unit: int) -> dict[str, Value]:
         return {}  # an estimator binds them, perturbed
 
-    def value(self, name: str) -> torch.Tensor | Weight:
+    def value(self, name: str) -> Value:
         return self.tensors(self.home[name])[name][""].value
 
     def fetch(self, unit: int, slot: int) -> None:
@@ -224,11 +224,11 @@ class Buckets:
 
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, torch.Tensor | Weight]:
+    def weights(self) -> dict[str, Value]:
         """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. A
         unit that ranks hold together is gathered when its rows are read: the others then :meth:`join_gathers`, or read it
         too."""
-        out: dict[str, torch.Tensor | Weight] = {}
+        out: dict[str, Value] = {}
         assembler = Assembler(self._whole)
         for number, unit in enumerate(self.units):
             params = [param for param in unit.params if STATE not in param.name]
@@ -244,7 +244,7 @@ class Buckets:
         return out
 
     def _assembled(self, assembler: Assembler, number: int, param: StoredParam) -> Any:
-        def value(whole_P: torch.Tensor) -> torch.Tensor | Weight:
+        def value(whole_P: torch.Tensor) -> Value:
             return tensors_in(self.units[number], whole_P)[param.name][""].value
 
         return Assembled(assembler, number, param.shape, param.decoded_dtype(), value)

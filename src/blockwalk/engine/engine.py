@@ -25,7 +25,7 @@ from blockwalk.engine.slots import saved_by_place
 from blockwalk.engine.spread import spread_frozen
 from blockwalk.engine.spread_masters import SpreadMasters
 from blockwalk.engine.undo import Undo
-from blockwalk.numerics.codecs.weights import DenseWeight, Weight
+from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import host_buffers, recorded
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.updates import Rule
@@ -79,7 +79,7 @@ class Engine:
         """The home of each part, as far as its parameters come and go."""
         self.trained: Trained
         """The home of the trainables, as far as they outlive a step."""
-        self._bound: Mapping[str, torch.Tensor | Weight] = {}
+        self._bound: Mapping[str, Value] = {}
         """Frozen parameters that stay bound from turn to turn, or are bound when they are fetched."""
         trainable: Home
         if self._groups is not None:
@@ -163,7 +163,7 @@ class Engine:
         found = (self._bound.get(f"{layer}.{path}.weight") for path in self.cut.anatomy.unread)
         return [weight for weight in found if weight is not None and not isinstance(weight, torch.Tensor)]
 
-    def _value(self, name: str) -> torch.Tensor | Weight:
+    def _value(self, name: str) -> Value:
         """A parameter where it lies on the device, by its canonical name."""
         return self.homes[StateKind.TRAINABLE if name in self._trains else StateKind.FROZEN].value(name)
 

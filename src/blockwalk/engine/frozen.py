@@ -17,7 +17,7 @@ from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight, opened
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value, opened
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind, Tier
 from blockwalk.program.placements import Placements
@@ -44,7 +44,7 @@ class Frozen:
         largest = max((bucket.nbytes for bucket in self._buckets.values()), default=0)
         self.slots = Slots([largest] * places.slot_count, model.device) if self._buckets else None
         self._tier = self._make_tier(largest) if self._buckets else None
-        self.bound: dict[str, torch.Tensor | Weight] = {}
+        self.bound: dict[str, Value] = {}
         """Every parameter as its products read it, by name; one that visits as it came last."""
         for unit, params in enumerate(self._reads):
             if unit in self._buckets:
@@ -73,7 +73,7 @@ class Frozen:
             dtype = stored.dtype
         return Layout(param.shape, Codec.RAW, str(dtype).removeprefix("torch."))
 
-    def _as_used(self, param: ParamSpec, *, whole: bool) -> torch.Tensor | Weight:
+    def _as_used(self, param: ParamSpec, *, whole: bool) -> Value:
         """A parameter that stays, as its products read it: converted where it is small, a range at a time where it is a
         matrix, or with ``whole`` converted on an accelerator too."""
         model, dtype = self._model, self._model.used_as(param.name)
@@ -133,13 +133,13 @@ class Frozen:
 
         return work
 
-    def values(self, unit: int) -> Mapping[str, torch.Tensor | Weight]:
+    def values(self, unit: int) -> Mapping[str, Value]:
         return {}  # bound for good, or when they were fetched
 
-    def value(self, name: str) -> torch.Tensor | Weight:
+    def value(self, name: str) -> Value:
         return self.bound[name]
 
-    def weights(self) -> Mapping[str, torch.Tensor | Weight]:
+    def weights(self) -> Mapping[str, Value]:
         visitors = [name for bucket in self._buckets.values() for name in bucket.places]
         source = self._model.source
         return {**self.bound, **(source.weights(visitors) if source is not None else {})}
@@ -169,6 +169,6 @@ class _FromSource:
         """Do nothing: the source is closed with the model."""
 
 
-def _read_as(dtype: torch.dtype, value: torch.Tensor | Weight) -> torch.Tensor | Weight:
+def _read_as(dtype: torch.dtype, value: Value) -> Value:
     """A parameter as products in ``dtype`` read it: a range at a time where it lies in another."""
     return DenseWeight(value, dtype) if isinstance(value, torch.Tensor) and value.dtype != dtype else value

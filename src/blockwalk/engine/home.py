@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from blockwalk.checkpoints.pieces import Pieces
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.program.program import Op
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class Home(Protocol):
     def prepare(self, op: Op) -> Work:
         """The work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where it moves to is settled now."""
 
-    def values(self, unit: int) -> Mapping[str, torch.Tensor | Weight]:
+    def values(self, unit: int) -> Mapping[str, Value]:
         """The parameters that a turn of a unit binds afresh, by name."""
 
-    def value(self, name: str) -> torch.Tensor | Weight:
+    def value(self, name: str) -> Value:
         """A parameter on the device, where its unit is there."""
 
     def weights(self) -> Mapping[str, Any]:

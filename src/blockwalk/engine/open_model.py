@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from blockwalk.cutting.skeleton import stays_float32
+from blockwalk.cutting.skeleton import persistent_buffers, stays_float32
 from blockwalk.models.folder import lies_in
 from blockwalk.plan.choices import Estimator
 from blockwalk.plan.placement import Codec, Tier
@@ -27,7 +27,6 @@ from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.identity import weights_digest
 
 if TYPE_CHECKING:
-    from blockwalk.cutting.skeleton import Skeleton
     from blockwalk.tiers.protocols import WeightSource
 
 
@@ -77,7 +76,7 @@ def require_weights(path: str | os.PathLike[str]) -> None:
     """Raise ValueError where a folder's weights do not fit its configuration's model: by names, shapes and dtypes alone."""
     from blockwalk.cutting.skeleton import build_skeleton
 
-    source = BlockStore(path) if is_store(path) else CheckpointFolder(path, build_skeleton(path).model)
+    source = BlockStore(path) if is_store(path) else CheckpointFolder(path, build_skeleton(path))
     source.close()
 
 
@@ -92,23 +91,19 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
             f"{path} is in {found} already, and the plan asks for {codec}, which would round it again; set frozen to"
             " 'disk × raw', which reads it as it lies"
         )
-    source = CheckpointFolder(path, model)
     name = f"{path.resolve().name}-{codec}"
     stores = [folder / f"{name}-{weights_digest(path)}" for folder in workdirs]
-    try:
-        with _alone(workdirs[-1]):
-            if (there := next(filter(_is_undamaged, stores), None)) is not None:
-                return there
-            log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
-            from blockwalk.cutting.verify import certified
-            from blockwalk.tiers.block_store.writer import write_store
+    with closing(CheckpointFolder(path, model)) as source, _alone(workdirs[-1]):
+        if (there := next(filter(_is_undamaged, stores), None)) is not None:
+            return there
+        log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
+        from blockwalk.cutting.verify import certified
+        from blockwalk.tiers.block_store.writer import write_store
 
-            for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-                shutil.rmtree(other)
-            write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
-            return stores[-1]
-    finally:
-        source.close()
+        for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
+            shutil.rmtree(other)
+        write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
+        return stores[-1]
 
 
 @contextmanager
@@ -135,11 +130,8 @@ def _is_undamaged(packed: Path) -> bool:
     if not is_store(packed):
         return False
     try:
-        store = BlockStore(packed)
-        try:
+        with closing(BlockStore(packed)) as store:
             store.verify()
-        finally:
-            store.close()
     except ValueError as error:
         log.warning("%s", error)
         return False
@@ -181,22 +173,22 @@ def open_model(
         stored = config.dtype or torch.float32
         dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype, cls)
-    source = open_source(path, plan.frozen.codec, skeleton.model, packs)
+    source = open_source(path, plan.frozen.codec, skeleton, packs)
     _fill_buffers(skeleton, source)
     trained = {name: tensor.requires_grad for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     if lost := sorted(trained.keys() - source.names()):
         raise ValueError(
-            f"{type(skeleton.model).__name__} makes no {lost[0]} from its configuration, which the model in memory has; set"
+            f"{type(skeleton).__name__} makes no {lost[0]} from its configuration, which the model in memory has; set"
             " frozen: device, which walks the model itself"
         )
     for name, requires_grad in trained.items():
-        skeleton.model.get_parameter(name).requires_grad_(requires_grad)
+        skeleton.get_parameter(name).requires_grad_(requires_grad)
     if not hasattr(model, "peft_config"):
-        return skeleton.model, source, dtype
-    return adapt_alike(skeleton.model, model), source, dtype
+        return skeleton, source, dtype
+    return adapt_alike(skeleton, model), source, dtype
 
 
-def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
+def _fill_buffers(model: Any, source: WeightSource) -> None:
     """Give a skeleton's persistent buffers the values of ``source``, in the dtype that ``from_pretrained`` loads each in.
 
     Raises:
@@ -205,9 +197,8 @@ def _fill_buffers(skeleton: Skeleton, source: WeightSource) -> None:
     """
     from blockwalk.tiers.model_folder.conversion import optional
 
-    model: Any = skeleton.model
     known, done = set(source.names()), set()
-    for name in skeleton.persistent_buffers:
+    for name in persistent_buffers(model):
         buffer = model.get_buffer(name)
         if id(buffer) in done or (name not in known and optional(model, name)):
             continue

@@ -17,7 +17,7 @@ from blockwalk.engine.open_model import open_model, refuse_rounded
 from blockwalk.models.folder import repository
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import EncodedWeight, Weight
+from blockwalk.numerics.codecs.weights import EncodedWeight, Value
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.residency import epilogue_reads
@@ -91,14 +91,14 @@ class OpenedModel:
         """The dtype that a parameter is computed with, by its canonical name."""
         return torch.promote_types(self.compute_dtype, torch.float32) if name in self._exact else self.compute_dtype
 
-    def stored(self, name: str) -> torch.Tensor | Weight | None:
+    def stored(self, name: str) -> Value | None:
         """A parameter as it came, where it is there in one piece."""
         if name in self.held:
             return self.held[name]
         source = self._source_of(name)
         return source.weights([name])[name] if source.in_place(name) else None
 
-    def taken(self, name: str) -> torch.Tensor | Weight:
+    def taken(self, name: str) -> Value:
         """A parameter as it came; where the modules held it, it is now its home's alone."""
         return self.held.pop(name) if name in self.held else self._source_of(name).weights([name])[name]
 
@@ -142,7 +142,7 @@ class OpenedModel:
         assert self.source is not None, f"{name} has no source"
         return self.source
 
-    def untouched(self) -> dict[str, torch.Tensor | Weight]:
+    def untouched(self) -> dict[str, Value]:
         """The persistent buffers, which the walk may hold in another dtype, and the parameters of no unit, as the model came
         with them, by name."""
         module, walked = self.module, {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}

@@ -58,7 +58,7 @@ def pack(
     atomic_files.refuse_existing(out_dir)
     if sequences and not has_grid(Layout((1, 1), codec, group_size=group_size)):
         raise ValueError(f"--calibrate rounds to int4 and int4a, not to {codec}: choose one of them, or leave it out")
-    model = build_skeleton(model_dir, torch.float32 if sequences else None).model
+    model = build_skeleton(model_dir, torch.float32 if sequences else None)
     source = CheckpointFolder(model_dir, model)
     write = partial(write_store, out_dir, codec=codec, group_size=group_size, copy_from=model_dir, progress=progress)
     try:

@@ -22,11 +22,10 @@ import torch
 from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
-from blockwalk.plan.sizes import side_by_side
-from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit
+from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit, side_by_side
 
 if TYPE_CHECKING:
-    from blockwalk.numerics.codecs.weights import Weight
+    from blockwalk.numerics.codecs.weights import Value
 
 
 SLICE = f"{STATE}slice"
@@ -79,8 +78,7 @@ class BucketSlices:
         self.apart = not all(param.dense for param in params)
         """Whether the gathered parameters must be copied into the bucket: side by side they are not the bucket itself."""
         step = ALIGN if self.apart else ALIGN * count
-        starts, end = side_by_side((param.nbytes for param in params), ALIGN)
-        placed = tuple(replace(param, offset=start) for param, start in zip(params, starts, strict=True))
+        placed, end = side_by_side(params)
         self.bucket = replace(unit, nbytes=-(-end // step) * step, params=placed)
         parameters = [self._parameters(place) for place in range(count)]
         self.gathered = max((_aligned(own[-1].at + own[-1].nbytes) for own in parameters if own), default=0)
@@ -238,8 +236,8 @@ class SliceSource:
     def dtype(self, name: str) -> torch.dtype:
         return torch.uint8 if name in self._number else self._source.dtype(name)
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
-        out: dict[str, torch.Tensor | Weight] = {}
+    def weights(self, names: Iterable[str]) -> dict[str, Value]:
+        out: dict[str, Value] = {}
         for name in names:
             out |= {name: self.slice(self._number[name])} if name in self._number else self._source.weights([name])
         return out

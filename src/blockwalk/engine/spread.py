@@ -21,7 +21,7 @@ from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import Weight, opened
+from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.plan.mesh import reach
 from blockwalk.plan.model_spec import ParamSpec
@@ -68,7 +68,7 @@ class UnitSlices:
         param, plain = self.params[name], str(dtype or self.compute_dtype).removeprefix("torch.")
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, plain))
 
-    def open(self, bucket_P: torch.Tensor) -> dict[str, torch.Tensor | Weight]:
+    def open(self, bucket_P: torch.Tensor) -> dict[str, Value]:
         """The parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are used."""
         bytes_P, dtype = bucket_P.view(torch.uint8), None if self.layout.codec.encoded else bucket_P.dtype
         found = {}
@@ -168,22 +168,22 @@ class SpreadPart:
         slices = self.units[op.unit]
         return self.slots.enter(op.unit, op.slot, slices.layout.nbytes).view(slices.dtype)
 
-    def _open(self, unit: int) -> dict[str, torch.Tensor | Weight]:
+    def _open(self, unit: int) -> dict[str, Value]:
         """The parameters of a unit where they lie in its slot."""
         slices = self.units[unit]
         return slices.open(self.slots.of(unit, slices.layout.nbytes).view(slices.dtype)) if slices.numel else {}
 
-    def values(self, unit: int) -> dict[str, torch.Tensor | Weight]:
-        found: dict[str, torch.Tensor | Weight] = {}
+    def values(self, unit: int) -> dict[str, Value]:
+        found: dict[str, Value] = {}
         for owner in {self.owner[name] for name in self._reads[unit]}:
             found |= self._open(owner)
         return {name: self._as_used(name, found[name]) for name in self._reads[unit]}
 
-    def _as_used(self, name: str, value: torch.Tensor | Weight) -> torch.Tensor | Weight:
+    def _as_used(self, name: str, value: Value) -> Value:
         exact = isinstance(value, torch.Tensor) and self._model.used_as(name) == torch.float32
         return value.to(torch.float32) if exact else value  # type: ignore[union-attr]
 
-    def value(self, name: str) -> torch.Tensor | Weight:
+    def value(self, name: str) -> Value:
         return self._open(self.owner[name])[name]
 
     # ---- slices -----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         settings.pop("max_batch_size", None)
         plan = plan_of(method, **{"frozen": "disk", **settings})
         self.walker = Walker(model, plan, lora=adapter, device=device, training=False, objective=self._score)
-        skeleton, tokenizer = build_skeleton(model).model, load_tokenizer(model)
+        skeleton, tokenizer = build_skeleton(model), load_tokenizer(model)
         super().__init__(pretrained=skeleton, tokenizer=tokenizer, batch_size=batch_size, **own)
         self._device = torch.device("cpu")
         self._due: list[tuple[int, list[int]]] = []

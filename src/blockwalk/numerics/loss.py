@@ -137,9 +137,7 @@ class _Head:
         row_tiles.mm(left, right, product)
         # an add_ of mixed dtypes would allocate a float32 copy of the whole product
         rows = max(1, LIFT // into.shape[1])
-        for at in range(0, len(into), rows):
-            onto = into[at : at + rows]
-            part = product[at : at + len(onto)]
+        for onto, part in zip(torch.split(into, rows), torch.split(product[: len(into)], rows), strict=True):
             onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
 
     def narrowed(self, l_nv: Tensor, h_fD: Tensor) -> Tensor:
@@ -260,8 +258,8 @@ def chunked_cross_entropy(
     two_passes = head_grad is not None or bias_grad is not None
 
     parts: Iterable[_Tokens] = (
-        _Tokens.of(device, kept_n[first : first + token_chunk], labels_n[first : first + token_chunk], edges, wide)
-        for first in range(0, tokens, token_chunk)
+        _Tokens.of(device, *of_part, edges, wide)
+        for of_part in zip(torch.split(kept_n, token_chunk), torch.split(labels_n, token_chunk), strict=True)
     )
     if grad_scale is None:
         # The vocabulary is the outer loop: without the sums of a gradient a token takes three numbers along, and each chunk of
@@ -354,9 +352,9 @@ def _finish(layer: _Head, part: _Tokens, sum_nD: Tensor, grad_scale: float) -> N
         label_n = label_n * (1.0 - (part.label_logit_n.double() / layer.soft_cap) ** 2)
     label_n = label_n.to(layer.wide)
     step = max(1, LIFT // sum_nD.shape[1])
-    for at in range(0, len(label_n), step):
-        weight_nD = layer.weight.gather(part.labels_n[at : at + step]).to(layer.wide)
-        sum_nD[at : at + step].addcmul_(weight_nD, label_n[at : at + step].unsqueeze(1))
+    parts = (torch.split(each, step) for each in (part.labels_n, label_n, sum_nD))
+    for labels_n, factor_n, onto_nD in zip(*parts, strict=True):
+        onto_nD.addcmul_(layer.weight.gather(labels_n).to(layer.wide), factor_n.unsqueeze(1))
 
 
 def _backward(

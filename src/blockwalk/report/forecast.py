@@ -212,7 +212,7 @@ def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
         return spec.as_stored(lambda p: replace(p, codec=stored.get(p.name, p.codec), group_size=index.group_size))
     if lies_in(model) is None:
         return spec
-    source = CheckpointFolder(model, build_skeleton(model).model)  # its header alone is read
+    source = CheckpointFolder(model, build_skeleton(model))  # its header alone is read
     known = set(source.names())
     found = spec.as_stored(lambda p: as_stored(p, source) if p.name in known else p)
     source.close()

@@ -12,7 +12,7 @@ from blockwalk.plan.placement import Codec
 
 if TYPE_CHECKING:
     from blockwalk.numerics.codecs.layout import Layout
-    from blockwalk.numerics.codecs.weights import Weight
+    from blockwalk.numerics.codecs.weights import Value
     from blockwalk.plan.model_spec import ParamSpec
 
 
@@ -27,7 +27,7 @@ class TensorSource(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of the parameter that :meth:`weights` gives, decoded."""
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+    def weights(self, names: Iterable[str]) -> dict[str, Value]:
         """The named parameters where they lie: zero-copy, read-only views of the map where the stored bytes are the
         tensor's own (writing to one kills the process), a Weight where a matrix is encoded, and a fresh tensor where a
         parameter is made of several. Plain tensors are in the dtype that is stored."""

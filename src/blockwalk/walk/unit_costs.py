@@ -29,7 +29,7 @@ from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class,
 from blockwalk.cutting.verify import certified
 from blockwalk.models.folder import lies_in
 from blockwalk.numerics import lazy_linear, row_tiles
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.choices import Estimator
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
@@ -122,7 +122,7 @@ class UnitCosts:
         if dtype not in self._cuts:
             from blockwalk.cutting.adapters import adapt, add_lora
 
-            model, lora = build_skeleton(self.config, dtype, self._class).model, self._lora
+            model, lora = build_skeleton(self.config, dtype, self._class), self._lora
             if lora is not None:
                 model = add_lora(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)
             self._cuts[dtype] = certified(model)
@@ -234,9 +234,9 @@ class _Bench:
         dtype: torch.dtype = getattr(torch, self.traits.trainable.dtype_of(p.dtype))
         return dtype
 
-    def frozen_values(self, unit: UnitSpec) -> dict[str, torch.Tensor | Weight]:
+    def frozen_values(self, unit: UnitSpec) -> dict[str, Value]:
         """Fake values that stand in the places of a unit's parameters for the whole of its turn, by name."""
-        values: dict[str, torch.Tensor | Weight] = {}
+        values: dict[str, Value] = {}
         for p in unit.params:
             if self.lazily(p):
                 one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)

@@ -27,7 +27,7 @@ from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
 from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_entries_, reserve
-from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.numerics.codecs.weights import Value, Weight
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
@@ -205,7 +205,7 @@ class ZerothOrder:
         values = {p.name: self._value(p, perturbation, f"whole {i}" if whole else None) for i, p in trainables}
         self.engine.cut.bind(unit, values)
 
-    def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> torch.Tensor | Weight:
+    def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
         """A trainable under a perturbation: whole in the named buffer, or in whatever form takes the least."""
         weight = self._perturbed(param.name, perturbation)
         master = weight.master

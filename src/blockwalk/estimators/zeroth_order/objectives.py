@@ -9,8 +9,9 @@ import torch
 
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.data.metrics import macro_f1
+from blockwalk.estimators.head import OwnLoss
 
-Objective = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+Objective = OwnLoss
 """Logits [B, S, V] and the micro-batch to a 0-d tensor, a mean over the micro-batch's sequences; it is minimised."""
 
 

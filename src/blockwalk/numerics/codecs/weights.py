@@ -36,6 +36,10 @@ class Weight(Protocol):
         ...
 
 
+Value = torch.Tensor | Weight
+"""A parameter as it is read: whole, or a range at a time."""
+
+
 class EncodedWeight:
     """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms.
 
@@ -166,7 +170,7 @@ class DenseWeight:
         return scratch.take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
 
 
-def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> torch.Tensor | Weight:
+def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> Value:
     """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where they are plain, an
     encoded matrix as a Weight; one in another number of dimensions (a layer's experts) is decoded afresh. ``dtype`` is that
     of decoded numbers, the layout's unless given."""

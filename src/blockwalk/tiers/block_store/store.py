@@ -14,7 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,14 +23,15 @@ import torch
 from blockwalk.models.folder import STORE_INDEX
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, Layout
-from blockwalk.numerics.codecs.weights import opened
+from blockwalk.numerics.codecs.weights import Value, opened
+from blockwalk.plan import sizes
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.tiers.disk import MappedFile
 
 if TYPE_CHECKING:
-    from blockwalk.numerics.codecs.weights import Weight
+    pass
 
 
 FORMAT, VERSION = "blockwalk-store", 2
@@ -73,7 +74,7 @@ class StoredParam:
         dtype: torch.dtype = getattr(torch, self.codec.dtype_of(self.dtype))
         return dtype
 
-    def open(self, bytes_P: torch.Tensor, group_size: int) -> torch.Tensor | Weight:
+    def open(self, bytes_P: torch.Tensor, group_size: int) -> Value:
         """The parameter over its bytes (uint8 [nbytes]), see :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout(group_size), bytes_P)
 
@@ -129,16 +130,16 @@ def unpack_header(data: bytes) -> UnitHeader | None:
     return UnitHeader(*fields)
 
 
-def read_unit_headers(fd: int, path: Path, index: int, unit: StoredUnit, generations: int) -> list[UnitHeader]:
+def read_unit_headers(file: MappedFile, index: int, unit: StoredUnit, generations: int) -> list[UnitHeader]:
     """The whole headers of a unit file, the newest first.
 
     Raises:
         ValueError: the file is truncated, is no unit file, or is another unit's.
     """
-    size, wanted = os.fstat(fd).st_size, unit.area_offset(generations)
-    if size < wanted:
-        raise ValueError(f"{path} is truncated: {size} bytes of {wanted}; pack or copy the store again")
-    pages = [os.pread(fd, HEADER_PAGE, slot * HEADER_PAGE) for slot in range(2)]
+    path, wanted = file.path, unit.area_offset(generations)
+    if file.nbytes < wanted:
+        raise ValueError(f"{path} is truncated: {file.nbytes} bytes of {wanted}; pack or copy the store again")
+    pages = [bytes(page_P.numpy()) for page_P in file.bytes_P[:DATA_START].chunk(2)]
     if not any(page.startswith(MAGIC) for page in pages):
         raise ValueError(f"{path} is no unit file of a block store: it does not start with {MAGIC.decode()}")
     headers = [header for header in map(unpack_header, pages) if header is not None]
@@ -149,6 +150,13 @@ def read_unit_headers(fd: int, path: Path, index: int, unit: StoredUnit, generat
     if (newest.unit, newest.nbytes, newest.generations) != (index, unit.nbytes, generations):
         raise ValueError(f"{path} is not unit {index} of this store ({unit.nbytes} bytes): {newest}")
     return headers
+
+
+def side_by_side(params: Iterable[StoredParam]) -> tuple[tuple[StoredParam, ...], int]:
+    """The parameters of a unit, one after the other; and the bytes of all."""
+    params = tuple(params)
+    starts, end = sizes.side_by_side((param.nbytes for param in params), ALIGN)
+    return tuple(replace(param, offset=start) for param, start in zip(params, starts, strict=True)), end
 
 
 class CheckedPart(NamedTuple):
@@ -282,12 +290,8 @@ class BlockStore:
         path = self.path / unit.file
         if not path.is_file():
             raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        try:
-            header = read_unit_headers(fd, path, number, unit, self.index.generations)[0]
-        finally:
-            os.close(fd)
         self._files.append(MappedFile(path))
+        header = read_unit_headers(self._files[-1], number, unit, self.index.generations)[0]
         self.steps.append(header.step)
         self._headers.append(header)
         for param in unit.params:
@@ -308,7 +312,7 @@ class BlockStore:
     def stored_nbytes(self, name: str) -> int:
         return self._where[name][2].nbytes
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+    def weights(self, names: Iterable[str]) -> dict[str, Value]:
         names = list(names)
         self.verify(names)
         return {name: self._where[name][2].open(self._bytes(name), self.index.group_size) for name in names}
@@ -371,6 +375,6 @@ class BlockStore:
 def crc32(bytes_P: torch.Tensor, chunk: int = 1 << 20) -> int:
     """CRC-32 of a uint8 tensor."""
     value = 0
-    for start in range(0, bytes_P.numel(), chunk):
-        value = zlib.crc32(bytes_P[start : start + chunk].numpy().data, value)
+    for part_P in torch.split(bytes_P, chunk):
+        value = zlib.crc32(part_P.numpy().data, value)
     return value

@@ -85,7 +85,7 @@ class WritableStore:
         """
         unit, fd = self.units[number], self._fds[number]
         with MappedFile(file) as mapped:
-            for header in read_unit_headers(fd, file, number, unit, 2):
+            for header in read_unit_headers(mapped, number, unit, 2):
                 parts = {part_of(unit, header, param) for param in unit.params}
                 if all(crc32(mapped.bytes_P[p.offset : p.offset + p.nbytes]) == p.crc32 for p in parts):
                     mapped.dont_need([(0, mapped.nbytes)], drop_cache=True)

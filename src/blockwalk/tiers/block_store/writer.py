@@ -20,10 +20,8 @@ from blockwalk.numerics.codecs.layout import FORMAT_VERSION
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
-from blockwalk.plan.sizes import side_by_side
 from blockwalk.system import atomic_files
 from blockwalk.tiers.block_store.store import (
-    ALIGN,
     BUFFERS,
     FORMAT,
     INDEX,
@@ -33,6 +31,7 @@ from blockwalk.tiers.block_store.store import (
     StoreIndex,
     UnitHeader,
     crc32,
+    side_by_side,
 )
 from blockwalk.tiers.disk import MappedFile
 
@@ -75,8 +74,7 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
             shape, dtype = source.shape(member), str(source.dtype(member)).removeprefix("torch.")
             nbytes = encoded_nbytes(shape, dtype, written_as, group_size)
             params.append(StoredParam(member, written_as, shape, dtype, 0, nbytes, 0))
-        starts, end = side_by_side((param.nbytes for param in params), ALIGN)
-        placed = tuple(replace(param, offset=start) for param, start in zip(params, starts, strict=True))
+        placed, end = side_by_side(params)
         stored.append(StoredUnit(name, kind, f"unit-{number:05d}.bin", end, placed))
     return tuple(stored)
 

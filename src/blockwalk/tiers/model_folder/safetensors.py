@@ -23,7 +23,7 @@ from blockwalk.tiers.model_folder.stored import StoredTensor
 if TYPE_CHECKING:
     from torch import nn
 
-    from blockwalk.numerics.codecs.weights import Weight
+    from blockwalk.numerics.codecs.weights import Value
 
 
 DTYPE = {
@@ -143,7 +143,7 @@ def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:
 def save_model(
     folder: str | os.PathLike[str],
     model: nn.Module,
-    weights: Mapping[str, torch.Tensor | Weight],
+    weights: Mapping[str, Value],
     max_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
@@ -168,7 +168,7 @@ def save_model(
         (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
 
 
-def pieces(weight: torch.Tensor | Weight, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
     """A parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one piece, since writing it takes no
     copy."""
     if isinstance(weight, torch.Tensor):
