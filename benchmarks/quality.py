@@ -31,8 +31,8 @@ import torch
 from benchmarks.common import Bound, finish, parser
 from torch import nn
 
-from blockwalk.numerics.codecs.codecs import decode, encode
-from blockwalk.plan.model_spec import encoded_nbytes
+from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
+from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
 
 LOST, HALF = 0.05, 0.5
@@ -82,9 +82,9 @@ def rounded(model: nn.Module, codec_of: Callable[[str, nn.Module], tuple[Codec, 
         codec, size = codec_of(name, module)
         weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
         kept.append((module, weight))
-        buffer = torch.empty(encoded_nbytes(tuple(weight.shape), "float32", codec, size), dtype=torch.uint8)
-        encode(weight, codec, buffer, group_size=size)
-        made = decode(buffer, tuple(weight.shape), codec, torch.empty_like(weight), group_size=size)
+        layout = Layout(tuple(weight.shape), codec, group_size=size)
+        buffer = encode_rows(weight, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
+        made = decode_rows(buffer, layout, 0, layout.rows, torch.empty_like(weight))
         module.weight.data = made  # type: ignore[union-attr]
         nbytes, count = nbytes + buffer.numel(), count + weight.numel()
     yield 8 * nbytes / count

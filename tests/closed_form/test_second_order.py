@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from blockwalk.engine.pack import pack
-from blockwalk.numerics.codecs.codecs import decode, encode
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import matrix_codec
 from blockwalk.numerics.codecs.second_order import DAMPING, encode_with_inputs, fitted
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.store import BlockStore
 from tests.models import tiny_model
+from tests.support.codecs import decode, encode
 
 
 def gptq(weight_ND: torch.Tensor, gram_DD: torch.Tensor, layout: Layout) -> torch.Tensor:
