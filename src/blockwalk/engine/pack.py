@@ -66,7 +66,9 @@ def pack(
         if not sequences:
             write(source, cut.spec())
             return
-        with tempfile.TemporaryDirectory(dir=Path(out_dir).absolute().parent) as folder:
+        out = Path(out_dir).absolute()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
             calibrated = CalibratedSource(source, cut, sequences, codec, group_size, Path(folder))
             write(calibrated, cut.spec())
             calibrated.close()
