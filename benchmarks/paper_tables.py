@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from benchmarks.published import CONTEXT_MB, megabytes, phone_terms, terms, with
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
+from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.plan.plan import AUTO, Plan
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
@@ -38,6 +39,10 @@ from blockwalk.walk.unit_costs import UnitCosts
 DATA = Path(__file__).parent / "data"
 NOISE_RATE = 2.5e11
 """Elements a second of the published programs' ``torch.normal`` and in-place addition: the memory's bandwidth, 6 bytes each."""
+
+NOISE_PASSES = 8
+"""Times that the published MeZO and ZO2 read or write a tensor of a parameter's size to perturb it or to update it: the draw,
+two products with scalars, a sum, each out of place."""
 
 OPT = {"1.3B": (24, 32, 2048), "2.7B": (32, 32, 2560), "6.7B": (32, 32, 4096), "13B": (40, 40, 5120),
        "30B": (48, 56, 7168), "66B": (64, 72, 9216), "175B": (96, 96, 12288)}  # fmt: skip
@@ -144,13 +149,22 @@ def explain(config: dict[str, Any], shape: Shape, *, streams: bool, fused: bool,
     print("  their memory would be: " + ", ".join(f"{name} {value:,.0f}" for name, value in held.items()) + " MB")
 
 
-def zo2_table() -> Iterator[dict[str, Any]]:
+def unfitted(name: str, config: dict[str, Any]) -> Hardware:
+    """The machine that ships, with the noise of the published programs as fast as its memory: no published speed in it."""
+    machine, size = hardware.load(name), DTYPE_BYTES[config["dtype"]]
+    print(f"  {name} as it ships: products at {machine.flops_of(config['dtype']) / 1e12:.0f} TFLOP/s, of its peak"
+          f" {100 * machine.flops_of(config['dtype']) / machine.peak_of(config['dtype']):.0f}%")  # fmt: skip
+    return dataclasses.replace(machine, noise_rate=machine.memory_bandwidth / (NOISE_PASSES * size))
+
+
+def zo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
     shape, base = Shape(1, 2048), dataclasses.replace(hardware.load("a100-80gb"), noise_rate=NOISE_RATE)
     published = {row["model"].removeprefix("OPT-"): row for row in rows("zo2_table1_a100_bs1_seq2048")}
     for dtype, short in (("float32", "fp32"), ("float16", "fp16")):
         print(f"ZO2 table 1, {dtype}, one A100, 1 × 2048 tokens; attention taken as not fused (scores in memory)")
         target = float(published["6.7B"][f"mezo_{short}_tok_s"])
-        machine = fitted(base, opt("6.7B", dtype), shape, target, fused=False)
+        given = opt("6.7B", dtype)
+        machine = fitted(base, given, shape, target, fused=False) if fit else unfitted("a100-80gb", given)
         explain(opt("6.7B", dtype), shape, streams=True, fused=False)
         for size in OPT:
             for name, plan in zo2_plans(dtype).items():
@@ -215,12 +229,14 @@ COMMUNICATORS = {"zo2": 0, "zo2_pertp2": 2, "zo2_ddp2": 2, "zo2_2d4": 4}
 dimensions the world as well."""
 
 
-def distzo2_table() -> Iterator[dict[str, Any]]:
+def distzo2_table(*, fit: bool = True) -> Iterator[dict[str, Any]]:
     print("DistZO2 table 1, float16, H20, 4 × 2048 tokens in all; attention taken as fused")
     base = dataclasses.replace(hardware.load("h20-96gb-x4"), devices_per_node=1, noise_rate=2 * NOISE_RATE)
     dtype = "float16"
     published = {row["model"].removeprefix("OPT-"): row for row in rows("distzo2_table1_h20_fp16_bs4_seq2048")}
-    machine = fitted(base, opt("6.7B", dtype), Shape(4, 2048), float(published["6.7B"]["mezo_tok_s"]), fused=True)
+    given, target = opt("6.7B", dtype), float(published["6.7B"]["mezo_tok_s"])
+    machine = fitted(base, given, Shape(4, 2048), target, fused=True) if fit else unfitted("h20-96gb-x4", given)
+    machine = dataclasses.replace(machine, devices_per_node=1)
     explain(opt("6.7B", dtype), Shape(4, 2048), streams=True, fused=True)
     alone = megabytes(opt("6.7B", dtype), Shape(4, 2048), streams=True, fused=True, both=False)
     each = (float(published["6.7B"]["zo2_pertp_MB"]) - alone) / COMMUNICATORS["zo2_pertp2"]
@@ -420,6 +436,16 @@ def mebp_table() -> Iterator[dict[str, Any]]:
     print("  and Gemma's head, 262,144 rows, would have to run at a third of the rate of the other products")
 
 
+def forecast_table(
+    tables: Sequence[Callable[..., Iterator[dict[str, Any]]]] = (zo2_table, distzo2_table),
+) -> Iterator[dict[str, Any]]:
+    """Both tables again, with nothing fitted on the row that it predicts: speeds from the machines as they ship, memory without
+    the row that a group of ranks' bytes are taken from."""
+    for table in tables:
+        found = [row for row in table(fit=False) if row["error"] is not None]
+        yield from (row for row in found if not row["what"].startswith("OPT-6.7B zo2_pertp2 memory"))
+
+
 def residency_table() -> Iterator[dict[str, Any]]:
     print(
         "OPT-175B in float16 on one H200: zo2 with every block streamed, and with as many that stay as there is room for"
@@ -443,6 +469,7 @@ def residency_table() -> Iterator[dict[str, Any]]:
 
 
 TABLES = {
+    "forecast": forecast_table,
     "residency": residency_table,
     "zo2": zo2_table,
     "ablation": ablation_table,
