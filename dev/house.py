@@ -2,7 +2,7 @@
 budget.
 
 Code lines are lines of Python that hold a token which is no comment and no docstring; tokens are those of Python's own
-tokenizer, the same left out. Native code counts by itself. The layers and the budget stand in ``dev/house.toml``.
+tokenizer, the same left out. C and Triton count by themselves. The layers and the budget stand in ``dev/house.toml``.
 
     python dev/house.py [--picture FILE.svg]     # draws a box for each folder, and arrows for the imports between them
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 import tomllib
@@ -22,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "src" / "blockwalk"
 SETTINGS = Path(__file__).with_suffix(".toml")
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_TRITON = re.compile(r"^\s*import triton$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class House:
         """Code lines and tokens of each folder, subfolders included; the files at the root stand under ``.``."""
         total: dict[str, tuple[int, int]] = {}
         for name, path in self.modules.items():
-            lines, tokens = measure(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            lines, tokens = measure(text) if not _TRITON.search(text) else (0, 0)
             room = folder(name) or "."
             before = total.get(room, (0, 0))
             total[room] = before[0] + lines, before[1] + tokens
@@ -164,9 +167,11 @@ def measure(text: str) -> tuple[int, int]:
 
 
 def native_lines(root: Path) -> int:
-    """Lines of C, blank ones and comments of their own left out."""
+    """Lines of C, blank ones and comments of their own left out, and code lines of modules of Triton's kernels."""
     lines = (line.strip() for path in root.rglob("*.c") for line in path.read_text(encoding="utf-8").splitlines())
-    return sum(bool(line) and not line.startswith(("//", "/*", "*")) for line in lines)
+    texts = [path.read_text(encoding="utf-8") for path in root.rglob("*.py")]
+    kernels = sum(measure(text)[0] for text in texts if _TRITON.search(text))
+    return kernels + sum(bool(line) and not line.startswith(("//", "/*", "*")) for line in lines)
 
 
 def picture(house: House) -> str:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.noise.key import Key, NoiseKey
 from blockwalk.numerics.noise.noise import stochastic_round
+from blockwalk.numerics.operators import received, register, sent
 from blockwalk.plan.update_rules import RULES
 
 if TYPE_CHECKING:
@@ -82,7 +84,12 @@ class Rule:
             rounding: the draws by which a whole parameter in 16 bits is rounded stochastically; None rounds to nearest.
         """
         piece = globals()[self.settings.name]
-        states = (state[name] for name in RULES[self.settings.name].states)
+        states = [state[name] for name in RULES[self.settings.name].states]
+        if self.settings.name == "adamw" and not is_cpu(param.device):
+            s = self.settings
+            numbers = (lr, *s.betas, s.eps, s.weight_decay)
+            torch.ops.blockwalk.adamw_(param, *states, grad, step, numbers, sent(rounding))
+            return
         for work, pieces in _chunks(rounding, param, grad, *states):
             piece(self.settings, work, *pieces, step=step, lr=lr)
 
@@ -129,6 +136,30 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda value: value >= 0, "0 or above"),
 }
 """Conditions on the numbers that a rule reads: a test, and its words."""
+
+
+def _adamw(
+    kernels: Any, param: Tensor, m: Tensor, v: Tensor, grad: Tensor, step: int, numbers: list[float], words: list[int]
+) -> None:
+    """:func:`adamw` of a whole parameter: on an accelerator in one launch, each operation rounded by itself."""
+    lr, beta1, beta2, eps, weight_decay = numbers
+    if kernels:
+        root, rate = (1 - beta2**step) ** 0.5, -(lr / (1 - beta1**step))
+        sent_as = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, rate)
+        kernels.updates.adamw(param, grad, m, v, sent_as, words)
+        return
+    from blockwalk.plan.choices import OptimizerSettings
+
+    settings = OptimizerSettings("adamw", betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+    for work, pieces in _chunks(received(words), param, grad, m, v):
+        adamw(settings, work, *pieces, step=step, lr=lr)
+
+
+register(
+    "adamw_",
+    "Tensor(a!) param, Tensor(b!) m, Tensor(c!) v, Tensor grad, int step, float[] numbers, int[] rounding",
+    _adamw,
+)
 
 
 def square_sums(tensor: Tensor) -> Tensor:
@@ -178,7 +209,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def _chunks(
-    rounding: NoiseKey | None, param: Tensor, grad: Tensor, *state: Tensor
+    rounding: Key | None, param: Tensor, grad: Tensor, *state: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """Scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
     their owners. For a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""

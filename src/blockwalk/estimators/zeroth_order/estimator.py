@@ -24,10 +24,11 @@ from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Ending, Matrix, Vector
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
-from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
+from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight, perturbed_at_once
 from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
-from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_entries_, reserve
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve
 from blockwalk.numerics.codecs.weights import Value, Weight
+from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
@@ -69,6 +70,8 @@ class ZerothOrder:
     def _reserve(self) -> None:
         """Make what updates work in now: the first one comes with the second step, where nothing is to be allocated."""
         buckets = self.engine.buckets
+        if fuses(self.rule, self.engine.device):
+            return
         for number, unit in enumerate(buckets.units):
             scratch = self.slice_scratch if buckets.sliced(number) else self.scratch
             for param in unit.params:
@@ -201,8 +204,14 @@ class ZerothOrder:
         """Put a unit's trainables in their places, perturbed, in the compute dtype: matrices as they are read, the rest as
         copies; those of a compiled block all whole, in buffers that blocks share."""
         whole = self.plan.compile and 0 < unit < self.engine.cut.epilogue_index
-        trainables = enumerate(self.engine.trainables(unit))
-        values = {p.name: self._value(p, perturbation, f"whole {i}" if whole else None) for i, p in trainables}
+        trainables = list(self.engine.trainables(unit))
+        values: dict[str, Value] = {}
+        if not whole and not is_cpu(self.engine.device) and perturbation.scale and self.rule.kind.direction_ is None:
+            weights = [self._perturbed(p.name, perturbation) for p in trainables if not read_in_ranges(p)]
+            values |= perturbed_at_once([weight for weight in weights if weight.master.dense])
+        for i, p in enumerate(trainables):
+            if p.name not in values:
+                values[p.name] = self._value(p, perturbation, f"whole {i}" if whole else None)
         self.engine.cut.bind(unit, values)
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
@@ -212,7 +221,7 @@ class ZerothOrder:
         if not perturbation.scale and master.dense and master.tensor.dtype == weight.dtype:
             return master.tensor
         if buffer is None:
-            return weight if param.quantizable and len(param.shape) == 2 else weight.whole()
+            return weight if read_in_ranges(param) else weight.whole()
         out = self.scratch.take(buffer, *param.shape, like=master.bytes_P, dtype=weight.dtype)
         weight.into(out.view(weight.shape))
         return out
@@ -299,9 +308,13 @@ class ZerothOrder:
         buckets = self.engine.buckets
         entries = self.entries[buckets.step(op.unit) - self.entries_after :]
         if buckets.sliced(op.unit):
-            for name, states in buckets.ranges(op.unit, UPDATE_ELEMENTS[self.engine.device.type]):
-                apply_entries_(self.rule, entries, name, states, self.slice_scratch)
+            ranges = buckets.ranges(op.unit, UPDATE_ELEMENTS[self.engine.device.type])
+            apply_all_(self.rule, entries, ranges, self.slice_scratch)
         else:
-            for name, states in buckets.tensors(op.unit).items():
-                apply_entries_(self.rule, entries, name, states, self.scratch)
+            apply_all_(self.rule, entries, buckets.tensors(op.unit).items(), self.scratch)
         buckets.advance(op.unit, self.steps)
+
+
+def read_in_ranges(param: ParamSpec) -> bool:
+    """Whether a trainable is a matrix, of which no more than a range is perturbed at a time."""
+    return param.quantizable and len(param.shape) == 2

@@ -6,15 +6,17 @@ the same bits come out in whatever ranges they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from blockwalk.engine.bucket_tensors import BucketTensor
 from blockwalk.estimators.zeroth_order.kind import Direction
+from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
 from blockwalk.numerics.noise.noise import fill_, perturbed
+from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 
@@ -64,18 +66,18 @@ class PerturbedWeight:
         def read(tensor: BucketTensor, name: str) -> torch.Tensor:
             return tensor.rows(start, stop, self.scratch, name)
 
-        return self._perturb(read, out, start * self.shape[1])
+        return self._perturb(read, (stop - start, self.shape[1]), out, first_row=start)
 
     def columns(self, start: int, stop: int) -> torch.Tensor:
         def read(tensor: BucketTensor, name: str) -> torch.Tensor:
             return tensor.columns(start, stop, self.scratch, name)
 
-        return self._perturb(read, None, start, pitch=self.shape[1])
+        return self._perturb(read, (self.shape[0], stop - start), None, first_column=start)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         flat_n, columns = index.reshape(-1), self.shape[1]
         out = torch.empty(len(flat_n), columns, dtype=self.dtype, device=self.master.bytes_P.device)
-        self._perturb(lambda tensor, _: tensor.gather(flat_n), out, 0, pitch=columns, rows=flat_n)
+        self._perturb(lambda tensor, _: tensor.gather(flat_n), out.shape, out, rows=flat_n)
         return out.view(*index.shape, columns)
 
     def whole(self) -> torch.Tensor:
@@ -93,20 +95,25 @@ class PerturbedWeight:
     def _perturb(
         self,
         read: Callable[[BucketTensor, str], torch.Tensor],
+        shape: tuple[int, ...],
         out: torch.Tensor | None,
-        start: int,
         *,
-        pitch: int | None = None,
+        first_row: int = 0,
+        first_column: int = 0,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A range, perturbed, in ``out`` or in scratch. ``read`` answers that range of a tensor in the bucket, under a name in
-        scratch; where its elements lie in the whole, ``start``, ``pitch`` and ``rows`` say as noise has it."""
-        source = read(self.master, "value")
+        """A range, perturbed, in ``out`` or in scratch: of the rows and columns that begin where is said, or of the rows named.
+        ``read`` answers that range of a tensor in the bucket, under a name in scratch."""
         if out is None:
-            out = self.scratch.take("range", *source.shape, like=source, dtype=self.dtype)
-        if not self.perturbation.scale:
-            return out.copy_(source)
+            out = self.scratch.take("range", *shape, like=self.master.bytes_P, dtype=self.dtype)
         key, scale, kind = self.perturbation.key(self.name), self.perturbation.scale, self.perturbation.kind
+        if scale and self.direction_ is None and codecs.has_kernel(self.master.layout, self.master.bytes_P):
+            place = {"rows": rows, "first_row": first_row, "first_column": first_column}
+            noise = {"key": key, "scale": scale, "kind": kind, "origin": self.master.origin}
+            return codecs.decode_on_device(self.master.bytes_P, self.master.layout, out, **place, **noise)  # type: ignore[arg-type]
+        source, start, pitch = read(self.master, "value"), first_row * self.shape[1] + first_column, self.shape[1]
+        if not scale:
+            return out.copy_(source)
         if self.direction_ is None:
             return perturbed(source, out, key, start, scale, kind, pitch=pitch, rows=rows)
 
@@ -116,3 +123,16 @@ class PerturbedWeight:
         z = fill_(take("z"), key, start, kind, pitch=pitch, rows=rows)
         self.direction_(z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take)
         return out.copy_(z.mul_(scale).add_(source))
+
+
+def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, torch.Tensor]:
+    """Plain weights under one perturbation, each whole and freshly allocated in its own shape, in one launch of an
+    accelerator's kernel: the vectors of a block."""
+    if not weights:
+        return {}
+    outs = [torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device) for w in weights]
+    words = [word for w in weights for word in sent(w.perturbation.key(w.name))]
+    masters, starts = [w.master.tensor for w in weights], [w.master.origin for w in weights]
+    scales = [w.perturbation.scale for w in weights]
+    torch.ops.blockwalk.advance_(masters, outs, starts, words, scales, 0, 0, False, weights[0].perturbation.kind)
+    return {w.name: out for w, out in zip(weights, outs, strict=True)}

@@ -14,7 +14,7 @@ decoded, updated and encoded again, scales anew, entry by entry: as if every ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,11 @@ import torch
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
+from blockwalk.numerics import advance  # noqa: F401  (its operators)
+from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
 from blockwalk.numerics.noise.noise import add_scaled_, fill_
+from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
@@ -96,6 +99,58 @@ def apply_entries_(
             _advance_(rule, entry, name, master.origin + first * master.layout.columns, x_RD, states, scratch)
             for state, tensor in {"": x_RD, **states}.items():
                 tensors[state].save(first, tensor, _rounding(rule, entry, name, state))
+
+
+def apply_all_(
+    rule: ZerothOrderRule,
+    entries: Sequence[Entry],
+    params: Iterable[tuple[str, Mapping[str, BucketTensor]]],
+    scratch: ScratchArena,
+) -> None:
+    """Bring the parameters of a unit, or ranges of them, up to date: on an accelerator all plain numbers of a dtype in one
+    launch, and each matrix of eight-bit codes in one, where the update is a sum of the queries' noise."""
+    params = list(params)
+    if not params or not fuses(rule, params[0][1][""].bytes_P.device):
+        for name, tensors in params:
+            apply_entries_(rule, entries, name, tensors, scratch)
+        return
+    if not entries:
+        return
+    shared = len(entries), len(entries[0].projected_grads), rule.rounding == "stochastic", rule.kind_of_noise
+    masters, starts, words, factors = [], [], [], []
+    for name, tensors in params:
+        master, numbers = tensors[""], [_as_sent(rule, entry, name) for entry in entries]
+        own_words = [word for keys, _ in numbers for key in keys for word in key]
+        own_factors = [factor for _, its in numbers for factor in its]
+        codes, codec = master.layout.codes(master.bytes_P), master.layout.codec
+        if not codes.numel():
+            continue
+        if not master.dense:
+            scales = master.layout.scales(master.bytes_P)
+            torch.ops.blockwalk.advance_rows_(scales, codes, codec, master.origin, own_words, own_factors, *shared)
+            continue
+        masters.append(codes)
+        starts.append(master.origin)
+        words += own_words
+        factors += own_factors
+    if masters:
+        torch.ops.blockwalk.advance_(masters, [], starts, words, factors, *shared)
+
+
+def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
+    """Whether a launch serves many parameters: on an accelerator, where nothing but the noise goes into an update."""
+    kind = rule.kind
+    plain = RULES[rule.optimizer.name].linear and kind.direction_ is None and kind.advance_ is None
+    return plain and not is_cpu(device)
+
+
+def _as_sent(rule: ZerothOrderRule, entry: Entry, name: str) -> tuple[list[list[int]], list[float]]:
+    """The numbers of an entry that an operator takes for one parameter: keys, and a factor for each: first the rounding's with
+    the decay, then the queries'."""
+    rounding, rate = _rounding(rule, entry, name, ""), entry.learning_rate
+    keys = [NoiseKey(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
+    decay = 1.0 - rate * rule.optimizer.weight_decay if rule.decays(name) else 1.0
+    return [sent(rounding) or [0, 0], *map(sent, keys)], [decay, *(-rate * each for each in entry.coefficients)]
 
 
 def reserve(rule: ZerothOrderRule, state: str, layout: Layout, scratch: ScratchArena, device: torch.device) -> None:

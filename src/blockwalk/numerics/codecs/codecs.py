@@ -18,6 +18,7 @@ import ctypes
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -26,12 +27,18 @@ from blockwalk.numerics.codecs.layout import Bytes, Layout
 from blockwalk.numerics.codecs.matrix_codec import Rounding, matrix_codec
 from blockwalk.numerics.codecs.readers import Index
 from blockwalk.numerics.device import is_cpu
-from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.device import sent as to_device
+from blockwalk.numerics.noise import cpu
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Write, window
 from blockwalk.numerics.noise.noise import random_uint16, stochastic_round
+from blockwalk.numerics.operators import received, register, sent
+from blockwalk.plan.placement import Codec
 
 _NATIVE_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CPU_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 26
+WITH_KERNELS = frozenset({Codec.FP8, Codec.INT8, Codec.INT4, Codec.INT4A, Codec.NF4, Codec.Q4_0})
+"""The codecs that accelerators decode in one launch (:mod:`blockwalk.numerics.kernels.codecs`)."""
 _THREAD_ELEMENTS = 1 << 15
 """Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
 
@@ -133,6 +140,9 @@ def decode_rows(
     assert out.shape == (stop - start, last - first), (out.shape, start, stop, first, last)
     if not isinstance(buffer, torch.Tensor) or layout.parts is not None:
         return _read(buffer, layout, slice(start, stop), slice(first, last), out)
+    if has_kernel(layout, buffer) and out.is_contiguous():
+        decode_on_device(buffer, layout, out, first_row=start, first_column=first)
+        return out
     order = None if layout.order is None else layout.order[start:stop]
     if native and _decode_native(buffer, layout, order, start, first, last, out):
         return out
@@ -162,6 +172,9 @@ def gather_rows(
             raise IndexError(f"rows {low} to {high} are asked of a parameter of {layout.rows} rows")
     if not isinstance(buffer, torch.Tensor) or layout.parts is not None:
         return _read(buffer, layout, index, slice(0, layout.columns), out)
+    if has_kernel(layout, buffer):
+        decode_on_device(buffer, layout, out, rows=index)
+        return out
     if layout.order is not None:
         index = layout.order.to(index.device)[index]
     if native and _decode_native(buffer, layout, index, 0, 0, layout.columns, out):
@@ -183,6 +196,34 @@ def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: torch
         b = min(a + piece, out.shape[0])
         some = slice(rows.start + a, rows.start + b) if isinstance(rows, slice) else rows[a:b]
         out[a:b].copy_(reader(some, columns))
+    return out
+
+
+def has_kernel(layout: Layout, buffer: Bytes) -> bool:
+    """Whether an operator decodes it, in one launch: what the C kernel decodes, and nf4."""
+    if not isinstance(buffer, torch.Tensor) or layout.parts is not None or not layout.groups:
+        return False
+    return layout.codec in WITH_KERNELS and not is_cpu(buffer.device)
+
+
+def decode_on_device(
+    buffer: torch.Tensor,
+    layout: Layout,
+    out: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    first_row: int = 0,
+    first_column: int = 0,
+    key: NoiseKey | None = None,
+    scale: float = 0.0,
+    kind: NoiseKind | None = None,
+    origin: int = 0,
+) -> torch.Tensor:
+    """``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at ``first_row``, or that ``rows`` names, from
+    ``first_column`` on; returns it. ``origin`` is the place of the layout's first element in its parameter."""
+    order = None if layout.order is None else to_device(layout.order, buffer.device)
+    bytes_of = (buffer, order, rows, layout.codec, (layout.rows, layout.columns), layout.group_size)
+    torch.ops.blockwalk.decode_(out, *bytes_of, first_row, first_column, sent(key), origin, scale, kind)
     return out
 
 
@@ -286,3 +327,44 @@ def _library() -> ctypes.CDLL | None:
             *(number, number, pointer, ctypes.c_int),
         ]
     return library
+
+
+def _decode(
+    kernels: Any,
+    out: torch.Tensor,
+    buffer: torch.Tensor,
+    order: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    codec: str,
+    shape: list[int],
+    group: int,
+    first_row: int,
+    first_column: int,
+    key: list[int],
+    origin: int,
+    scale: float,
+    kind: NoiseKind | None,
+) -> None:
+    layout = Layout(tuple(shape), Codec(codec), group_size=group, order=order)
+    if kernels:
+        arguments = (rows, first_row, first_column, received(key), origin, scale, kind)
+        kernels.codecs.decode(out, buffer, layout, *arguments)
+        return
+    value = out if kind is None else torch.empty(out.shape)
+    if rows is not None:
+        gather_rows(buffer, layout, rows, value)
+    else:
+        columns = (first_column, first_column + out.shape[1])
+        decode_rows(buffer, layout, first_row, first_row + len(out), value, columns=columns)
+    if kind is not None:
+        start = origin + first_row * layout.columns + first_column
+        place = window(value, out, layout.columns, rows)
+        cpu.write(Write(value, out, received(key), start, scale, kind, None, place, rows))
+
+
+register(
+    "decode_",
+    "Tensor(a!) out, Tensor buffer, Tensor? order, Tensor? rows, str codec, int[] shape, int group, int first_row,"
+    " int first_column, int[] key, int origin, float scale, str? kind",
+    _decode,
+)

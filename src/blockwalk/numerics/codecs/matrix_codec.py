@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.key import Key
 from blockwalk.plan.placement import Codec
 
 
@@ -22,7 +22,7 @@ from blockwalk.plan.placement import Codec
 class Rounding:
     """The draws of stochastic rounding: their key, and the first element's place in the parameter."""
 
-    key: NoiseKey
+    key: Key
     first_element: int
 
 

@@ -12,19 +12,20 @@ rows[r]·pitch`` where ``rows`` (int64 [R], same device) names rows. In a parame
 pitch=D``, rows a:b are ``start=a·D``, and the rows of an embedding's tokens are ``start=0, pitch=D, rows=tokens``.
 
 On a CPU a C kernel does the work, or numpy where there is no compiler (``native=False`` forces it); elsewhere an operator
-of torch (:mod:`blockwalk.numerics.noise.operators`), on CUDA Triton's.
+of torch (:mod:`blockwalk.numerics.operators`), on CUDA Triton's.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise import cpu
-from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Write, window
+from blockwalk.numerics.noise.key import Key, NoiseKey, NoiseKind, Write, window
 from blockwalk.numerics.noise.numpy_words import KINDS
+from blockwalk.numerics.operators import received, register, sent
 
 
 class Where(TypedDict, total=False):
@@ -49,7 +50,7 @@ def add_scaled_(
     scale: float,
     kind: NoiseKind = "gaussian",
     *,
-    rounding: NoiseKey | None = None,
+    rounding: Key | None = None,
     **where: Unpack[Where],
 ) -> torch.Tensor:
     """``target`` += scale·z, in float32: ``scale`` is rounded to float32, then the product, then the sum.
@@ -62,7 +63,7 @@ def add_scaled_(
 
 
 def stochastic_round(
-    source: torch.Tensor, out: torch.Tensor, rounding: NoiseKey, start: int = 0, **where: Unpack[Where]
+    source: torch.Tensor, out: torch.Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]
 ) -> torch.Tensor:
     """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`add_scaled_` rounds; returns ``out``."""
     return perturbed(source, out, None, start, 0.0, None, rounding=rounding, **where)
@@ -76,7 +77,7 @@ def perturbed(
     scale: float,
     kind: NoiseKind | None = "gaussian",
     *,
-    rounding: NoiseKey | None = None,
+    rounding: Key | None = None,
     pitch: int | None = None,
     rows: torch.Tensor | None = None,
     native: bool = True,
@@ -95,13 +96,11 @@ def perturbed(
         return out
     if is_cpu(out.device):
         return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, rows), native=native)
-    from blockwalk.numerics.noise.operators import sent
-
     torch.ops.blockwalk.noise_(out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind)
     return out
 
 
-def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, native: bool = True) -> torch.Tensor:
+def random_uint16(key: Key, start: int, count: int, out: torch.Tensor, *, native: bool = True) -> torch.Tensor:
     """Draws start … start + count − 1 of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
     if out.dtype not in (torch.uint16, torch.int32) or out.shape != (count,) or not out.is_contiguous():
         raise ValueError(
@@ -110,8 +109,6 @@ def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, n
     _check_start(start)
     if is_cpu(out.device):
         return cpu.random_uint16(key, start, out, native=native)
-    from blockwalk.numerics.noise.operators import sent
-
     torch.ops.blockwalk.draws_(out, sent(key), start)
     return out
 
@@ -119,3 +116,34 @@ def random_uint16(key: NoiseKey, start: int, count: int, out: torch.Tensor, *, n
 def _check_start(start: int) -> None:
     if start < 0:
         raise ValueError(f"start is {start}; elements are counted from 0")
+
+
+def _noise(
+    kernels: Any,
+    out: torch.Tensor,
+    source: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    key: list[int],
+    rounding: list[int],
+    start: int,
+    pitch: int | None,
+    scale: float,
+    kind: NoiseKind | None,
+) -> None:
+    place = window(out if source is None else source, out, pitch, rows)
+    write = Write(source, out, received(key), start, scale, kind, received(rounding), place, rows)
+    (kernels.noise if kernels else cpu).write(write)
+
+
+def _draws(kernels: Any, out: torch.Tensor, key: list[int], start: int) -> None:
+    words = received(key)
+    assert words is not None
+    (kernels.noise if kernels else cpu).random_uint16(words, start, out)
+
+
+register(
+    "noise_",
+    "Tensor(a!) out, Tensor? source, Tensor? rows, int[] key, int[] rounding, int start, int? pitch, float scale, str? kind",
+    _noise,
+)
+register("draws_", "Tensor(a!) out, int[] key, int start", _draws)

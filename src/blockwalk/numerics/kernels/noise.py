@@ -1,11 +1,11 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
-"""The noise of ``noise.py`` on CUDA, as Triton kernels with the same bits as on a CPU.
+"""The noise of ``noise/noise.py`` as Triton kernels, with the same bits as on a CPU.
 
 Products and sums must round separately, as everywhere: every launch turns the fusing of multiply and add off. Words are
 made once for each counter and laid out in element order, so that memory is read and written in order, each element once.
 The kernels also run in Triton's interpreter, on CPU tensors, which is how their bits are tested without a GPU.
 
-Import this module only where CUDA tensors are: it needs triton, which comes with torch's CUDA builds for Linux.
+Import these modules only where an accelerator's tensors are: they need triton, which comes with torch's CUDA builds for Linux.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _key_words(key: Key | None) -> tuple[int, int]:
 
 def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    return contextlib.nullcontext() if tensor.is_cpu else torch.accelerator.device_index(tensor.device.index)
 
 
 @functools.cache

@@ -1,0 +1,83 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+"""Products with an encoded matrix that is decoded a tile at a time, inside the product: x·Wᵀ forward, and dy·W backward.
+
+A tile's values are rounded to the input's dtype, as a decoded matrix is, and summed in float32: results differ from the
+undivided product's by the order of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.kernels.codecs import FORMATS, _decoded, nf4_levels
+from blockwalk.numerics.kernels.noise import _on
+
+_TILE = {"M": 64, "N": 128, "K": 64}
+"""Rows of the input, outputs, and summands of a program's tile."""
+
+
+@triton.jit
+def _product_kernel(
+    x,  # float [m, depth]
+    buffer,  # uint8
+    bias,  # float [n], or not read
+    levels,
+    out,  # float [m, n], rows out_stride elements apart
+    m,
+    n,
+    depth,
+    out_stride,
+    rows,
+    groups,
+    width,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BY_ROWS: tl.constexpr,  # outputs are the matrix's rows (x·Wᵀ), or its columns (x·W)
+    HAS_BIAS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    program = tl.program_id(0)
+    across = tl.cdiv(m, M)
+    at_m = (program % across) * M + tl.arange(0, M)  # neighbours share a tile of the matrix
+    at_n = (program // across) * N + tl.arange(0, N)
+    total = tl.zeros([M, N], tl.float32)
+    for start in range(0, depth, K):
+        at_k = start + tl.arange(0, K)
+        inside = (at_k < depth)[:, None] & (at_n < n)[None, :]
+        near_k = tl.minimum(at_k, depth - 1).to(tl.int64)[:, None]
+        near_n = tl.minimum(at_n, n - 1).to(tl.int64)[None, :]
+        row = near_n + 0 * near_k if BY_ROWS else near_k + 0 * near_n
+        column = near_k + 0 * near_n if BY_ROWS else near_n + 0 * near_k
+        w = _decoded(buffer, levels, row, column, inside, rows.to(tl.int64), groups, width, FORMAT, GROUP)
+        w = tl.where(inside, w, 0.0).to(x.dtype.element_ty)
+        there = (at_m < m)[:, None] & (at_k < depth)[None, :]
+        part = tl.load(x + at_m.to(tl.int64)[:, None] * depth + at_k[None, :], mask=there, other=0.0)
+        total = tl.dot(part, w, total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + at_n, mask=at_n < n, other=0.0).to(tl.float32)[None, :]
+    there = (at_m < m)[:, None] & (at_n < n)[None, :]
+    tl.store(out + at_m.to(tl.int64)[:, None] * out_stride + at_n[None, :], total.to(out.dtype.element_ty), mask=there)
+
+
+def product(
+    x_MK: torch.Tensor,
+    buffer: torch.Tensor,
+    layout: Layout,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    by_rows: bool,
+) -> None:
+    """``out`` = x·Wᵀ + bias where ``by_rows``, else x·W, for W [R, D] encoded in ``buffer``, ``x`` contiguous."""
+    (m, depth), n = x_MK.shape, out_MN.shape[1]
+    with _on(x_MK):
+        _product_kernel[(triton.cdiv(m, _TILE["M"]) * triton.cdiv(n, _TILE["N"]),)](
+            x_MK, buffer, x_MK if bias_N is None else bias_N, nf4_levels(x_MK.device), out_MN, m, n, depth, out_MN.stride(0),
+            layout.rows, layout.groups, layout.columns,
+            FORMAT=FORMATS[layout.codec], GROUP=layout.group_size, BY_ROWS=by_rows, HAS_BIAS=bias_N is not None,
+            **_TILE, num_warps=8,
+        )  # fmt: skip

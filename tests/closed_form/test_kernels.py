@@ -1,0 +1,327 @@
+"""Oracle: the CPU's operators, bit for bit, in Triton's interpreter; float64 for products; and, for variants of every kernel,
+the PTX of three GPUs: no fused multiply-add where bits count, and every product, sum and division to nearest even.
+
+Triton's interpreter must be chosen before triton is imported: these checks run in a process of their own, one for all of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from blockwalk.numerics import advance
+from blockwalk.numerics.codecs import codecs
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
+from blockwalk.numerics.noise.noise import perturbed
+from blockwalk.numerics.operators import sent
+from blockwalk.numerics.updates import Rule
+from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.placement import Codec
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="triton (286 MB) is not installed: pip install triton"
+)
+
+KEY = NoiseKey(1, 2, 0, "w")
+FORMATS = [("fp8", 32), ("int8", 32), ("int4", 32), ("int4", 64), ("nf4", 64), ("int4a", 32), ("q4_0", 32)]
+KINDS: tuple[NoiseKind, ...] = ("gaussian", "rademacher")
+Run = Callable[..., None]
+
+
+def kernels() -> ModuleType:
+    from blockwalk.numerics import kernels
+
+    return kernels.loaded()
+
+
+def process(interpret: str) -> Iterator[Run]:
+    """A function that runs another in a process of its own, which chooses once between interpreter and compiler."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", interpret)
+            pool.submit(int).result()
+        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=300)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    yield from process("1")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Run]:
+    yield from process("0")
+
+
+def encoded(codec: str, group: int, rows: int = 9, columns: int = 100) -> tuple[Layout, torch.Tensor]:
+    """A matrix with a row of zeros, a tiny one and a wide one; q4_0's blocks, which nobody writes, are any bytes."""
+    columns = columns if codec != "q4_0" else 96
+    layout = Layout((rows, columns), Codec(codec), group_size=group)
+    generator = torch.Generator().manual_seed(3)
+    if codec == "q4_0":
+        blocks = torch.randint(0, 256, (rows, layout.groups, 18), generator=generator).to(torch.uint8)
+        blocks[..., :2] = torch.randn(rows, layout.groups, 1, generator=generator).half().view(torch.uint8)
+        return layout, blocks.reshape(-1)
+    values = torch.randn(rows, columns, generator=generator)
+    values[3], values[4], values[2, ::2] = 0, values[4] * 1e-6, values[2, ::2] * 1e-4
+    return layout, codecs.encode_rows(values, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
+
+
+def decodes(codec: str, group: int) -> None:
+    layout, bytes_P = encoded(codec, group)
+    decode, wide = kernels().codecs.decode, layout.columns
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        want = codecs.decode_rows(bytes_P, layout, 2, 9, torch.empty(7, 60, dtype=dtype), columns=(17, 77))
+        got = torch.empty_like(want)
+        decode(got, bytes_P, layout, None, 2, 17, None, 0, 0.0, None)
+        assert torch.equal(got, want), dtype
+    rows = torch.tensor([5, 0, 8])
+    want = codecs.gather_rows(bytes_P, layout, rows, torch.empty(3, wide))
+    decode(got := torch.empty_like(want), bytes_P, layout, rows, 0, 0, None, 0, 0.0, None)
+    assert torch.equal(got, want)
+    turned = Layout(layout.shape, layout.codec, group_size=group, order=torch.arange(8, -1, -1))
+    decode(got := torch.empty(9, wide), bytes_P, turned, None, 0, 0, None, 0, 0.0, None)
+    assert torch.equal(got, codecs.decode_rows(bytes_P, layout, 0, 9, torch.empty(9, wide)).flip(0))
+    for kind in KINDS:
+        values = codecs.decode_rows(bytes_P, layout, 2, 9, torch.empty(7, wide))
+        want = perturbed(values, torch.empty(7, wide, dtype=torch.bfloat16), KEY, 5 + 2 * wide, 1e-2, kind, pitch=wide)
+        decode(got := torch.empty_like(want), bytes_P, layout, None, 2, 0, KEY, 5, 1e-2, kind)
+        assert torch.equal(got, want), kind
+
+
+@pytest.mark.parametrize(("codec", "group"), FORMATS)
+def test_rows_are_decoded_and_perturbed_as_on_a_cpu(codec: str, group: int, interpreted: Run) -> None:
+    interpreted(decodes, codec, group)
+
+
+def numbers(tensors: int, entries: int, queries: int, *, perturbs: bool) -> tuple[list[int], list[float]]:
+    words: list[int] = []
+    factors: list[float] = []
+    for n in range(tensors):
+        for entry in range(entries):
+            for query in range(queries + 1):
+                words += sent(NoiseKey(1, entry, query, str(n)))
+                factors.append(1e-2 * (query + entry) if query else 0.99)
+        if perturbs:
+            words += sent(NoiseKey(1, 9, 9, str(n)))
+            factors.append(1e-3)
+    return words, factors
+
+
+def advances(name: str, rounding: bool, kind: NoiseKind) -> None:
+    """Three tensors in a launch, three entries of two queries, and the next perturbation: a tensor begins anywhere."""
+    dtype, starts = getattr(torch, name), [0, 77, 512]
+    own = [torch.randn(shape).to(dtype) for shape in ((7,), (33, 100), (2100,))]
+    outs = [torch.empty_like(each, dtype=torch.float16) for each in own]
+    words, factors = numbers(3, 3, 2, perturbs=True)
+    for each in (own, outs):
+        assert len(each) == 3
+    expected = [each.clone() for each in own], [each.clone() for each in outs]
+    advance._advance(None, *expected, starts, words, factors, 3, 2, rounding, kind)
+    kernels().updates.advance(own, outs, starts, words, factors, 3, 2, rounding, kind)
+    assert all(torch.equal(a, b) for a, b in zip([*own, *outs], [*expected[0], *expected[1]], strict=True))
+    words, factors = numbers(3, 0, 0, perturbs=True)  # the perturbation alone
+    advance._advance(None, *expected, starts, words, factors, 0, 0, False, kind)
+    kernels().updates.advance(own, outs, starts, words, factors, 0, 0, False, kind)
+    assert all(torch.equal(a, b) for a, b in zip([*own, *outs], [*expected[0], *expected[1]], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "kind"),
+    [("float32", False, "rademacher"), ("bfloat16", True, "gaussian"), ("float16", True, "rademacher"),
+     ("float16", False, "gaussian")],
+)  # fmt: skip
+def test_pending_updates_of_a_block_and_the_next_perturbation_in_one_pass(
+    dtype: str, rounding: bool, kind: NoiseKind, interpreted: Run
+) -> None:
+    interpreted(advances, dtype, rounding, kind)
+
+
+def advances_rows(codec: str, rounding: bool, kind: NoiseKind) -> None:
+    layout, bytes_P = encoded(codec, 32)
+    expected_P, (words, factors) = bytes_P.clone(), numbers(1, 2, 2, perturbs=False)
+    places = [(layout.scales(each), layout.codes(each)) for each in (bytes_P, expected_P)]
+    advance._advance_rows(None, *places[1], codec, 40, words, factors, 2, 2, rounding, kind)
+    kernels().updates.advance_rows(*places[0], 40, words, factors, 2, 2, rounding, kind)
+    assert torch.equal(bytes_P, expected_P)
+
+
+@pytest.mark.parametrize(
+    ("codec", "rounding", "kind"),
+    [
+        ("fp8", True, "gaussian"),
+        ("fp8", False, "rademacher"),
+        ("int8", True, "rademacher"),
+        ("int8", False, "gaussian"),
+    ],
+)
+def test_rows_of_eight_bit_codes_are_updated_in_one_pass(
+    codec: str, rounding: bool, kind: NoiseKind, interpreted: Run
+) -> None:
+    interpreted(advances_rows, codec, rounding, kind)
+
+
+def e4m3() -> None:
+    """All 256 codes, and the codes of all numbers between them and on their middles."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def both(codes, values, x, found, COUNT: tl.constexpr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+        every, numbers = tl.arange(0, COUNT), tl.arange(0, NUMBERS)
+        tl.store(values + every, _e4m3(tl.load(codes + every).to(tl.uint32)))
+        tl.store(found + numbers, _to_e4m3(tl.load(x + numbers)).to(tl.uint8))
+
+    global _e4m3, _to_e4m3
+    _e4m3, _to_e4m3 = kernels().codecs._e4m3, kernels().updates._to_e4m3
+    codes = torch.arange(256).to(torch.uint8)
+    exact = codes.view(torch.float8_e4m3fn).float()
+    ascending = exact[:127]
+    middles = (ascending[1:] + ascending[:-1]) / 2
+    x = torch.cat([ascending, middles, middles * 1.0001, middles * 0.9999])
+    x = torch.cat([x, -x, torch.zeros(1024 - 2 * len(x))])
+    values, found = torch.empty(256), torch.empty(1024, dtype=torch.uint8)
+    both[(1,)](codes, values, x, found, COUNT=256, NUMBERS=1024)
+    assert torch.equal(values.nan_to_num(-1), exact.nan_to_num(-1))
+    assert torch.equal(found, x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_e4m3_by_integers_is_torch_s(interpreted: Run) -> None:
+    interpreted(e4m3)
+
+
+def adamw(name: str) -> None:
+    """Each operation rounded by itself, as numpy does it; and torch's, which fuses some, to a few units in the last place."""
+    rule, lr, step = Rule(OptimizerSettings(name="adamw", weight_decay=0.1)), 1e-2, 3
+    (beta1, beta2), eps = rule.settings.betas, rule.settings.eps
+    p, g, m, v = torch.randn(3001).to(getattr(torch, name)), torch.randn(3001), torch.randn(3001), torch.rand(3001)
+    theirs = [each.clone() for each in (p, m, v)]
+    rule.apply_(theirs[0], g, {"exp_avg": theirs[1], "exp_avg_sq": theirs[2]}, step=step, lr=lr)
+    root, rate = (1 - beta2**step) ** 0.5, -(lr / (1 - beta1**step))
+    given = torch.tensor([1 - lr * 0.1, 1 - beta1, beta2, 1 - beta2, root, eps, rate])
+    decay, weight, kept, rest, root_, eps_, rate_ = given.numpy()
+    own_m = m.numpy() + (g.numpy() - m.numpy()) * weight
+    own_v = v.numpy() * kept + rest * g.numpy() * g.numpy()
+    own_p = p.float().numpy() * decay + own_m * rate_ / ((own_v**0.5) / root_ + eps_)
+    kernels().updates.adamw(p, g, m, v, given.tolist(), [])
+    assert torch.equal(m, torch.from_numpy(own_m))
+    assert torch.equal(v, torch.from_numpy(own_v))
+    assert torch.equal(p, torch.from_numpy(own_p).to(p.dtype))
+    for ours, its in zip((p, m, v), theirs, strict=True):
+        torch.testing.assert_close(ours.float(), its.float(), rtol=1e-2 if ours.itemsize < 4 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adamw_in_one_launch(dtype: str, interpreted: Run) -> None:
+    interpreted(adamw, dtype)
+
+
+def multiplies(codec: str, group: int) -> None:
+    layout, bytes_P = encoded(codec, group, rows=40)
+    whole = codecs.decode_rows(bytes_P, layout, 0, 40, torch.empty(layout.shape))
+    for by_rows, n in ((True, 40), (False, layout.columns)):
+        x = torch.randn(70, layout.columns if by_rows else 40)
+        bias = torch.randn(n)
+        kernels().products.product(x, bytes_P, layout, bias, out := torch.empty(70, n + 3)[:, :n], by_rows)
+        exact = x.double() @ (whole.t() if by_rows else whole).double() + bias
+        bound = (x.abs().double() @ (whole.t() if by_rows else whole).abs().double() + bias.abs()) * x.shape[1] * 2**-24
+        assert bool(((out - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(("codec", "group"), FORMATS)
+def test_a_matrix_decoded_inside_its_product(codec: str, group: int, interpreted: Run) -> None:
+    """To the bound of a sum of so many terms in float32, forward and transposed."""
+    interpreted(multiplies, codec, group)
+
+
+# ---- the compiler's instructions ------------------------------------------------------------------------------------
+
+FLOAT32 = ("scale", "largest", "decay", "weight", "beta2", "rest2", "root", "eps", "rate")
+POINTERS = {
+    "cubics": "*fp32", "levels": "*fp32", "row_index": "*i64", "order": "*i64", "table": "*i64", "buffer": "*u8",
+    "codes": "*u8", "scales": "*fp32", "grad": "*fp32", "first": "*fp32", "second": "*fp32",
+}  # fmt: skip
+GAUSS, SIGNS = {"COUNTERS": 128, "DRAWS": 16, "KIND": 1}, {"COUNTERS": 16, "DRAWS": 256, "KIND": 2}
+PLAIN = {"COUNTERS": 128, "DRAWS": 16, "KIND": 0}
+WRITE = {"HAS_SOURCE": True, "HAS_ROWS": False, "ROUNDING": False, "ALIGNED": True}
+PRODUCT = {"M": 64, "N": 128, "K": 64, "GROUP": 32, "HAS_BIAS": True}
+
+
+def variants() -> list[tuple[str, str, dict[str, Any], dict[str, str]]]:
+    """Module, kernel, constants and the types of its pointers."""
+    made: list[tuple[str, str, dict[str, Any], dict[str, str]]] = []
+    for kind in (GAUSS, SIGNS):
+        for dtype in ("*bf16", "*fp32"):
+            types = {"source": dtype, "out": dtype}
+            made.append(("noise", "_write_kernel", {**WRITE, **kind}, types))
+        made.append(("noise", "_write_kernel", {**WRITE, **kind, "HAS_SOURCE": False, "ALIGNED": False}, types))
+        made.append(("noise", "_write_kernel", {**WRITE, **kind, "HAS_ROWS": True}, types))
+        for dtype in ("*bf16", "*fp16"):
+            rounds = {**WRITE, **kind, "ROUNDING": True, "ALIGNED": False}
+            made.append(("noise", "_write_kernel", rounds, {"source": "*fp32", "out": dtype}))
+        for dtype in ("bf16", "fp16"):
+            advances = {"MASTER": dtype, "OUT": dtype, "QUERIES": 2, "PERTURBS": True, "ROUNDING": True, "SEGMENTS": 16}
+            made.append(("updates", "_advance_kernel", {**advances, **kind}, {}))
+        vectors = {"MASTER": "fp32", "OUT": "fp32", "QUERIES": 0, "PERTURBS": True, "ROUNDING": False, "SEGMENTS": 16}
+        made.append(("updates", "_advance_kernel", {**vectors, **kind}, {}))
+        for fp8 in (True, False):
+            rows = {"QUERIES": 1, "FP8": fp8, "ROUNDING": fp8}
+            made.append(("updates", "_advance_rows_kernel", {**rows, **kind}, {}))
+    made.append(("noise", "_draws_kernel", {"COUNTERS": 128}, {"out": "*i32"}))
+    for number in range(6):
+        decode = {"FORMAT": number, "GROUP": 32, "HAS_ROWS": number == 2, "HAS_ORDER": number == 5}
+        made.append(("codecs", "_decode_kernel", {**decode, **(GAUSS if number < 2 else PLAIN)}, {"out": "*bf16"}))
+    for number, by_rows in ((2, True), (2, False), (0, True)):
+        types = dict.fromkeys(("x", "out", "bias"), "*bf16")
+        made.append(("products", "_product_kernel", {**PRODUCT, "FORMAT": number, "BY_ROWS": by_rows}, types))
+    for rounding in (True, False):
+        made.append(("updates", "_adamw_kernel", {"ROUNDING": rounding, "SIZE": 1024}, {"param": "*bf16"}))
+    return made
+
+
+def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str, str], capability: int) -> str:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(getattr(kernels(), module), kernel)
+    named = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+    values = {name: named.get(value, value) if isinstance(value, str) else value for name, value in constants.items()}
+    pointers = {**POINTERS, **types}
+    signature = {
+        name: "constexpr" if name in values else pointers.get(name, "fp32" if name in FLOAT32 else "i64")
+        for name in function.arg_names
+    }
+    constexprs = {(function.arg_names.index(name),): value for name, value in values.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs)
+    options = kernels().noise.COMPILE_OPTIONS if module != "products" else {"num_warps": 8}
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return str(done.asm["ptx"])
+
+
+def compiles(capability: int) -> None:
+    for variant in variants():
+        ptx = ptx_of(*variant, capability)
+        found = re.findall(r"^\s+(?:@\S+\s+)?([a-z0-9_.:]+)\s", ptx, re.MULTILINE)
+        if variant[0] == "products":
+            assert any("mma" in name for name in found), variant
+            continue
+        floating = [name for name in found if re.match(r"(mul|add|sub|div|sqrt|fma|mad)\..*f(32|16)", name)]
+        assert all(".rn" in name and not name.startswith("fma") for name in floating), (variant, set(floating))
+        computes = variant[1] != "_draws_kernel" and variant[2].get("KIND") != 0
+        assert floating or not computes, variant
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_variant_compiles_and_rounds_each_operation(capability: int, compiled: Run) -> None:
+    compiled(compiles, capability)
