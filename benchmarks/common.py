@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -58,8 +59,16 @@ class _RandomRows:
     dtype: torch.dtype
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(hash((len(self.name), start)) % 2**31)
-        return torch.randn(stop - start, self.shape[1], generator=generator).mul_(0.02).to(self.dtype)
+        count, pool = (stop - start) * self.shape[1], _drawn(self.dtype)
+        place = (len(self.name) * 7919 + start * 104729) % len(pool)
+        repeated = [pool[place:], *[pool] * (count // len(pool) + 1)]
+        return torch.cat(repeated)[:count].view(stop - start, self.shape[1])
+
+
+@functools.cache
+def _drawn(dtype: torch.dtype) -> torch.Tensor:
+    """A prime number of draws, which matrices begin at different places of: drawing 7B numbers would take minutes."""
+    return torch.randn(4_194_301, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
 
 
 def random_store(name: str, codec: Codec, dtype: str = "bfloat16") -> Path:
@@ -100,13 +109,15 @@ def machine() -> dict[str, Any]:
     if cpuinfo.exists():
         found = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = found[0] if found else model
-    cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    there = torch.get_device_module(kind) if kind is not None else None
+    names = [there.get_device_name(i) for i in range(torch.accelerator.device_count())] if there is not None else []
     return {
         "cpu": model,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cuda": cuda,
+        "accelerators": names,
     }
 
 
@@ -125,6 +136,8 @@ class Bound:
     value: float
     limit: float
     at_most: bool = True
+    rests: str = ""
+    """The facts that the limit follows from."""
 
     @property
     def holds(self) -> bool:
@@ -135,7 +148,10 @@ def finish(arguments: argparse.Namespace, figures: Any, bounds: Sequence[Bound])
     """Print the bounds, write the JSON, and exit 1 under ``--check`` if one is missed."""
     for bound in bounds:
         sign = "≤" if bound.at_most else "≥"
-        print(f"{'ok    ' if bound.holds else 'MISSED'} {bound.name}: {bound.value:.4g} {sign} {bound.limit:.4g}")
+        rests = f" ({bound.rests})" if bound.rests else ""
+        print(
+            f"{'ok    ' if bound.holds else 'MISSED'} {bound.name}: {bound.value:.4g} {sign} {bound.limit:.4g}{rests}"
+        )
     if arguments.json:
         value = {"machine": machine(), "figures": figures, "bounds": [{**vars(b), "holds": b.holds} for b in bounds]}
         Path(arguments.json).write_text(json.dumps(value, indent=1) + "\n")

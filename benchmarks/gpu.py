@@ -1,11 +1,10 @@
-"""Zeroth order on a GPU: OPT-1.3B to 30B dimensions in fp16, batch 1 × 2048, weights on the device or in host memory.
+"""An hour on one accelerator: parts in the order of their value, each in a process of its own, within eight minutes, 100 GiB of
+host memory and 50 GiB of disk. What is done is written at once, a JSON file a part, and is not done again.
 
-Cases: a naive MeZO loop with everything resident, ``mezo``, ``zo2`` with the blocks in host memory, and ``zo2`` with one idea
-taken out. What can be resident at once takes one step each in turn, round after round; a case that does not fit is
-named and left out. Peak memory is the most that each case's own allocations took (caching allocator), in a process of its
-own. A profiler trace of ``zo2`` steps shows copies beside compute.
+    benchmarks/gpu.sh [--part NAME ...] [--again] [--check]
+    benchmarks/gpu.sh --device cpu --tiny          # the script itself, end to end, without a GPU: proves no number
 
-    benchmarks/gpu.sh [--model OPT-1.3B ...] [--rounds 5] [--dtype float16] [--no-trace] [--check]
+Each bound says what it rests on. Peaks are the allocator's: without the driver's context and the libraries' workspaces.
 """
 
 from __future__ import annotations
@@ -13,9 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
+import statistics
 import subprocess
 import sys
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,161 +26,459 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks import zo_runs
-from benchmarks.common import Bound, finish, interleaved, machine, median, parser, random_store
+from benchmarks.common import (
+    CACHE,
+    Bound,
+    finish,
+    interleaved,
+    machine,
+    median,
+    parser,
+    random_batch,
+    random_store,
+)
+from benchmarks.vs_peft import theirs
 
+from blockwalk import Walker, method
+from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.placement import Codec
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PUBLISHED_MB = {"OPT-1.3B": 3750, "OPT-6.7B": 4992, "OPT-13B": 6180}
+SECONDS, HOST, DISK = 480, 100 << 30, 50 << 30
+"""A part's limits: seconds, bytes of host memory that may be in use, bytes of disk that benchmarks may keep."""
+PUBLISHED_MB = {"OPT-1.3B": 3750, "OPT-6.7B": 4992}
 """ZO2's peak in fp16 at batch 1 × 2048 on an A100 (Wang et al. 2025, table 1). Ours is to be half of it."""
-THROUGHPUT = 0.97
-"""Tokens a second of ``zo2`` by those of the naive resident loop, at least."""
-CASES = (zo_runs.NAIVE, zo_runs.MEZO, *zo_runs.ABLATIONS)
+TINY = {"OPT-1.3B": "OPT-tiny", "OPT-6.7B": "OPT-tiny", "Qwen2.5-1.5B": "Qwen2-tiny", "Qwen2.5-7B": "Qwen2-tiny"}
+Found = tuple[dict[str, Any], list[Bound]]
+
+ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "plain": ("plain", {"recompute": "all"}, False),
+    "plain, activations on the host": ("plain", {"recompute": "all", "activation": "host"}, True),
+    "plain, all from the host": ("plain", {"trainable": "host × fp32", "optimizer_state": "host × fp32"}, False),
+    "mebp int4": ("mebp", {"frozen": "host × int4", "activation": "host"}, True),
+    "mebp nf4": ("mebp", {"frozen": "host × nf4", "activation": "host"}, True),
+    "mezo": ("mezo", {}, False),
+    "zo2": ("zo2", {}, False),
+    "zo2 fp8": ("zo2", {"trainable": "host × fp8", "gradient_accumulation_steps": 2}, False),
+    "zo2 int8": ("zo2", {"trainable": "host × int8"}, False),
+    "zo2 disk": ("zo2", {"trainable": "disk", "frozen": "disk"}, False),
+    "zero3": ("zero3", {}, False),
+    "fcdp": ("fcdp", {"gradient_accumulation_steps": 2}, False),
+    "hzp, states on the host": ("hzp", {"optimizer_state": "host × fp32"}, False),
+}
+"""Method, settings, and whether adapters are trained; float32, so that devices differ by the order of sums alone."""
 
 
-def opened(case: str, name: str, arguments: argparse.Namespace, stack: ExitStack) -> Any:
-    """A function that takes one step of a case and says its seconds."""
-    if case == zo_runs.NAIVE:
-        model = zo_runs.naive_model(name, arguments.dtype, "cuda")
-        return zo_runs.naive_stepper(model, arguments.batch, arguments.seq)
-    store = random_store(name, Codec.RAW, arguments.dtype)
-    walker = stack.enter_context(zo_runs.open_walker(case, store, "host", "cuda"))
-    return zo_runs.stepper(walker, arguments.batch, arguments.seq)
+class Bench:
+    """The device, the sizes and the measure of a part."""
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.tiny, self.device = arguments.tiny, chosen(arguments.device)
+        self.rounds, self.sequence = (2, 32) if self.tiny else (5, 2048)
 
-def peak(case: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Peak device memory of three steps of one case, and its seconds, alone in this process."""
-    try:
-        with ExitStack() as stack:
-            step = opened(case, name, arguments, stack)
-            step()
-            torch.cuda.reset_peak_memory_stats()
-            before = allocations()
-            seconds = [step() for _ in range(2)]
-            made = allocations() - before
-            return {"peak_MB": torch.cuda.max_memory_allocated() / 1e6, "reserved_MB": torch.cuda.max_memory_reserved() / 1e6,
-                    "alone_tokens_per_s": arguments.batch * arguments.seq / min(seconds),
-                    "allocations_after_first_step": made}  # fmt: skip
-    except torch.OutOfMemoryError:
-        return {"out_of_memory": True}
+    def model(self, name: str) -> str:
+        return TINY[name] if self.tiny else name
 
-
-def allocations() -> int:
-    """Device segments and pinned host blocks that were ever asked of CUDA."""
-    segments: int = torch.cuda.memory_stats()["segment.all.allocated"]
-    pinned: int = torch.cuda.host_memory_stats()["num_host_alloc"]
-    return segments + pinned
-
-
-def in_own_process(case: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--worker", case, "--model", name, "--dtype", arguments.dtype]
-    command += ["--batch", str(arguments.batch), "--seq", str(arguments.seq)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": done.stderr[-1000:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def together(cases: list[str], name: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step, the cases in turn; empty where they do not fit side by side."""
-    try:
-        with ExitStack() as stack:
-            runs = {case: opened(case, name, arguments, stack) for case in cases}
-            interleaved(runs, 2)
-            return interleaved(runs, arguments.rounds)
-    except torch.OutOfMemoryError:
-        return {}
-    finally:
+    @contextmanager
+    def peak(self, row: dict[str, Any]) -> Iterator[None]:
+        """Put the highest bytes that are allocated inside into a row."""
         gc.collect()
-        torch.cuda.empty_cache()
+        if not is_cpu(self.device):
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            row["out_of_memory"] = True
+        if not is_cpu(self.device):
+            row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
 
-
-def trace(name: str, arguments: argparse.Namespace, path: Path) -> None:
-    """Two steps of ``zo2`` for a trace viewer: copies in and out should lie beside the compute stream's kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with ExitStack() as stack:
-        step = opened("zo2", name, arguments, stack)
-        step(), step()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    def run(self, open_: Callable[[], Any], batch: int) -> dict[str, Any]:
+        """Tokens a second and peak of what ``open_`` answers, a function of a step's seconds, with all that it holds."""
+        row: dict[str, Any] = {}
+        with self.peak(row):
+            step, close = open_()
             step(), step()
-    profiler.export_chrome_trace(str(path))
-    gc.collect()
-    torch.cuda.empty_cache()
+            seconds = [step() for _ in range(self.rounds)]
+            row |= {"tokens_per_s": batch * self.sequence / median(seconds), "seconds": seconds}
+            close()
+        print(
+            json.dumps({key: row[key] for key in ("tokens_per_s", "peak_MB", "out_of_memory") if key in row}),
+            flush=True,
+        )
+        return row
+
+    def walk(self, walker: Walker, batch: int) -> Any:
+        return zo_runs.stepper(walker, batch, self.sequence), walker.close
+
+    def lora(self, name: str, **settings: Any) -> Walker:
+        store = random_store(name, Codec(settings.pop("stored", "raw")))
+        return Walker(store, method("mebp", **settings), lora=LoraSettings(rank=16), device=self.device)
 
 
-def measure(name: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Bound]]:
-    """All cases of one model, and its bounds."""
-    random_store(name, Codec.RAW, arguments.dtype)
-    rows: dict[str, Any] = {case: in_own_process(case, name, arguments) for case in CASES}
-    fit = [case for case in CASES if "peak_MB" in rows[case]]
-    seconds: dict[str, list[float]] = {}
-    for case in fit:  # pairs: the largest models leave no room for more side by side
-        if case != "zo2" and "zo2" in fit:
-            pair = together([case, "zo2"], name, arguments)
-            if pair:
-                seconds[case] = pair[case]
-                rows[case]["zo2_over_this"] = median([a / b for a, b in zip(pair[case], pair["zo2"], strict=True)])
-                seconds["zo2"] = [*seconds.get("zo2", []), *pair["zo2"]]
-    tokens = arguments.batch * arguments.seq
-    for case in CASES:
-        row = rows[case]
-        if case in seconds:
-            row["tokens_per_s"] = tokens / median(seconds[case])
-        speed = row.get("tokens_per_s", row.get("alone_tokens_per_s", float("nan")))
-        told = next((key for key in ("out_of_memory", "error") if key in row), "")
-        print(f"{name:<9} {case:<25} {row.get('peak_MB', float('nan')):>9.0f} {speed:>10.1f}"
-              f" {row.get('zo2_over_this', float('nan')):>10.3f} {told}", flush=True)  # fmt: skip
-    bounds = [
-        Bound(f"{name}, {case}: segments and pinned blocks after the first step", rows[case][key], 0)
-        for case in (zo_runs.MEZO, "zo2")
-        if (key := "allocations_after_first_step") in rows[case]
-    ]
-    if "zo2_over_this" in rows[zo_runs.NAIVE]:
-        ratio = rows[zo_runs.NAIVE]["zo2_over_this"]
-        bounds.append(Bound(f"{name}: zo2 by naive resident MeZO", ratio, THROUGHPUT, at_most=False))
-    if name in PUBLISHED_MB and (arguments.batch, arguments.seq, arguments.dtype) == (1, 2048, "float16"):
-        held = rows["zo2"].get("peak_MB", float("inf"))
-        bounds.append(Bound(f"{name}: peak MB of zo2, half of ZO2's", held, PUBLISHED_MB[name] / 2))
+# ---- the parts --------------------------------------------------------------------------------------------------------
+
+
+def correct(bench: Bench) -> Found:
+    """Every row against the CPU: three losses and an evaluation; our operators, bit for bit."""
+    rows, bounds = {}, []
+    for name, (row, settings, adapters) in ROWS.items():
+        losses = {}
+        for device in dict.fromkeys((str(bench.device), "cpu")):
+            lora = LoraSettings(rank=2, alpha=4) if adapters else None
+            stored = Codec(settings["frozen"].partition(" × ")[2] if row == "mebp" else "raw")
+            store = random_store("Qwen2-tiny" if adapters else "OPT-tiny", stored, "float32")
+            with Walker(store, method(row, **settings), lora=lora, device=device) as walker:
+                vocab = walker.spec.vocab_size
+                found = [walker.step(random_batch(vocab, 4, 32, seed=step)).loss for step in range(3)]
+                losses[device] = [*found, walker.evaluate(random_batch(vocab, 2, 32, seed=9)).loss]
+        one, other = losses[str(bench.device)], losses["cpu"]
+        rows[name] = losses
+        worst = max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+        bounds.append(Bound(f"{name}: losses by the CPU's", worst, 1e-4, rests="float32, sums in another order"))
+    for name, differ in operators(bench.device).items():
+        bounds.append(
+            Bound(f"operator {name}: elements that differ", differ, 0, rests="each operation rounds by itself")
+        )
     return rows, bounds
 
 
+def operators(device: torch.device) -> dict[str, int]:
+    """Elements in which an operator's answer on the device is not the CPU's, by operator."""
+    from blockwalk.numerics.codecs import codecs
+    from blockwalk.numerics.codecs.layout import Layout
+    from blockwalk.numerics.noise.key import NoiseKey
+    from blockwalk.numerics.noise.noise import perturbed
+    from blockwalk.numerics.operators import sent
+
+    def differ(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> int:
+        theirs, ours = (function(*(each.to(where, copy=True) for each in tensors)).cpu() for where in ("cpu", device))
+        return int((theirs.view(torch.uint8) != ours.view(torch.uint8)).sum())
+
+    key, generator = NoiseKey(1, 2, 0, "w"), torch.Generator().manual_seed(1)
+    weights, found = torch.randn(300, 1000, generator=generator), {}
+    words, factors = [w for k in (0, 1) for w in sent(NoiseKey(1, 3, k, "w"))], [0.99, 1e-3]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+
+        def advance(x: torch.Tensor) -> torch.Tensor:
+            torch.ops.blockwalk.advance_([x], [], [0], words, factors, 1, 1, True, "gaussian")
+            return x
+
+        found[f"perturbed {dtype}"] = differ(lambda x: perturbed(x, x, key, 77, 1e-3), weights.to(dtype))
+        found[f"advance {dtype}"] = differ(advance, weights.to(dtype))
+    for codec in (Codec.FP8, Codec.INT8, Codec.INT4, Codec.INT4A, Codec.NF4):
+        layout = Layout((300, 1000), codec)
+        bytes_P = codecs.encode_rows(weights, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
+
+        def decode(bytes_P: torch.Tensor, layout: Layout = layout) -> torch.Tensor:
+            out = torch.empty(300, 1000, dtype=torch.bfloat16, device=bytes_P.device)
+            return codecs.decode_rows(bytes_P, layout, 0, 300, out)
+
+        def advance_rows(bytes_P: torch.Tensor, layout: Layout = layout) -> torch.Tensor:
+            places = layout.scales(bytes_P), layout.codes(bytes_P), layout.codec
+            torch.ops.blockwalk.advance_rows_(*places, 0, words, factors, 1, 1, True, "gaussian")
+            return bytes_P
+
+        found[f"decode {codec}"] = differ(decode, bytes_P)
+        if codec.facts.trainable:
+            found[f"advance {codec}"] = differ(advance_rows, bytes_P)
+    return found
+
+
+def zeroth(bench: Bench, named: str) -> Found:
+    """The naive loop, ``mezo``, ``zo2`` and its ablations, fp16, 1 × 2048; then naive and ``zo2`` in turn, 4 × 2048."""
+    name, rows, device = bench.model(named), {}, str(bench.device)
+
+    def opened(case: str, batch: int) -> Any:
+        if case == zo_runs.NAIVE:
+            model = zo_runs.naive_model(name, "float16", device)
+            return zo_runs.naive_stepper(model, batch, bench.sequence), lambda: None
+        store = random_store(name, Codec.RAW, "float16")
+        return bench.walk(zo_runs.open_walker(case, store, "host", device), batch)
+
+    for case in (zo_runs.NAIVE, zo_runs.MEZO, *zo_runs.ABLATIONS):
+        rows[case] = bench.run(lambda case=case: opened(case, 1), 1)
+    (naive, _), (streamed, close) = opened(zo_runs.NAIVE, 4), opened("zo2", 4)
+    interleaved({"naive": naive, "zo2": streamed}, 2)
+    found = interleaved({"naive": naive, "zo2": streamed}, bench.rounds)
+    close()
+    rows["4 in turn"] = found
+    ratio = median([a / b for a, b in zip(found["naive"], found["zo2"], strict=True)])
+    rests = "4 × 2048: two forwards take 8·T FLOPs a parameter, the link 2 bytes each way: 7,000 tokens hide it at 700 TFLOP/s"
+    bounds = [Bound(f"{named}: zo2 by naive MeZO, 4 × 2048", ratio, 0.97, at_most=False, rests=f"{rests} and 50 GB/s")]
+    if "peak_MB" in rows["zo2"]:
+        limit = PUBLISHED_MB[named] / 2
+        bounds.append(Bound(f"{named}: peak MB of zo2", rows["zo2"]["peak_MB"], limit, rests="half of ZO2's table 1"))
+    return rows, bounds
+
+
+def lora(bench: Bench, named: str) -> Found:
+    """LoRA, rank 16, bf16: PEFT with gradient checkpointing in device memory, ``mebp`` from the host raw and in int4."""
+    name, rows = bench.model(named), {}
+    for batch in (1, 4):
+
+        def peft(batch: int = batch) -> Any:
+            take, count = theirs(name, bench.sequence, device=str(bench.device), batch=batch), iter(range(1 << 30))
+
+            def step() -> float:
+                zo_runs.wait(bench.device)
+                began = time.perf_counter()
+                take(next(count))
+                zo_runs.wait(bench.device)
+                return time.perf_counter() - began
+
+            return step, lambda: None
+
+        rows[f"PEFT, {batch}"] = bench.run(peft, batch)
+        for stored in ("raw", "int4"):
+            walker = {"frozen": f"host × {stored}", "activation": "host", "stored": stored}
+            rows[f"mebp {stored}, {batch}"] = bench.run(
+                lambda walker=walker, batch=batch: bench.walk(bench.lora(name, **walker), batch), batch
+            )
+    bounds = []
+    if "peak_MB" in rows["mebp int4, 4"] and "peak_MB" in rows["PEFT, 4"]:
+        share = rows["mebp int4, 4"]["peak_MB"] / rows["PEFT, 4"]["peak_MB"]
+        bounds.append(
+            Bound(
+                f"{named}: peak of mebp int4 by PEFT's, 4 × 2048", share, 0.5, rests="weights are 2 slots of 0.5 bytes"
+            )
+        )
+    speed = rows["mebp raw, 4"]["tokens_per_s"] / rows["PEFT, 4"]["tokens_per_s"]
+    rests = "8,192 tokens: 8·T FLOPs a parameter beside 4 bytes fetched"
+    bounds.append(Bound(f"{named}: tokens/s of mebp raw by PEFT's, 4 × 2048", speed, 0.9, at_most=False, rests=rests))
+    return rows, bounds
+
+
+def streamed(bench: Bench) -> Found:
+    """All parameters of Qwen2.5-1.5B, float32 masters and Adam's moments in device or in host memory."""
+    name, rows = bench.model("Qwen2.5-1.5B"), {}
+    store = random_store(name, Codec.RAW, "float32")
+    cases = {
+        "device": ("plain", {"trainable": "device × fp32"}),
+        "host": ("plain", {"trainable": "host × fp32", "optimizer_state": "host × fp32"}),
+        "hzp, host states": ("hzp", {"optimizer_state": "host × fp32 × world"}),
+        "hzp, device states": ("hzp", {}),
+    }
+    for case, (row, settings) in cases.items():
+        plan = method(row, compute_dtype="bfloat16", recompute="all", prefetch=1, **settings)
+        rows[case] = bench.run(lambda plan=plan: bench.walk(Walker(store, plan, device=bench.device), 4), 4)
+    bounds = []
+    if all("peak_MB" in rows[case] for case in ("host", "device")):
+        share = rows["host"]["peak_MB"] / rows["device"]["peak_MB"]
+        bounds.append(
+            Bound("peak with states on the host by that on the device", share, 0.75, rests="8 of 14 bytes leave")
+        )
+    return rows, bounds
+
+
+def overlap(bench: Bench) -> Found:
+    """The share of the copies of ``zo2`` and ``mebp`` that compute hides, from the ops' own events."""
+    rows, bounds = {}, []
+    name = bench.model("OPT-1.3B")
+    cases = {
+        "zo2": lambda: zo_runs.open_walker("zo2", random_store(name, Codec.RAW, "float16"), "host", str(bench.device)),
+        "mebp": lambda: bench.lora(bench.model("Qwen2.5-1.5B"), frozen="host × raw", activation="host"),
+    }
+    for case, open_ in cases.items():
+        with open_() as walker:
+            step = zo_runs.stepper(walker, 4, bench.sequence)
+            step(), step()
+            walker.timeline = []
+            step()
+            spans = [(str(op.lane), began, ended) for op, began, ended in walker.timeline[-1][1]]
+        copying = union([(a, b) for lane, a, b in spans if lane in ("fetch", "store")])
+        computing = union([(a, b) for lane, a, b in spans if lane == "compute"])
+        hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copying for c, d in computing)
+        total = sum(b - a for a, b in copying)
+        rows[case] = {"hidden_seconds": hidden, "copy_seconds": total, "spans": spans}
+        rests = "8,192 tokens; the first fetch and the last store stand alone"
+        bounds.append(
+            Bound(f"{case}: hidden share of copies", hidden / max(total, 1e-9), 0.8, at_most=False, rests=rests)
+        )
+    return rows, bounds
+
+
+def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time, those that touch joined."""
+    out: list[tuple[float, float]] = []
+    for began, ended in sorted(spans):
+        if out and began <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], ended))
+        else:
+            out.append((began, ended))
+    return out
+
+
+def encoded(bench: Bench) -> Found:
+    """``zo2`` in fp16, fp8 and int8; and the product with an int4 matrix, decoded inside or before, by rows of the input."""
+    from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
+    from blockwalk.numerics.codecs.layout import Layout
+
+    name, rows, device = bench.model("OPT-6.7B"), {}, bench.device
+    store = random_store(name, Codec.RAW, "float16")
+    for codec in ("raw", "fp8", "int8"):
+        plan = method("zo2", frozen="host", trainable=f"host × {codec}")
+        rows[codec] = bench.run(lambda plan=plan: bench.walk(Walker(store, plan, device=device), 1), 1)
+    side = 64 if bench.tiny else 4096
+    layout = Layout((side, side), Codec.INT4)
+    bytes_P = encode_rows(torch.randn(side, side), torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(device)
+    whole = torch.empty(side, side, dtype=torch.bfloat16, device=device)
+    for tokens in (16, 64) if bench.tiny else (16, 64, 256, 512, 1024, 4096):
+        x = torch.randn(tokens, side).to(device, torch.bfloat16)
+        out = torch.empty_like(x)
+
+        def inside(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
+            torch.ops.blockwalk.product_(out, x, bytes_P, None, "int4", (side, side), 32, True)
+
+        def before(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
+            torch.mm(x, decode_rows(bytes_P, layout, 0, side, whole).t(), out=out)
+
+        rows[f"product of {tokens} rows"] = {f.__name__: timed(f, device) for f in (inside, before)}
+    speed = rows["fp8"]["tokens_per_s"] / rows["raw"]["tokens_per_s"]
+    rests = "1 × 2048, where fp16 waits for the link: fp8 moves half"
+    return rows, [Bound("zo2 fp8 by fp16, tokens/s", speed, 1.2, at_most=False, rests=rests)]
+
+
+def timed(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one call: the median of five rounds of ten."""
+    found = []
+    for _ in range(6):
+        zo_runs.wait(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            work()
+        zo_runs.wait(device)
+        found.append((time.perf_counter() - began) / 10)
+    return statistics.median(found[1:])
+
+
+def forecast(bench: Bench) -> Found:
+    """Seconds and peaks of three rows, foreseen from this machine's doctor alone, against what is measured."""
+    from blockwalk.doctor.machine import measure
+    from blockwalk.program.program import Pool, Shape, StepKind
+    from blockwalk.simulate.hardware import save
+    from blockwalk.simulate.simulator import simulate
+
+    CACHE.mkdir(parents=True, exist_ok=True)
+    here = measure(CACHE, walk=not bench.tiny).hardware
+    save(here, CACHE / "gpu-doctor.yaml")
+    opt, rows, bounds = random_store(bench.model("OPT-1.3B"), Codec.RAW, "float16"), {}, []
+    cases: dict[str, Callable[[], Walker]] = {
+        "mezo": lambda: zo_runs.open_walker("mezo", opt, "device", str(bench.device)),
+        "zo2": lambda: zo_runs.open_walker("zo2", opt, "host", str(bench.device)),
+        "mebp": lambda: bench.lora(bench.model("Qwen2.5-1.5B"), frozen="host × int4", activation="host", stored="int4"),
+    }
+    for case, open_ in cases.items():
+        row: dict[str, Any] = {}
+        with bench.peak(row), open_() as walker:
+            step, shape = zo_runs.stepper(walker, 4, bench.sequence), Shape(4, bench.sequence)
+            step()
+            program = walker.program(StepKind.TRAIN, shape, foresee=True)
+            foreseen = simulate((program,), walker.plan, walker.spec, here, walker.costs(shape))
+            measured = median([step() for _ in range(bench.rounds)])
+            row |= {"foreseen_s": foreseen.seconds, "measured_s": measured}
+            row["foreseen_MB"] = foreseen.peaks.get(Pool.DEVICE, 0) / 1e6
+        rows[case] = row
+        if "measured_s" in row:
+            rests = "doctor's rates of this machine, nothing fitted"
+            off = abs(row["foreseen_s"] / row["measured_s"] - 1)
+            bounds.append(Bound(f"{case}: seconds foreseen, error", off, 0.35, rests=rests))
+        if "peak_MB" in row:
+            off = abs(row["foreseen_MB"] / row["peak_MB"] - 1)
+            bounds.append(Bound(f"{case}: device peak foreseen, error", off, 0.15, rests="the program's sizes"))
+    return rows, bounds
+
+
+PARTS: dict[str, tuple[Callable[[Bench], Found], float, float]] = {
+    "correct": (correct, 1, 0.1),
+    "zeroth-1.3B": (lambda bench: zeroth(bench, "OPT-1.3B"), 10, 2.7),
+    "lora-1.5B": (lambda bench: lora(bench, "Qwen2.5-1.5B"), 12, 4.3),
+    "zeroth-6.7B": (lambda bench: zeroth(bench, "OPT-6.7B"), 45, 13.4),
+    "lora-7B": (lambda bench: lora(bench, "Qwen2.5-7B"), 45, 20.2),
+    "streamed": (streamed, 60, 6.3),
+    "overlap": (overlap, 12, 0),
+    "encoded": (encoded, 45, 0),
+    "forecast": (forecast, 12, 0.2),
+}
+"""Parts by value, with the host memory and the new disk that each takes, in GB."""
+
+
+def unfit(part: str) -> str:
+    """The reason why a part would not fit this machine now; empty where it does."""
+    import psutil
+
+    _, host, disk = PARTS[part]
+    memory = min(psutil.virtual_memory().available, HOST)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    held = sum(each.stat().st_size for each in CACHE.rglob("*") if each.is_file())
+    free = min(shutil.disk_usage(CACHE).free, DISK - held)
+    if host * 1e9 > memory:
+        return f"it takes {host:.0f} GB of host memory, and {memory / 1e9:.0f} are free"
+    return f"it takes {disk:.0f} GB of disk in {CACHE}, and {free / 1e9:.0f} are left" if disk * 1e9 > free else ""
+
+
+def worker(arguments: argparse.Namespace, path: Path) -> None:
+    """One part, in this process; its figures go to its file."""
+    bench, began = Bench(arguments), time.perf_counter()
+    part = PARTS[arguments.worker][0]
+    figures, bounds = part(bench)
+    shown = [{**vars(bound), "holds": bound.holds} for bound in bounds]
+    value = {"machine": machine(), "device": str(bench.device), "tiny": bench.tiny, "part": arguments.worker,
+             "seconds": time.perf_counter() - began, "figures": figures, "bounds": shown}  # fmt: skip
+    path.with_suffix(".tmp").write_text(json.dumps(value, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
+
+
 def main() -> None:
-    arguments = options()
-    if not torch.cuda.is_available():
-        raise SystemExit(f"this benchmark needs a CUDA GPU, and torch {torch.__version__} sees none here")
-    if arguments.worker:
-        print(json.dumps(peak(arguments.worker, arguments.model[0], arguments)))
-        return
-    gpu = torch.cuda.get_device_name().replace(" ", "-").replace("/", "-")
-    RESULTS.mkdir(exist_ok=True)
-    print(f"{'model':<9} {'case':<25} {'peak MB':>9} {'tokens/s':>10} {'zo2/this':>10}")
-    figures: dict[str, Any] = {}
-    bounds: list[Bound] = []
-    for name in arguments.model:
-        figures[name], added = measure(name, arguments)
-        bounds += added
-        shown = [{**vars(bound), "holds": bound.holds} for bound in bounds]
-        value = {"machine": machine(), "batch": arguments.batch, "sequence": arguments.seq, "dtype": arguments.dtype,
-                 "figures": figures, "bounds": shown}  # fmt: skip
-        # written after each model: a later one may be stopped
-        (RESULTS / f"{gpu}.json").write_text(json.dumps(value, indent=1) + "\n")
-    if arguments.trace:
-        trace(arguments.model[0], arguments, RESULTS / f"{gpu}-trace.json")
-    finish(arguments, figures, bounds)
-
-
-def options() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--model", nargs="+", default=["OPT-1.3B", "OPT-6.7B", "OPT-13B", "OPT-30B"])
-    made.add_argument("--dtype", default="float16")
-    made.add_argument("--batch", type=int, default=1)
-    made.add_argument("--seq", type=int, default=2048)
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--no-trace", dest="trace", action="store_false")
+    made.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    made.add_argument("--device", help="unless given, torch's accelerator; cpu tries the script itself")
+    made.add_argument("--tiny", action="store_true", help="tiny models: proves that it runs")
+    made.add_argument("--again", action="store_true", help="measure also what has been measured")
+    made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
     made.add_argument("--worker", help=argparse.SUPPRESS)
-    return made.parse_args()
+    arguments = made.parse_args()
+    device = chosen(arguments.device)
+    if is_cpu(device) and not arguments.tiny:
+        raise SystemExit(
+            f"torch {torch.__version__} sees no accelerator here; --device cpu --tiny tries the script itself"
+        )
+    hardware = machine()["accelerators"][device.index or 0] if not is_cpu(device) else "cpu"
+    folder = arguments.results / f"{hardware.replace(' ', '-').replace('/', '-')}{'-tiny' if arguments.tiny else ''}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.worker:
+        worker(arguments, folder / f"{arguments.worker}.json")
+        return
+    bounds: list[Bound] = []
+    for part in arguments.part:
+        path = folder / f"{part}.json"
+        reason = "" if arguments.tiny or (path.exists() and not arguments.again) else unfit(part)
+        if not reason and (arguments.again or not path.exists()):
+            print(f"{part} ...", flush=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--worker",
+                part,
+                "--device",
+                str(device),
+                "--results",
+                str(arguments.results),
+            ]
+            try:
+                done = subprocess.run([*command, *["--tiny"] * arguments.tiny], timeout=SECONDS, check=False)
+                reason = f"it ended with code {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                reason = f"it took more than {SECONDS} seconds"
+        if reason:
+            bounds.append(Bound(f"{part}: ran ({reason})", 0, 1, at_most=False))
+            continue
+        found = json.loads(path.read_text())["bounds"]
+        if arguments.tiny and part != "correct":  # nothing there is of a size that a bound is about
+            found = []
+        bounds += [Bound(**{key: value for key, value in each.items() if key != "holds"}) for each in found]
+    finish(arguments, {"folder": str(folder)}, bounds)
 
 
 if __name__ == "__main__":

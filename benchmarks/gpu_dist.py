@@ -1,10 +1,12 @@
-"""DistZO2 on GPUs: OPT dimensions in fp16, batch 4 × 2048, one rank a GPU: memory, tokens a second, and the same numbers.
+"""Several GPUs, a rank each: DistZO2 (OPT dimensions, fp16, 4 × 2048), or first order sharded: memory, speed, the same numbers.
 
 Every case is a program of its own under torchrun; rank 0 prints what it found. The scalars of every step, of which all updates
 are made, are compared with those of one process that cuts the batch the same way, and the ranks' weights with each other by
 checksum. Where ranks outnumber the GPUs they share them over gloo, and no speed is claimed.
 
     benchmarks/gpu_dist.sh [--model OPT-1.3B ...] [--steps 5] [--dtype float16] [--slice 0] [--check] [--json FILE]
+    benchmarks/gpu_sharded.sh [--model Qwen2.5-1.5B ...]
+    benchmarks/gpu_dist.sh --device cpu --tiny     # the script itself, end to end
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.common import Bound, finish, machine, median, parser, random_sto
 from benchmarks.zo_runs import stepper
 
 from blockwalk import Walker, method
+from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch
 
@@ -40,6 +43,17 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
     "2 × 2": ("distzo2", {"data": 2, "perturb": 2}),
 }
 """Method and mesh; the paper's columns, and one process that cuts the batch as two ranks do."""
+SHARDED: dict[str, tuple[str, dict[str, int]]] = {
+    "plain, batch in 2": ("plain", {}),
+    **{
+        f"{name} {world}": (name, {"world": world})
+        for name in ("zero3", "zeropp", "mics", "fcdp", "hzp")
+        for world in (2, 4)
+    },
+}
+"""The same of first order: every rank has the same number of sequences, and losses are those of one process to rounding."""
+LOSSES = 1e-3
+"""The relative difference of losses in bfloat16 whose sums are in another order."""
 PUBLISHED = {  # tokens a second on H20: mezo, zo2, perturb 2, data 2, 2 × 2 (Wang et al. 2025, DistZO2, table 1)
     "OPT-1.3B": (18720, 18625, 34225, 31585, 60091),
     "OPT-6.7B": (4133, 4133, 7653, 7062, 14417),
@@ -48,40 +62,51 @@ PUBLISHED = {  # tokens a second on H20: mezo, zo2, perturb 2, data 2, 2 × 2 (W
 
 
 def ranks_of(case: str) -> int:
-    mesh = CASES[case][1]
-    return mesh.get("data", 1) * mesh.get("perturb", 1)
+    mesh = {**CASES, **SHARDED}[case][1]
+    return mesh.get("world", 1) * mesh.get("data", 1) * mesh.get("perturb", 1)
 
 
 def worker(arguments: argparse.Namespace) -> None:
     """One case on this rank; rank 0 prints its figures."""
-    here, (name, mesh) = place.place(), CASES[arguments.worker]
+    here, (name, mesh) = place.place(), {**CASES, **SHARDED}[arguments.worker]
+    sharded = arguments.worker in SHARDED
     with launch.joined(here, Path(arguments.output)):
-        settings: dict[str, Any] = {"frozen": "host", "trainable": "host"} if name != "mezo" else {}
+        settings: dict[str, Any] = {"frozen": "host", "trainable": "host"} if "zo2" in name else {}
+        if sharded:
+            settings = {"compute_dtype": "bfloat16"}
         if here.world > 1:
             settings["mesh"] = {"world": here.world, **mesh}
             if name == "distzo2":
                 settings["trainable"] = f"host × raw × {'node' if arguments.slice else 'nobody'}"
         if "batch in 2" in arguments.worker:
             settings["gradient_accumulation_steps"] = 2
-        store = random_store(arguments.model[0], Codec.RAW, arguments.dtype)
+        store = random_store(arguments.model[0], Codec.RAW, "float32" if sharded else arguments.dtype)
+        batch = arguments.batch * (2 * here.world // max(here.world, 2) if sharded else 1)
         with Walker(store, method(name, seed=1, **settings), device=arguments.device) as walker:
-            step = stepper(walker, arguments.batch, arguments.seq)
+            losses: list[float] = []
+            taken = walker.step
+            walker.step = lambda *given, **options: losses.append(taken(*given, **options).loss)  # type: ignore[assignment, method-assign, func-returns-value]
+            step = stepper(walker, batch, arguments.seq)
             step()
-            if walker.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            on_device = walker.device.type != "cpu"
+            if on_device:
+                torch.accelerator.reset_peak_memory_stats()
             seconds = [step() for _ in range(arguments.steps)]
-            peak = torch.cuda.max_memory_allocated() if walker.device.type == "cuda" else 0
-            scalars = hashlib.sha256(repr(walker.estimator.entries).encode()).hexdigest()  # type: ignore[union-attr]
+            peak = torch.accelerator.max_memory_allocated() if on_device else 0
+            numbers = losses if sharded else walker.estimator.entries  # type: ignore[union-attr]
+            scalars = hashlib.sha256(repr(numbers).encode()).hexdigest()
             everyone: list[Any] = [scalars]
             if here.world > 1:
                 everyone = [None] * here.world
                 dist.all_gather_object(everyone, scalars)
                 walker.flush()
-                walker.ranks.compare(walker.steps_done, *walker.engine.buckets.sums())
+                if not sharded:
+                    walker.ranks.compare(walker.steps_done, *walker.engine.buckets.sums())
             found = {
-                "tokens_per_s": arguments.batch * arguments.seq / median(seconds),
+                "tokens_per_s": batch * arguments.seq / median(seconds),
                 "peak_MB": peak / 1e6,
                 "scalars": scalars,
+                "losses": losses,
                 "ranks that agree": everyone.count(scalars),
             }
         if here.rank == 0:
@@ -94,7 +119,8 @@ def run(case: str, name: str, arguments: argparse.Namespace, logs: Path) -> dict
     before = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *before, __file__, "--worker", case, "--model", name, "--dtype", arguments.dtype]
     command += ["--batch", str(arguments.batch), "--seq", str(arguments.seq), "--steps", str(arguments.steps)]
-    command += ["--slice", str(arguments.slice), "--device", arguments.device, "--output", str(logs)]
+    command += ["--slice", str(arguments.slice), "--output", str(logs)]
+    command += ["--device", arguments.device] if arguments.device else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr.strip()[-2000:]}
@@ -104,11 +130,13 @@ def run(case: str, name: str, arguments: argparse.Namespace, logs: Path) -> dict
 
 def measure(name: str, arguments: argparse.Namespace, logs: Path) -> tuple[dict[str, Any], list[Bound]]:
     """All cases of one model that this machine has devices for; two ranks in any case."""
-    devices = torch.cuda.device_count() if arguments.device == "cuda" else 0
-    rows = {case: run(case, name, arguments, logs) for case in CASES if ranks_of(case) <= max(devices, 2)}
+    devices = 0 if is_cpu(chosen(arguments.device)) else torch.accelerator.device_count()
+    cases = SHARDED if arguments.family == "sharded" else CASES
+    rows = {case: run(case, name, arguments, logs) for case in cases if ranks_of(case) <= max(devices, 2)}
     bounds = []
     for case, row in rows.items():
-        ranks, alone = ranks_of(case), "zo2, batch in 2" if "data" in CASES[case][1] else "zo2"
+        ranks, alone = ranks_of(case), "zo2, batch in 2" if "data" in cases[case][1] else "zo2"
+        alone = "plain, batch in 2" if cases is SHARDED else alone
         shared = ranks > devices
         speed = "" if ranks > 1 and shared else f"{row.get('tokens_per_s', float('nan')):>10.1f}"
         print(
@@ -118,9 +146,17 @@ def measure(name: str, arguments: argparse.Namespace, logs: Path) -> tuple[dict[
         if ranks == 1 or "error" in row or "error" in rows[alone]:
             bounds += [Bound(f"{name}, {case}: ran", 0, 1, at_most=False)] if "error" in row else []
             continue
+        if cases is SHARDED and ranks == 2:  # the global batch that the one process had
+            off = max(abs(a / b - 1) for a, b in zip(row["losses"], rows[alone]["losses"], strict=True))
+            bounds.append(
+                Bound(f"{name}, {case}: losses by one process's", off, LOSSES, rests="bfloat16, another order")
+            )
+        if cases is SHARDED:
+            bounds.append(Bound(f"{name}, {case}: ranks that agree", row["ranks that agree"], ranks, at_most=False))
+            continue
         same = row["ranks that agree"] * (row["scalars"] == rows[alone]["scalars"])
         bounds.append(Bound(f"{name}, {case}: ranks with one process's ledger", same, ranks, at_most=False))
-        if not shared and case in ("perturb 2", "data 2"):
+        if not shared and name in PUBLISHED and case in ("perturb 2", "data 2"):
             ratio = row["tokens_per_s"] / rows["zo2"]["tokens_per_s"]
             one, two = PUBLISHED[name][1], PUBLISHED[name][2 if case == "perturb 2" else 3]
             bounds.append(Bound(f"{name}, {case}: speed-up, the published one", ratio, two / one, at_most=False))
@@ -132,28 +168,37 @@ def main() -> None:
     if arguments.worker:
         worker(arguments)
         return
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"this benchmark needs a CUDA GPU, and torch {torch.__version__} sees none here")
-    RESULTS.mkdir(exist_ok=True)
-    gpu = torch.cuda.get_device_name().replace(" ", "-").replace("/", "-") if arguments.device == "cuda" else "cpu"
+    device = chosen(arguments.device)
+    if is_cpu(device) and not arguments.tiny:
+        raise SystemExit(
+            f"torch {torch.__version__} sees no accelerator here; --device cpu --tiny tries the script itself"
+        )
+    if arguments.tiny:
+        arguments.model, arguments.seq, arguments.steps, arguments.dtype = ["OPT-tiny"], 32, 2, "float32"
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    gpu = "cpu" if is_cpu(device) else machine()["accelerators"][0].replace(" ", "-").replace("/", "-")
+    gpu += "-sharded" if arguments.family == "sharded" else "-dist"
     print(f"{'model':<9} {'case':<16} {'peak MB':>9} {'tokens/s':>10}")
     figures: dict[str, Any] = {}
     bounds: list[Bound] = []
     for name in arguments.model:
-        figures[name], added = measure(name, arguments, RESULTS / f"{gpu}-dist-logs")
+        figures[name], added = measure(name, arguments, arguments.results / f"{gpu}-logs")
         bounds += added
         value = {"machine": machine(), "batch": arguments.batch, "sequence": arguments.seq, "dtype": arguments.dtype,
                  "figures": figures, "bounds": [{**vars(bound), "holds": bound.holds} for bound in bounds]}  # fmt: skip
         # written after each model: a later one may be stopped
-        (RESULTS / f"{gpu}-dist.json").write_text(json.dumps(value, indent=1) + "\n")
+        (arguments.results / f"{gpu}.json").write_text(json.dumps(value, indent=1) + "\n")
     finish(arguments, figures, bounds)
 
 
 def options() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--model", nargs="+", default=list(PUBLISHED))
+    made.add_argument("--family", choices=["zeroth", "sharded"], default="zeroth")
+    made.add_argument("--model", nargs="+")
     made.add_argument("--dtype", default="float16")
-    made.add_argument("--device", default="cuda", help="cpu tries the script itself")
+    made.add_argument("--device", help="unless given, torch's accelerator; cpu tries the script itself")
+    made.add_argument("--tiny", action="store_true", help="a tiny model: proves that it runs")
+    made.add_argument("--results", type=Path, default=RESULTS, help=argparse.SUPPRESS)
     for name, default, what in (
         ("batch", 4, "sequences of a step"), ("seq", 2048, "tokens of a sequence"), ("steps", 5, "after the first"),
         ("slice", 1, "1: the ranks of a node hold one copy; 0: each its own"),
@@ -161,7 +206,9 @@ def options() -> argparse.Namespace:
         made.add_argument(f"--{name}", type=int, default=default, help=what)
     made.add_argument("--worker", help=argparse.SUPPRESS)
     made.add_argument("--output", help=argparse.SUPPRESS)
-    return made.parse_args()
+    arguments = made.parse_args()
+    arguments.model = arguments.model or (["Qwen2.5-1.5B"] if arguments.family == "sharded" else list(PUBLISHED))
+    return arguments
 
 
 if __name__ == "__main__":

@@ -58,12 +58,12 @@ def measure(elements: int, device: torch.device) -> dict[str, float]:
 
     def timed(run: Callable[[], object]) -> Callable[[], float]:
         def seconds() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
             start = time.perf_counter()
             run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
             return time.perf_counter() - start
 
         return seconds

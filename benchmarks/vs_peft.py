@@ -33,8 +33,8 @@ def ours(name: str, sequence: int) -> Callable[[int], float]:
     return lambda step: walker.step(random_batch(walker.spec.vocab_size, 1, sequence, seed=step)).loss
 
 
-def theirs(name: str, sequence: int) -> Callable[[int], float]:
-    """The control: everything in memory in bfloat16, transformers' own forward, torch's AdamW."""
+def theirs(name: str, sequence: int, *, device: str = "cpu", batch: int = 1) -> Callable[[int], float]:
+    """The control: everything in the device's memory in bfloat16, transformers' own forward, torch's AdamW."""
     import torch
     from benchmarks.common import model_config, random_batch
     from peft import LoraConfig, get_peft_model
@@ -42,17 +42,21 @@ def theirs(name: str, sequence: int) -> Callable[[int], float]:
 
     torch.manual_seed(0)
     config = model_config(name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=16, target_modules="all-linear"))
     for parameter in peft.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(device, torch.bfloat16)
     peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     peft.enable_input_require_grads()
     peft.train()
     optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], lr=1e-4)
 
     def step(number: int) -> float:
-        loss = peft(**random_batch(config.vocab_size, 1, sequence, seed=number), use_cache=False).loss
+        inputs = {
+            key: each.to(device) for key, each in random_batch(config.vocab_size, batch, sequence, seed=number).items()
+        }
+        loss = peft(**inputs, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

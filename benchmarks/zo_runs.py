@@ -35,12 +35,12 @@ def fresh_slots(walker: Walker) -> None:
     reused = buckets.fetch
 
     def fetch(unit: int, slot: int) -> None:
-        if buckets.device.type == "cuda":  # what cudaFree does: wait for the device, then give the memory back
-            torch.cuda.synchronize(buckets.device)
+        if buckets.device.type != "cpu":  # what cudaFree does: wait for the device, then give the memory back
+            torch.accelerator.synchronize(buckets.device)
         nbytes = len(buckets.slots._buffers[slot])
         buckets.slots._buffers[slot] = torch.empty(0, dtype=torch.uint8)
-        if buckets.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if buckets.device.type != "cpu":
+            torch.accelerator.empty_cache()
         whole_P = torch.empty(nbytes + PAGE, dtype=torch.uint8, device=buckets.device)
         start = -whole_P.data_ptr() % PAGE
         buckets.slots._buffers[slot] = whole_P[start : start + nbytes]
@@ -105,5 +105,5 @@ def naive_stepper(
 
 
 def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
