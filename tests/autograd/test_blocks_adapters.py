@@ -126,7 +126,7 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"init_lora_weights": "eva"}, "init_lora_weights"),
         ({"init_lora_weights": "orthogonal"}, "init_lora_weights"),
-        ({"use_dora": True}, "norm of W"),
+        ({"use_dora": True}, "norms of W"),
         ({"bias": "all"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
