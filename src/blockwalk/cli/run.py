@@ -14,6 +14,8 @@ from blockwalk.models.folder import model_folder
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.program.launches import of_block
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
@@ -65,6 +67,8 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
         print(line)
     if arguments.program:
         print(forecast.program)
+        if most := of_block(forecast.program, Placements(forecast.plan, forecast.model, forecast.device)):
+            print(f"launches of our own kernels on an accelerator: {most} a block and step")
     check_budget(run, forecast)
 
 
