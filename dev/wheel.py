@@ -7,6 +7,8 @@ The dependencies are those of the environment that runs this: what is tried is w
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -24,11 +26,17 @@ def run(*command: str | Path, folder: Path = ROOT) -> str:
 
 
 def main() -> None:
+    path = os.environ["PATH"]
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
         run(sys.executable, "-m", "build", "--outdir", here / "dist")
+        machine = platform.machine()  # its wheel brings compiled kernels, and is tried without a compiler
+        os.environ["BLOCKWALK_WHEEL"] = machine
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", here / "dist")
         for distribution in sorted((here / "dist").iterdir()):
-            place = here / distribution.suffix.strip(".")
+            place = here / distribution.name
+            os.environ["PATH"] = str(place / "env" / "bin") if machine in distribution.name else path
+            os.environ["BLOCKWALK_CACHE"] = str(place / "cache")
             run(sys.executable, "-m", "venv", place / "env")
             python = next((place / "env").glob("bin/python"))
             packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
@@ -44,6 +52,8 @@ def main() -> None:
                 blockwalk, "train", "examples/quickstart.yaml", "--data.eval", "", "--max_steps", "12", folder=place
             )
             assert "saved to           runs/quickstart/adapter" in said, said
+            code = "from blockwalk.numerics import native; print([native.load(n) is not None for n in ('noise', 'codecs')])"
+            assert run(python, "-c", code, folder=place).strip() == "[True, True]", distribution.name
             where = run(python, "-c", "import blockwalk; print(blockwalk.__file__)", folder=place).strip()
             assert where.startswith(str(packages)), where
             print(

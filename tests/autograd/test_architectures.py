@@ -6,8 +6,6 @@ while it works, so a buffer that is wrong or a parameter read out of turn shows 
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+from tests.models import skip_if_it_cannot_be_cut
 
 TABLE: dict[str, dict] = {
     # Architecture → settings beside its defaults; dimensions come from `shrink`, which keeps a layer of every kind.
@@ -87,17 +86,10 @@ def check(model_type: str, dtype: torch.dtype, tolerance: float, settings: dict,
     return cut
 
 
-def takes_kv_sharing_modes() -> bool:
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
-
-    return "kv_sharing_modes" in inspect.getsource(Gemma4TextAttention.__init__)
-
-
 @pytest.mark.parametrize("model_type", TABLE)
 def test_walk_is_the_model_in_float32(model_type: str) -> None:
     """Oracle: the model's own autograd, in training mode, with whatever dropout the architecture has."""
-    if model_type == "gemma4_text" and not takes_kv_sharing_modes():
-        pytest.skip("in this version of transformers gemma4 hands keys and values on even where no layer reads them")
+    skip_if_it_cannot_be_cut(model_type)
     check(model_type, torch.float32, 2e-6, TABLE[model_type])
 
 

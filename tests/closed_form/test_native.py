@@ -1,15 +1,19 @@
-"""Oracle: the contract of load: a broken kernel never an error, no compiler no kernel."""
+"""Oracle: the contract of load: a broken kernel never an error, no compiler no kernel; the kernels as compiled for this
+processor, which those of wheels are compared with, bit for bit."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
 
 from blockwalk.numerics import native
+from blockwalk.numerics.noise.numpy_words import cubic_coefficients, gaussian_table
 
 
 def test_a_broken_kernel_warns_once_and_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +116,51 @@ def test_who_may_enter_the_cache_may_read_the_library(umask: int, mode: int, cac
         os.umask(before)
     (library,) = cache.iterdir()
     assert (stat.S_IMODE(cache.stat().st_mode), stat.S_IMODE(library.stat().st_mode)) == (mode, mode)
+
+
+KERNELS = Path(native.__file__).parent
+ARM = ("aarch64-linux-gnu-gcc", "-static")
+
+
+def checksums(folder: Path, march: str, *compiler: str) -> list[str]:
+    """What a program with every kernel, compiled for one processor, prints."""
+    program, tables = folder / march, folder / "tables"
+    tables.write_bytes(cubic_coefficients().tobytes() + gaussian_table().tobytes())
+    flags = [flag for flag in native.FLAGS if flag not in ("-march=native", "-shared")]
+    sources = [*KERNELS.glob("*.c"), Path(__file__).parents[1] / "support" / "kernels.c"]
+    subprocess.run([*compiler, *flags, f"-march={march}", *sources, "-o", program, "-lm"], check=True)
+    emulator = ["qemu-aarch64"] if compiler == ARM else []
+    return subprocess.run([*emulator, program, tables], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_kernels_of_wheels_answer_as_those_compiled_here(tmp_path: Path) -> None:
+    """Every level of this processor's kind that it has; ARM's under an emulator, where both are installed."""
+    compiler, known = native._compiler(), set(native._processor().split())
+    if compiler is None:
+        pytest.skip("no C compiler")
+    expected = checksums(tmp_path, "native", *compiler)
+    assert len(expected) == len({line.rpartition(" ")[0] for line in expected}) == 51
+    there = [level for level, has in native.LEVELS.items() if known.issuperset(has.split())]
+    for level in there:
+        assert checksums(tmp_path, level, *compiler) == expected, level
+    if shutil.which(ARM[0]) and shutil.which("qemu-aarch64"):
+        assert checksums(tmp_path, "armv8-a", *ARM) == expected
+
+
+def test_a_wheel_brings_kernels_where_there_is_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what the library of this processor's best level answers; another level's lies beside it."""
+    known, compiler = set(native._processor().split()), native._compiler()
+    there = [level for level, has in native.LEVELS.items() if known.issuperset(has.split())]
+    if compiler is None or not there:
+        pytest.skip("no C compiler, or no level")
+    (tmp_path / "good.c").write_text("int answer(void) { return 13; }")
+    for number, level in enumerate(there):
+        source = tmp_path / "other.c"
+        source.write_text(f"int answer(void) {{ return {42 + number}; }}")
+        native._compile(compiler, source, tmp_path / f"good-{level}.so")
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    found = native.load("good")
+    assert found is not None
+    assert found.answer() == 42

@@ -1,9 +1,9 @@
 """Small C kernels, compiled on this machine when they are first used.
 
 :func:`load` compiles ``<name>.c`` of this folder with the system's C compiler, for this processor, into a cache folder
-and opens it with ctypes. No wheel per platform is needed, and no compiler either: without one (or with
-``BLOCKWALK_NATIVE=0``) :func:`load` answers None and the caller takes its torch or numpy path, which gives the same
-bits. Fused multiply-add is off (``-ffp-contract=off``) so that C rounds where torch does.
+and opens it with ctypes. Where there is no compiler, a wheel for the platform has brought libraries for a few processors
+(:data:`LEVELS`); without these as well (or with ``BLOCKWALK_NATIVE=0``) :func:`load` answers None and the caller takes its
+torch or numpy path, which gives the same bits. Fused multiply-add is off (``-ffp-contract=off``): C rounds where torch does.
 
 The kernels start no threads: they share their work out over torch's own (:func:`team`). ctypes releases the interpreter's lock
 during a call.
@@ -35,6 +35,14 @@ from blockwalk.system import cache
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=off")
 """No fast-math anywhere: the kernels promise bits."""
+
+LEVELS = {
+    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
+    "x86-64-v3": "avx2 bmi1 bmi2 f16c fma movbe",
+    "armv8-a": "asimd",
+}
+"""Processors, as ``-march`` names them, that wheels bring ``<name>-<level>.so`` for, and what the system says of one that is
+such or better; the best first."""
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +93,16 @@ def team() -> int | None:
 
 
 def _build(name: str) -> ctypes.CDLL | None:
-    """Compile ``name`` unless the cache has it, and open it; None where there is no compiler."""
+    """Compile ``name`` unless the cache has it, and open it; without a compiler what a wheel brought, else None."""
     source = Path(__file__).with_name(f"{name}.c")
     compiler = _compiler()
     if compiler is None:
+        known = set(_processor().split())
+        brought = [
+            source.with_name(f"{name}-{level}.so") for level, has in LEVELS.items() if known.issuperset(has.split())
+        ]
+        if found := next(filter(Path.exists, brought), None):
+            return ctypes.CDLL(str(found))
         _say_no_compiler()
         return None
     parts = (source.read_bytes(), " ".join(FLAGS).encode(), _processor().encode(), _version(compiler).encode())
