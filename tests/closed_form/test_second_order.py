@@ -1,16 +1,21 @@
 """Oracles of calibrated packing: GPTQ's published step taken densely; the inputs of transformers' own layers."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from blockwalk.cli.main import main
+from blockwalk.data.corpus import sample
+from blockwalk.data.encode import load_tokenizer
 from blockwalk.engine.pack import pack
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import matrix_codec
 from blockwalk.numerics.codecs.second_order import DAMPING, encode_with_inputs, fitted
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.store import BlockStore
+from tests.conftest import TinyRun
 from tests.models import tiny_model
 from tests.support.codecs import decode, encode
 
@@ -113,6 +118,22 @@ def test_a_packed_model_is_rounded_block_by_block(tmp_path: Path) -> None:
                 assert (found == expected).float().mean() > 0.97, name
                 module.weight.copy_(found)
     assert not list(tmp_path.glob("tmp*")), "the hidden states' file is gone"
+
+
+def test_the_command_draws_records_and_packs(tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: the records' own texts, tokenised; the store that the function writes."""
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i} and ", "completion": "one"}) + "\n" for i in range(12)))
+    tokenizer = load_tokenizer(tiny_run.model)
+    drawn = {tokenizer.decode(ids, skip_special_tokens=True) for ids in sample(str(data), tokenizer, 8, 32)}
+    assert len(drawn) == 8, "each record once"
+    assert drawn < {f"{i} and one" for i in range(12)}
+    assert [len(ids) for ids in sample(str(data), tokenizer, 2, 6)] == [6, 6]
+    assert main(["pack", str(tiny_run.model), str(tmp_path / "new" / "store"), "--calibrate", str(data)]) in (0, None)
+    pack(tiny_run.model, tmp_path / "same", Codec.INT4, sequences=sample(str(data), tokenizer, 128, 512))
+    files = [sorted((tmp_path / name).glob("unit-*.bin")) for name in ("new/store", "same")]
+    assert len(files[0]) == 5
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
 def test_a_codec_without_groups_is_refused(tmp_path: Path) -> None:
