@@ -16,6 +16,7 @@ from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.walk.walker import Walker
 from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
+from tests.support import quantised_files
 
 ORDERS = range(int(os.environ.get("BLOCKWALK_ORDERS", "4")))
 """``make sim`` takes 50."""
@@ -85,3 +86,23 @@ def run(name: str, folder: Path, device: str, orders: Iterable[int] = ORDERS, si
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_walks_as_on_a_cpu(name: str, sim: Simulated, tmp_path: Path) -> None:
     assert same(run(name, tmp_path / "sim", "sim:1", sim=sim), run(name, tmp_path / "cpu", "cpu"))
+
+
+@pytest.mark.parametrize(
+    "kind", ["fp8", "bitsandbytes nested", "gptq desc_act", "awq", "compressed-tensors int4 actorder"]
+)
+@pytest.mark.parametrize("frozen", ["disk × raw", "device × raw"])
+def test_quantised_weights_visit_and_stay_in_parts(kind: str, frozen: str, sim: Simulated, tmp_path: Path) -> None:
+    """Codes, scales and zero points lie side by side in a slot, and are decoded there without a wait."""
+    folder = tmp_path / "model"
+    quantised_files.write(folder, kind)
+    losses: dict[str, list[float]] = {}
+    for device in ("cpu", "sim:1"):
+        with Walker(folder, method("mebp", frozen=frozen), lora=LORA, workdir=tmp_path, device=device) as walker:
+            losses[device] = [walker.step(random_batch(seed=0)).loss]
+            sim.order(1)
+            sim.start_counting()
+            losses[device].append(walker.step(random_batch(seed=1)).loss)
+            waits = sim.counts()
+            assert waits.here <= 2, waits
+    assert losses["cpu"] == losses["sim:1"]

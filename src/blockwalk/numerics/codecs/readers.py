@@ -7,7 +7,7 @@ or make ``(code − zero) · scale`` of several. A quantised checkpoint's format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +16,9 @@ Index = slice | torch.Tensor
 
 Reader = Callable[[Index, Index], torch.Tensor]
 """(rows, columns): the elements there, numbers or codes, [rows, columns]."""
+
+Order = Callable[[torch.Tensor], torch.Tensor]
+"""(numbers of neighbouring codes): their places in what they share."""
 
 
 def numbers(tensor: torch.Tensor) -> Reader:
@@ -26,11 +29,12 @@ def numbers(tensor: torch.Tensor) -> Reader:
     return lambda rows, columns: tensor[rows][:, columns]
 
 
-def packed(tensor: torch.Tensor, bits: int, dim: int = 1, order: Sequence[int] | None = None) -> Reader:
-    """Codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order`` is the place
-    in it of each, counted from the lowest bits, in their own order unless given."""
+def packed(tensor: torch.Tensor, bits: int, dim: int = 1, order: Order | None = None) -> Reader:
+    """Codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order`` answers the
+    place in it of each, counted from the lowest bits, where it is not their own number."""
     each = 8 * tensor.itemsize // bits
-    shifts = torch.tensor(order or range(each), dtype=tensor.dtype, device=tensor.device) * bits
+    places = torch.arange(each, dtype=tensor.dtype, device=tensor.device)
+    shifts = (order(places) if order else places) * bits
 
     def read(rows: Index, columns: Index) -> torch.Tensor:
         index = (rows, columns)[dim]
@@ -63,13 +67,15 @@ def looked_up(codes: Reader, levels: torch.Tensor) -> Reader:
     return read
 
 
-def in_rows_of(columns_of_a_row: int, flat: Reader) -> Reader:
-    """A matrix whose elements are one row of ``flat``, row after row."""
+def in_rows_of(width: int, flat: Reader) -> Reader:
+    """A matrix of ``width`` columns whose elements are one row of ``flat``, row after row."""
 
     def read(rows: Index, columns: Index) -> torch.Tensor:
-        down, across = _each(rows), _each(columns)
-        places = (down.unsqueeze(1) * columns_of_a_row + across).flatten()
-        return flat(slice(0, 1), places).view(len(down), len(across))
+        if isinstance(rows, slice):
+            places: Index = slice(rows.start * width, rows.stop * width)
+        else:
+            places = (rows.unsqueeze(1) * width + torch.arange(width, device=rows.device)).flatten()
+        return flat(slice(0, 1), places).view(-1, width)[:, columns]
 
     return read
 
@@ -82,6 +88,7 @@ def scaled(
     less: float = 0.0,
     block: tuple[int, int] = (1, 1),
     group_of: torch.Tensor | None = None,
+    groups: int = 0,
     plus: float = 0.0,
 ) -> Reader:
     """``(code − zero − less) · scale + plus`` in float32.
@@ -91,11 +98,9 @@ def scaled(
         scales, zeros: those of blocks of the matrix, [⌈R / rows⌉, ⌈D / columns⌉].
         less: a number that every zero point lacks.
         block: rows and columns of a block.
-        group_of: the blocks that each row belongs to, int64 [R], where these are not neighbours.
+        group_of: the blocks that each row belongs to, int64 [R], of ``groups``, where these are not neighbours.
         plus: a number that every element lacks.
     """
-
-    groups = 0 if group_of is None else int(group_of.max()) + 1
 
     def read(rows: Index, columns: Index) -> torch.Tensor:
         def spread(of_blocks: Reader, less: float = 0.0) -> torch.Tensor:
@@ -112,10 +117,6 @@ def scaled(
         return values * spread(scales) + plus
 
     return read
-
-
-def _each(index: Index) -> torch.Tensor:
-    return torch.arange(index.start, index.stop) if isinstance(index, slice) else index
 
 
 def _blocks(index: Index, size: int) -> Index:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from blockwalk.models.quantised import quantisation
-from blockwalk.numerics.codecs.readers import Reader, in_rows_of, looked_up, numbers, packed, scaled, turned
+from blockwalk.numerics.codecs.readers import Order, Reader, in_rows_of, looked_up, numbers, packed, scaled, turned
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import reading
 from blockwalk.tiers.model_folder.stored import StoredTensor
@@ -29,8 +29,6 @@ from blockwalk.tiers.model_folder.stored import StoredTensor
 _INT, _BYTE, _WIDE = (torch.int32,), (torch.uint8,), (torch.float32,)
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of each of eight neighbouring columns in AutoAWQ's 32 bits."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OF_ACTIVATIONS = re.compile(r".*\.(input|output|activation|k|v|q)_(scale|zero_point|global_scale|scale_ub)")
 
@@ -170,7 +168,7 @@ def _bitsandbytes(take: _Matrix) -> StoredTensor:
         if nested:
             flat = scaled(looked_up(scale, nested[0]), numbers(nested[1]), block=(1, inner), plus=plus)
             scale = in_rows_of(across, flat)
-        return scaled(looked_up(packed(codes, 4, order=(1, 0)), levels), scale, block=(1, block))
+        return scaled(looked_up(packed(codes, 4, order=lambda place: 1 - place), levels), scale, block=(1, block))
 
     return _made(take.stem, (rows, columns), read, codes, levels, scales, *nested)
 
@@ -185,12 +183,11 @@ def _gptq(take: _Matrix) -> StoredTensor:
 def _awq(take: _Matrix) -> StoredTensor:
     """Codes packed along the outputs, in an order of their own."""
     take.setting("version", "gemm", "gemm", "GEMM")
-    return _in_groups(take, take.setting("bits", 4, 4), 1, _AWQ_ORDER)
+    bits = take.setting("bits", 4, 4)
+    return _in_groups(take, bits, 1, lambda place: place // 2 + place % 2 * 4)
 
 
-def _in_groups(
-    take: _Matrix, bits: int, dim: int, order: Sequence[int] | None = None, less: float = 0.0
-) -> StoredTensor:
+def _in_groups(take: _Matrix, bits: int, dim: int, order: Order | None = None, less: float = 0.0) -> StoredTensor:
     """A matrix that lies turned, [inputs, outputs], with scales and packed zero points of groups of inputs."""
     codes, each = take.take(".qweight", _INT), 32 // bits
     columns, rows = codes.shape[0] * (each, 1)[dim], codes.shape[1] * (1, each)[dim]
@@ -204,7 +201,8 @@ def _in_groups(
         codes, zeros, scales, *named = parts
         group_of, zero = named[0].long() if named else None, packed(zeros, bits, 1, order)
         whole = packed(codes, bits, dim, order)
-        return turned(scaled(whole, numbers(scales), zero, less=less, block=(size, 1), group_of=group_of))
+        own = scaled(whole, numbers(scales), zero, less=less, block=(size, 1), group_of=group_of, groups=count)
+        return turned(own)
 
     named = take.groups(".g_idx", count, size, columns)
     return _made(f"{take.stem}.weight", (rows, columns), read, codes, zeros, scales, *named)
@@ -249,7 +247,8 @@ def _as_they_are(take: _Matrix, scale_leaf: str, block: Sequence[int] | None) ->
         if not named:
             return scaled(whole, numbers(parts[1]), zeros, less=less, block=(above, across))
         whole, scales, zeros = turned(whole), turned(numbers(parts[1])), zeros and turned(zeros)
-        return turned(scaled(whole, scales, zeros, less=less, block=(1, above), group_of=parts[-1].long()))
+        group_of, block = parts[-1].long(), (1, above)
+        return turned(scaled(whole, scales, zeros, less=less, block=block, group_of=group_of, groups=count[1]))
 
     return _made(f"{take.stem}.weight", (rows, columns), read, codes, scale, *zero, *named)
 
