@@ -70,7 +70,7 @@ def worker(arguments: argparse.Namespace) -> None:
     """One case on this rank; rank 0 prints its figures."""
     here, (name, mesh) = place.place(), {**CASES, **SHARDED}[arguments.worker]
     sharded = arguments.worker in SHARDED
-    with launch.joined(here, Path(arguments.output)):
+    with launch.joined(here, Path(arguments.output), 300.0):
         settings: dict[str, Any] = {"frozen": "host", "trainable": "host"} if "zo2" in name else {}
         if sharded:
             settings = {"compute_dtype": "bfloat16"}
@@ -81,7 +81,7 @@ def worker(arguments: argparse.Namespace) -> None:
         if "batch in 2" in arguments.worker:
             settings["gradient_accumulation_steps"] = 2
         store = random_store(arguments.model[0], Codec.RAW, "float32" if sharded else arguments.dtype)
-        batch = arguments.batch * (2 * here.world // max(here.world, 2) if sharded else 1)
+        batch = arguments.batch * (max(here.world, 2) if sharded else 1)  # of all ranks together
         with Walker(store, method(name, seed=1, **settings), device=arguments.device) as walker:
             losses: list[float] = []
             taken = walker.step

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
@@ -106,3 +108,38 @@ def test_quantised_weights_visit_and_stay_in_parts(kind: str, frozen: str, sim: 
             waits = sim.counts()
             assert waits.here <= 2, waits
     assert losses["cpu"] == losses["sim:1"]
+
+
+class Launches(TorchDispatchMode):
+    """Counts our operators by name: those of the thread that issues the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "blockwalk":
+            self.found[func.name().partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("codec", "expected"),
+    [("bf16", {"advance_": 3, "noise_": 12}), ("fp8", {"advance_": 3, "advance_rows_": 6, "decode_": 12})],
+)
+def test_a_block_is_updated_and_its_vectors_perturbed_in_a_launch_each(
+    codec: str, expected: dict[str, int], sim: Simulated
+) -> None:
+    """Two passes over six matrices and ten vectors, after an update; two depths tell what a block adds."""
+
+    def launches(layers: int) -> Counter[str]:
+        model = tiny_model("opt", dropout=0.0, num_hidden_layers=layers)
+        with Walker(model, method("zo2", trainable=f"host × {codec}"), device="sim:1") as walker:
+            walker.step(random_batch(seed=0))
+            with Launches() as mode:
+                walker.step(random_batch(seed=1))
+        return mode.found
+
+    found = launches(3)
+    found.subtract(launches(2))
+    assert {name: count for name, count in found.items() if count} == expected

@@ -4,11 +4,15 @@ and processors forgive: the simulated device must show it, or the tests beside t
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from blockwalk.engine import spread
+from blockwalk.engine.spread import SpreadPart
 from blockwalk.numerics import loss
+from blockwalk.numerics.device import recorded
 from blockwalk.plan.methods import method
 from blockwalk.tiers.host import HostTier
 from blockwalk.walk import lanes, walker
@@ -108,3 +112,38 @@ def test_lanes_of_collectives_are_issued_by_one_thread(sim: Simulated, monkeypat
     assert threading.get_ident() not in threads([Lane.FETCH])
     monkeypatch.setattr(lanes, "_ISSUED_BY_CALLER", ())
     assert len(set(threads(communicate))) == 3
+
+
+def test_a_slice_that_stays_is_not_written_while_its_memory_is_read(
+    sim: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is what the compute lane let go of when it had issued its last read."""
+    device = torch.device("sim", 0)
+    part = SpreadPart.__new__(SpreadPart)
+    part._model = SimpleNamespace(device=device)  # type: ignore[assignment]
+
+    def doubled() -> list[float]:
+        own = torch.full((6,), 7.0, device=device)
+        read = torch.full((6,), 5.0, device=device)
+        gathered = recorded(device)
+        address, answer = read.data_ptr(), read * 2
+        del read
+        kept = torch.empty_like(own)
+        assert kept.data_ptr() == address
+        work = part._cache(kept, own)
+        with torch.Stream(device=device) as lane:
+            lane.wait_event(gathered)
+            work()
+            lane.synchronize()
+        return answer.cpu().tolist()
+
+    def right() -> bool:
+        found = []
+        for seed in ORDERS:
+            sim.order(seed)
+            found.append(doubled() == [10.0] * 6)
+        return all(found)
+
+    assert right()
+    monkeypatch.setattr(spread, "is_cpu", lambda _: True)
+    assert not right()

@@ -11,6 +11,7 @@ import torch
 
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Lane
+from blockwalk.ranks import groups
 from blockwalk.ranks.groups import Groups
 from blockwalk.ranks.launch import have_their_own
 from blockwalk.ranks.place import Place
@@ -79,3 +80,22 @@ def test_one_visible_device_is_a_rank_s_own_or_everybody_s() -> None:
     assert told(["node GPU-1", "node GPU-2"])
     assert told(["one GPU-1", "other GPU-1"])
     assert not told(["node GPU-1", "node GPU-1"])
+
+
+def test_an_axis_connects_its_ranks_by_its_device_s_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of all backends would have a mesh of sockets in every axis that no rank ever speaks through."""
+    asked: list[str | None] = []
+
+    def new_group(members: list[int], backend: str | None = None) -> None:
+        asked.append(backend)
+
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda: "cpu:gloo,xpu:xccl")
+    monkeypatch.setattr(groups.dist, "new_group", new_group)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(groups, "started", lambda _: 4)
+    mesh = method("zeropp", mesh=MESH).mesh
+    groups.make_groups(mesh, torch.device("xpu", 0))
+    assert set(asked) == {"xccl"}
+    asked.clear()
+    groups.make_groups(mesh, torch.device("cpu"))
+    assert set(asked) == {"gloo"}

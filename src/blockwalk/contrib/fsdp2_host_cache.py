@@ -46,7 +46,7 @@ class CachedAllGather:
         if self.dirty or self._host.numel() != mine_NP.numel():
             all_gather(mine_NP.view(-1), input_tensor, group=self.between)
             if self._host.numel() != mine_NP.numel():
-                pinned = input_tensor.device.type == "cuda"
+                pinned = input_tensor.device.type != "cpu"
                 self._host = torch.empty(mine_NP.shape, dtype=mine_NP.dtype, pin_memory=pinned)
             self._host.copy_(mine_NP, non_blocking=True)
             self.dirty = False

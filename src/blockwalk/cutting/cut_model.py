@@ -215,7 +215,7 @@ class CutModel:
             yield
             return
         devices = [] if is_cpu(self.device) else [self.device]
-        with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
+        with torch.random.fork_rng(devices=devices, device_type=self.device.type):
             self._seed(seed)
             yield
 
