@@ -40,7 +40,9 @@ def go_on(base: Path, plan: Any, folder: Path, steps: int, lora: Any = None) -> 
         while walker.steps_done < steps:
             done = walker.steps_done
             grads.append(
-                walker.step(random_batch(seed=done), seed=done if plan.zo.noise == "mezo" else None).projected_grad
+                walker.step(
+                    random_batch(seed=done), seed=done if plan.zo.noise in ("mezo", "torch") else None
+                ).projected_grad
             )
         return grads, trained(walker)
 
@@ -57,6 +59,9 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "fzoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
     "adamw": {"name": "zo2", "optimizer": {**OPTIMIZER, "name": "adamw", "learning_rate": 1e-3}},
+    "low rank": {"name": "zo2", "trainable": "disk", "zo": {"noise": "lowrank", "noise_rank": 2, "noise_interval": 3}},
+    "pool of seeds": {"name": "zo2", "zo": {"noise": "gaussian", "queries": 2, "seed_pool": 3}},
+    "torch's draws": {"name": "zo2", "trainable": "disk", "zo": {"noise": "torch"}, "update": {"flush_every": 3}},
     "the original": {"name": "mezo", "zo": {"noise": "mezo"}, "loss": "model"},
 }
 

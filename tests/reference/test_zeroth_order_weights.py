@@ -6,16 +6,38 @@ import pytest
 import torch
 
 from blockwalk.engine.bucket_tensors import BucketTensor
+from blockwalk.estimators.zeroth_order.draws import Draws
 from blockwalk.estimators.zeroth_order.kind import kind_of
-from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight
+from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
+from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import fill_
 from blockwalk.numerics.scratch import ScratchArena
+from blockwalk.plan.choices import ZerothOrderSettings
+from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
 from tests.support.codecs import decode, encode
 
 N, D = 37, 50
+
+
+def draws(kind: str) -> Draws:
+    params = (ParamSpec("first", (7, 3), "float32"), ParamSpec("layer.weight", (N, D), "float32"))
+    zo = ZerothOrderSettings(noise=kind, noise_rank=3 if kind == "lowrank" else 1)
+    return Draws(zo, {p.name: p for p in params})
+
+
+def dense(kind: str) -> torch.Tensor:
+    """The whole noise of seed 5, step 9, query 0, as each kind defines it."""
+    if kind == "torch":
+        torch.manual_seed(5)
+        return [torch.normal(0.0, 1.0, size=size) for size in ((7, 3), (N, D))][1]
+    if kind == "lowrank":
+        left, right = (NoiseKey(5, step, 0, "layer.weight", side) for step, side in ((9, "left"), (8, "right")))
+        a_NR, b_DR = fill_(torch.empty(N, 3), left) * 3**-0.5, fill_(torch.empty(D, 3), right)
+        return a_NR[:, :1] * b_DR[:, 0] + a_NR[:, 1:2] * b_DR[:, 1] + a_NR[:, 2:] * b_DR[:, 2]
+    key = NoiseKey(5, 9, 0, "layer.weight")
+    return fill_(torch.empty(N, D), key, kind="gaussian" if kind == "gaussian" else "rademacher")
 
 
 def cell(codec: Codec, values_ND: torch.Tensor) -> BucketTensor:
@@ -26,19 +48,20 @@ def cell(codec: Codec, values_ND: torch.Tensor) -> BucketTensor:
 
 @pytest.mark.parametrize("codec", [Codec.FP32, Codec.BF16, Codec.FP16, Codec.FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gaussian", "rademacher"])
+@pytest.mark.parametrize("kind", ["gaussian", "rademacher", "lowrank", "torch"])
 @pytest.mark.parametrize("hessian", [None, Codec.FP32, Codec.BF16])
 @pytest.mark.parametrize("scale", [1e-3, -1e-3, 0.0])
 def test_ranges_are_those_of_the_whole(
-    codec: Codec, dtype: torch.dtype, kind: NoiseKind, hessian: Codec | None, scale: float
+    codec: Codec, dtype: torch.dtype, kind: str, hessian: Codec | None, scale: float
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     master = cell(codec, torch.randn(N, D, generator=generator) / 50)
     curved = None if hessian is None else cell(hessian, 1 + torch.rand(N, D, generator=generator))
     beside = ({}, None) if curved is None else ({"hessian": curved}, kind_of("hizoo").direction_)
-    weight = PerturbedWeight("layer.weight", master, Perturbation(5, 9, 2, scale, kind), dtype, ScratchArena(), *beside)
+    noise = draws(kind)(5, 9, 0, "layer.weight")
+    weight = PerturbedWeight(master, noise, scale, dtype, ScratchArena(), *beside)
     values = [decode(each.bytes_P, (N, D), each.layout.codec, torch.empty(N, D)) for each in (master, curved) if each]
-    z = fill_(torch.empty(N, D), NoiseKey(5, 9, 2, "layer.weight"), kind=kind)
+    z = dense(kind)
     if curved is not None:
         z = z / values[1].sqrt()
     expected = (values[0] + torch.tensor(scale) * z).to(dtype)

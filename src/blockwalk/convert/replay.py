@@ -25,7 +25,7 @@ from blockwalk.engine.bucket_tensors import BucketTensors, Initial, fill, tensor
 from blockwalk.engine.buckets import checksum
 from blockwalk.engine.open_model import open_source
 from blockwalk.estimators.zeroth_order import mezo_original
-from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of
+from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of, trained_in_order
 from blockwalk.models.folder import INDEX, file_of, repository
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
@@ -142,7 +142,6 @@ class ReplayedRun:
         self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry], progress: Progress | None = None
     ) -> None:
         self.base, self.header, self.entries, self.progress = base, found, entries, progress
-        self.rule = rule_of(found)
         self.module: Any = build_skeleton(base)
         self.buffers = persistent_buffers(self.module)
         self.source = open_source(base, Codec.RAW, self.module, base)
@@ -152,6 +151,7 @@ class ReplayedRun:
             self.module = adapt(self.module, chosen, seed=found["seed"], revision=repository(base)[1])
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
+        self.rule = rule_of(found, trained_in_order(self.cut, self.spec), len(entries))
         states = self.rule.states
         codec = Codec(found["codec"])
         spec, written_as = trainable_spec(self.spec, codec, {name: kept for name, (kept, _) in states.items()})

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from blockwalk.numerics import row_tiles
 from blockwalk.numerics.codecs.codecs import has_kernel
 from blockwalk.numerics.codecs.layout import Bytes, Layout
-from blockwalk.numerics.codecs.weights import EncodedWeight, Weight
+from blockwalk.numerics.codecs.weights import EncodedWeight, LowRankSum, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.operators import register
 from blockwalk.plan.placement import Codec
@@ -75,6 +75,9 @@ def lazy_linear(
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
+    if isinstance(weight, LowRankSum):
+        into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
+        return lora_linear(x, weight.base, bias, into.t(), out_of, 1.0, transposed=transposed)
     n_in, n_out = weight.shape if transposed else weight.shape[::-1]
     if x.shape[-1:] != (n_in,):
         raise ValueError(f"the weight takes {n_in} input features, the input is {tuple(x.shape)}")

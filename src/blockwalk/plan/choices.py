@@ -107,7 +107,14 @@ class ZerothOrderSettings:
     queries: int = 1
     """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
     noise: str = "gaussian"
-    """gaussian, rademacher, or mezo (the original's draws and its in-place arithmetic)."""
+    """gaussian, rademacher, lowrank (a matrix's noise is a product of thin factors), torch (the original's draws), or mezo (the
+    original's draws and its in-place arithmetic)."""
+    noise_rank: int = 1
+    """lowrank: the columns of the factors."""
+    noise_interval: int = 1
+    """lowrank: steps for which the factor of a matrix's inputs stays (50 to 100 in LOZO)."""
+    seed_pool: int = 0
+    """Directions that a run draws its queries from, so that K numbers say what it learnt; 0: every query has its own."""
     hessian_alpha: float = 1e-8
     """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
     hessian_codec: Codec = Codec.FP32

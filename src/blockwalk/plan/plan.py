@@ -21,6 +21,7 @@ from blockwalk.plan.choices import (
     ZerothOrderSettings,
 )
 from blockwalk.plan.mesh import group_sizes, make_axes
+from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES, RuleFacts
@@ -157,17 +158,27 @@ CHOICES: dict[str, Collection[str]] = {
     "optimizer.schedule": SCHEDULES,
     "update.rounding": ("stochastic", "nearest"),
     "zo.kind": KINDS,
-    "zo.noise": ("gaussian", "rademacher", "mezo"),
+    "zo.noise": NOISES,
     "cache.tier": ("none", "device", "host"),
 }
 """Settings that take one of a few words, and the words."""
 
 
 LEAST = {
-    **dict.fromkeys(("gradient_accumulation_steps", "update.flush_every", "zo.queries"), 1),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "update.flush_every", "zo.queries", "zo.noise_rank", "zo.noise_interval"), 1
+    ),
     **{f"mesh.{f.name}": 1 for f in dataclasses.fields(MeshSettings) if f.name != "groups"},
     **dict.fromkeys(
-        ("prefetch", "seed", "optimizer.learning_rate", "optimizer.lora_b_ratio", "neftune_noise_alpha"), 0
+        (
+            "prefetch",
+            "seed",
+            "optimizer.learning_rate",
+            "optimizer.lora_b_ratio",
+            "neftune_noise_alpha",
+            "zo.seed_pool",
+        ),
+        0,
     ),
     "resident": AUTO,
 }
@@ -233,6 +244,8 @@ def _fixed(plan: Plan) -> Iterator[str]:
         (original, "trainable", Placement(), "zo.noise: mezo perturbs the weights where they lie"),
         (original, "optimizer.name", "sgd", f"{own} update"),
         (original, "mesh.perturb", 1, "zo.noise: mezo perturbs the weights one forward after the other"),
+        *((name not in NOISES[plan.zo.noise].settings, f"zo.{name}", value, f"zo.noise: {plan.zo.noise} has no use for it")
+          for name, value in (("seed_pool", 0), ("noise_rank", 1), ("noise_interval", 1))),
         (cache.tier != "host", "cache.threshold", 0,
          f"it is of slices that would go to host memory, and cache.tier is {cache.tier!r}; set cache.tier: host"),
         (plan.budget is None, "cache.threshold", 0, "it is a share of the budget, which is not set"),

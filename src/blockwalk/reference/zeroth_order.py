@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from blockwalk.numerics.noise.noise import fill_
 from blockwalk.reference.mezo import UNDECAYED, Batch, Loss, StepOf, own_loss, trainables
 
 Masters = dict[str, torch.Tensor]
+Draw = Callable[[int, str], torch.Tensor]
+"""A query and a parameter's name to its z, float32: in place of a kind of noise."""
 
 
 def masters_of(model: nn.Module) -> Masters:
@@ -26,8 +28,12 @@ def masters_of(model: nn.Module) -> Masters:
     return {name: p.detach().to(torch.float32, copy=True) for name, p in trainables(model)}
 
 
-def _noise(master: torch.Tensor, seed: int, step: int, query: int, name: str, kind: NoiseKind) -> torch.Tensor:
-    return fill_(torch.empty_like(master), NoiseKey(seed, step, query, name), kind=kind)
+def _noise(master: torch.Tensor, seed: int, step: int, query: int, name: str, kind: NoiseKind | Draw) -> torch.Tensor:
+    return (
+        kind(query, name)
+        if callable(kind)
+        else fill_(torch.empty_like(master), NoiseKey(seed, step, query, name), kind=kind)
+    )
 
 
 def _scalar(value: float) -> torch.Tensor:
@@ -46,7 +52,7 @@ def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str
 
 
 def _moved(
-    masters: Masters, scale: float, seed: int, step: int, query: int, kind: NoiseKind
+    masters: Masters, scale: float, seed: int, step: int, query: int, kind: NoiseKind | Draw
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """θ + scale·z of each master, by name."""
     for name, master in masters.items():
@@ -58,7 +64,7 @@ def _descend_(
     grads: tuple[float, ...],
     seed: int,
     step: int,
-    kind: NoiseKind,
+    kind: NoiseKind | Draw,
     learning_rate: float,
     weight_decay: float = 0.0,
 ) -> None:
@@ -81,7 +87,7 @@ def spsa_step(
     epsilon: float = 1e-3,
     queries: int = 1,
     weight_decay: float = 0.0,
-    kind: NoiseKind = "gaussian",
+    kind: NoiseKind | Draw = "gaussian",
     loss: Loss = own_loss,
 ) -> StepOf:
     """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ with gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε; for q = 1, MeZO."""

@@ -178,7 +178,7 @@ class CostModel:
             times = self._token_chunks()
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += times * codes / hw.decode_rate
-        if self.plan.zeroth_order and self.plan.zo.noise != "mezo":
+        if self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank"):
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
 

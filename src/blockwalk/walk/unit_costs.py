@@ -33,7 +33,8 @@ from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.choices import Estimator
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
-from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.placement import DTYPE_BYTES, Codec, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program import costs as work
@@ -167,8 +168,7 @@ class _Traits:
     stays: bool
     """Whether frozen weights lie on the device, in a dtype."""
     trainable: Codec
-    own_noise: bool = False
-    """Whether a perturbation is the original MeZO's, of a whole tensor at a time."""
+    noise: str = "gaussian"
     shaped: bool = False
     """Whether its kind keeps states, which shape the direction."""
     linear: bool = True
@@ -188,7 +188,7 @@ def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
         codec,
         plan.frozen.tier is Tier.DEVICE and not codec.encoded,
         plan.trainable.codec,
-        own_noise=zeroth and plan.zo.noise == "mezo",
+        noise=plan.zo.noise if zeroth else "gaussian",
         shaped=zeroth and bool(plan.kind.states),
         linear=not zeroth or plan.update_rule.linear,
         compiled=zeroth and plan.compile,
@@ -220,7 +220,7 @@ class _Bench:
             return False
         if p.trainable:
             dense = not self.traits.trainable.encoded
-            as_it_is = self.traits.own_noise and dense and self.master_dtype(p) == self.dtype
+            as_it_is = NOISES[self.traits.noise].in_place and dense and self.master_dtype(p) == self.dtype
             return not (self.backprop or as_it_is)
         if self.traits.frozen.encoded:
             return True
@@ -432,16 +432,20 @@ def _scratch(bench: _Bench, device: str) -> int:
                 largest = max(largest, loss.memory.head_rows)
             elif unit.kind != "prologue":
                 largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
-    if traits.shaped:
+    noise = NOISES[traits.noise]
+    made = traits.shaped or not (noise.elementwise or noise.in_place)  # in float32, before it is added
+    if made and (traits.shaped or traits.noise != "lowrank"):
         largest += 2 * largest * 4 // size  # the direction in float32, and what it is made with
     if bench.backprop:
         return largest
     if traits.compiled:  # a block's trainables whole, under a perturbation
         largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
     narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
-    pieces = narrow + (not traits.linear or traits.shaped) * 2
-    if device != "cpu" and traits.linear and not traits.shaped:  # an update in one launch
+    pieces = narrow + (not traits.linear or made) * 2
+    if device != "cpu" and traits.linear and not made:  # an update in one launch
         pieces = 0
+    if traits.noise == "torch":  # a parameter's draws lie whole
+        largest += max((p.numel * DTYPE_BYTES[p.dtype] for p in spec.params() if p.trainable), default=0)
     return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (loss.memory.buffers if chunked else 0)
 
 

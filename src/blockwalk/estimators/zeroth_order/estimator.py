@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from blockwalk.checkpoints.ledger import Entry, Ledger
@@ -26,12 +27,13 @@ from blockwalk.estimators.head import Ending, Matrix, Vector
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight, perturbed_at_once
 from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
-from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve
+from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve, trained_in_order
 from blockwalk.numerics.codecs.weights import Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
+from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.plan.zeroth_order_kinds import AT_REST
@@ -52,7 +54,7 @@ class ZerothOrder:
         self.engine, self.function = engine, objective
         self.ranks = ranks or SharedForwards(MeshSettings())
         self.plan = engine.plan
-        self.rule = ZerothOrderRule.of(self.plan)
+        self.rule = ZerothOrderRule.of(self.plan, trained_in_order(engine.cut, engine.spec))
         self.entries: list[Entry] = []
         """Steps done, oldest first: what pending updates are read from."""
         self.entries_after = 0
@@ -78,7 +80,10 @@ class ZerothOrder:
                 reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
 
     def seed_of(self, given: int | None) -> int:
-        """A step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's."""
+        """A step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's, or where the noise is torch's
+        one drawn from numpy's generator."""
+        if given is None and NOISES[self.plan.zo.noise].own_seeds:
+            given = int(np.random.randint(1000000000))
         return self.plan.seed if given is None else self.ranks.first_seed(given)
 
     # ---- what the walker asks of every estimator ---------------------------------------------------------------------
@@ -198,7 +203,7 @@ class ZerothOrder:
 
     def _perturbation(self, op: Op, state: Step) -> Perturbation:
         query, sign = state.passes[op.forward_pass]
-        return Perturbation(state.seed, state.asked.step, query, sign * self.plan.zo.epsilon, self.rule.kind_of_noise)
+        return Perturbation(state.seed, state.asked.step, query, sign * self.plan.zo.epsilon)
 
     def _bind(self, unit: int, perturbation: Perturbation) -> None:
         """Put a unit's trainables in their places, perturbed, in the compute dtype: matrices as they are read, the rest as
@@ -208,7 +213,7 @@ class ZerothOrder:
         values: dict[str, Value] = {}
         if not whole and not is_cpu(self.engine.device) and perturbation.scale and self.rule.kind.direction_ is None:
             weights = [self._perturbed(p.name, perturbation) for p in trainables if not read_in_ranges(p)]
-            values |= perturbed_at_once([weight for weight in weights if weight.master.dense])
+            values |= perturbed_at_once(weights)
         for i, p in enumerate(trainables):
             if p.name not in values:
                 values[p.name] = self._value(p, perturbation, f"whole {i}" if whole else None)
@@ -218,10 +223,10 @@ class ZerothOrder:
         """A trainable under a perturbation: whole in the named buffer, or in whatever form takes the least."""
         weight = self._perturbed(param.name, perturbation)
         master = weight.master
-        if not perturbation.scale and master.dense and master.tensor.dtype == weight.dtype:
+        if not weight.scale and master.dense and master.tensor.dtype == weight.dtype:
             return master.tensor
         if buffer is None:
-            return weight if read_in_ranges(param) else weight.whole()
+            return weight.lazily() if read_in_ranges(param) else weight.whole()
         out = self.scratch.take(buffer, *param.shape, like=master.bytes_P, dtype=weight.dtype)
         weight.into(out.view(weight.shape))
         return out
@@ -231,7 +236,7 @@ class ZerothOrder:
         home = self.engine.buckets.home
 
         def matrix(name: str) -> Weight:
-            return self._perturbed(name, perturbation) if name in home else self.engine.weight(name)
+            return self._perturbed(name, perturbation).lazily() if name in home else self.engine.weight(name)
 
         def vector(name: str | None) -> torch.Tensor | None:
             return self._perturbed(name, perturbation).whole() if name in home else self.engine.vector(name)
@@ -242,7 +247,8 @@ class ZerothOrder:
         states = self.engine.buckets.tensors(self.engine.buckets.home[name])[name]
         beside = {state: states[state] for state in self.plan.kind.states}
         dtype, direction_ = self.engine.used_as(name), self.rule.kind.direction_
-        return PerturbedWeight(name, states[""], perturbation, dtype, self.scratch, beside, direction_)
+        noise = self.rule.draws(perturbation.seed, perturbation.step, perturbation.query, name)
+        return PerturbedWeight(states[""], noise, perturbation.scale, dtype, self.scratch, beside, direction_)
 
     # ---- from losses to weights -------------------------------------------------------------------------------------
 

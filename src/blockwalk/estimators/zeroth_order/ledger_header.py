@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockwalk.checkpoints.ledger import read_ledger
-from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, codecs_of, settings_of
+from blockwalk.estimators.zeroth_order.updates import codecs_of, settings_of
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
     return {
         "run": run,
         "base": engine.buckets.checksum,
-        "rule": settings_of(ZerothOrderRule.of(plan)),
+        "rule": settings_of(plan.zo, plan.optimizer, plan.update.rounding),
         "noise_version": GENERATOR_VERSION,
         "codec": str(plan.trainable.codec),
         **codecs_of(plan.zo),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 
 from blockwalk.checkpoints.ledger import Entry
@@ -98,13 +97,9 @@ class MezoOriginal(ZerothOrder):
     def _reserve(self) -> None:
         """A draw is a whole parameter's: nothing is made beforehand."""
 
-    def seed_of(self, given: int | None) -> int:
-        """A step's seed: the one given, or one drawn from numpy's generator; of several ranks, rank 0's."""
-        return super().seed_of(int(np.random.randint(1000000000)) if given is None else given)
-
     def _perturbation(self, op: Op, state: Step) -> Perturbation:
         """None: the weights were perturbed where they lie."""
-        return Perturbation(state.seed, state.asked.step, 0, 0.0, "gaussian")
+        return Perturbation(state.seed, state.asked.step, 0, 0.0)
 
     def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """The projected gradient, in the dtype of the model's own losses where those are all there is, as the original has

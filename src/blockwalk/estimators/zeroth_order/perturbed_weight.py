@@ -7,15 +7,16 @@ the same bits come out in whatever ranges they are read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from blockwalk.engine.bucket_tensors import BucketTensor
+from blockwalk.estimators.zeroth_order.draws import Elementwise, LowRank, Noise
 from blockwalk.estimators.zeroth_order.kind import Direction
 from blockwalk.numerics.codecs import codecs
-from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
-from blockwalk.numerics.noise.noise import fill_, perturbed
+from blockwalk.numerics.codecs.weights import LowRankSum, Weight
+from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
@@ -30,10 +31,6 @@ class Perturbation:
     query: int
     scale: float
     """±ε, or 0 for the weights as they are."""
-    kind: NoiseKind
-
-    def key(self, name: str) -> NoiseKey:
-        return NoiseKey(self.seed, self.step, self.query, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +41,10 @@ class PerturbedWeight:
     ``scratch``, shared by all weights of a walk: they hold until the next range of any of them.
     """
 
-    name: str
     master: BucketTensor
-    perturbation: Perturbation
+    noise: Noise
+    scale: float
+    """The factor of the noise; with 0 none is drawn."""
     dtype: torch.dtype
     scratch: ScratchArena
     beside: Mapping[str, BucketTensor] = field(default_factory=dict)
@@ -58,9 +56,17 @@ class PerturbedWeight:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         own = self.master.layout.code_dtype if self.master.dense else torch.float32
-        if not self.perturbation.scale and own == self.dtype:
+        if not self.scale and own == self.dtype:
             return self.master.rows(start, stop, self.scratch, "value")
         return self._some_rows(start, stop)
+
+    def lazily(self) -> Weight:
+        """This weight for products: that of low rank as the master and its factors, without noise of the matrix's size."""
+        if not self.scale or not isinstance(self.noise, LowRank) or self.direction_ is not None:
+            return self
+        (rows, columns), device = self.shape, self.master.bytes_P.device
+        a_NR, b_DR = self.noise.factors(range(rows), range(columns), device)
+        return LowRankSum(replace(self, scale=0.0), a_NR.mul_(self.scale).to(self.dtype), b_DR.to(self.dtype))
 
     def _some_rows(self, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
         def read(tensor: BucketTensor, name: str) -> torch.Tensor:
@@ -106,33 +112,36 @@ class PerturbedWeight:
         ``read`` answers that range of a tensor in the bucket, under a name in scratch."""
         if out is None:
             out = self.scratch.take("range", *shape, like=self.master.bytes_P, dtype=self.dtype)
-        key, scale, kind = self.perturbation.key(self.name), self.perturbation.scale, self.perturbation.kind
-        if scale and self.direction_ is None and codecs.has_kernel(self.master.layout, self.master.bytes_P):
+        noise, scale = self.noise, self.scale
+        by_element = noise if self.direction_ is None and isinstance(noise, Elementwise) else None
+        if scale and by_element and codecs.has_kernel(self.master.layout, self.master.bytes_P):
             place = {"rows": rows, "first_row": first_row, "first_column": first_column}
-            noise = {"key": key, "scale": scale, "kind": kind, "origin": self.master.origin}
-            return codecs.decode_on_device(self.master.bytes_P, self.master.layout, out, **place, **noise)  # type: ignore[arg-type]
+            drawn = {"key": by_element.key, "scale": scale, "kind": by_element.kind, "origin": self.master.origin}
+            return codecs.decode_on_device(self.master.bytes_P, self.master.layout, out, **place, **drawn)  # type: ignore[arg-type]
         source, start, pitch = read(self.master, "value"), first_row * self.shape[1] + first_column, self.shape[1]
         if not scale:
             return out.copy_(source)
-        if self.direction_ is None:
-            return perturbed(source, out, key, start, scale, kind, pitch=pitch, rows=rows)
+        if by_element:
+            return perturbed(source, out, by_element.key, start, scale, by_element.kind, pitch=pitch, rows=rows)
 
         def take(name: str) -> torch.Tensor:
             return self.scratch.take(name, *source.shape, like=source, dtype=torch.float32)
 
-        z = fill_(take("z"), key, start, kind, pitch=pitch, rows=rows)
-        self.direction_(z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take)
+        z = noise.fill_(take("z"), start, pitch=pitch, rows=rows)
+        if self.direction_ is not None:
+            self.direction_(z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take)
         return out.copy_(z.mul_(scale).add_(source))
 
 
 def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, torch.Tensor]:
-    """Plain weights under one perturbation, each whole and freshly allocated in its own shape, in one launch of an
-    accelerator's kernel: the vectors of a block."""
-    if not weights:
+    """Those of the weights whose numbers are plain, and whose noise is drawn by element, by name: each whole and freshly
+    allocated in its own shape, in one launch of an accelerator's kernel: the vectors of a block."""
+    found = [(w, w.noise) for w in weights if w.master.dense and isinstance(w.noise, Elementwise)]
+    if not found:
         return {}
-    outs = [torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device) for w in weights]
-    words = [word for w in weights for word in sent(w.perturbation.key(w.name))]
-    masters, starts = [w.master.tensor for w in weights], [w.master.origin for w in weights]
-    scales = [w.perturbation.scale for w in weights]
-    torch.ops.blockwalk.advance_(masters, outs, starts, words, scales, 0, 0, False, weights[0].perturbation.kind)
-    return {w.name: out for w, out in zip(weights, outs, strict=True)}
+    outs = [torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device) for w, _ in found]
+    words = [word for _, noise in found for word in sent(noise.key)]
+    masters, starts = [w.master.tensor for w, _ in found], [w.master.origin for w, _ in found]
+    scales = [w.scale for w, _ in found]
+    torch.ops.blockwalk.advance_(masters, outs, starts, words, scales, 0, 0, False, found[0][1].kind)
+    return {noise.key.name: out for (_, noise), out in zip(found, outs, strict=True)}

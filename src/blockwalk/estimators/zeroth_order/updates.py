@@ -15,21 +15,25 @@ decoded, updated and encoded again, scales anew, entry by entry: as if every ste
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from blockwalk.checkpoints.ledger import Entry
+from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise
 from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
 from blockwalk.numerics import advance  # noqa: F401  (its operators)
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
-from blockwalk.numerics.noise.noise import add_scaled_, fill_
+from blockwalk.numerics.noise.noise import add_scaled_
 from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.choices import OptimizerSettings, ZerothOrderSettings
+from blockwalk.plan.model_spec import ModelSpec, ParamSpec
+from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
@@ -37,6 +41,7 @@ from blockwalk.plan.update_rules import RULES
 from blockwalk.plan.zeroth_order_kinds import KINDS, states_beside
 
 if TYPE_CHECKING:
+    from blockwalk.cutting.cut_model import CutModel
     from blockwalk.engine.bucket_tensors import BucketTensor
     from blockwalk.numerics.codecs.layout import Layout
 
@@ -51,10 +56,12 @@ class ZerothOrderRule:
     zo: ZerothOrderSettings
     optimizer: OptimizerSettings
     rounding: str
+    draws: Draws = field(compare=False)
 
     @classmethod
-    def of(cls, plan: Plan) -> ZerothOrderRule:
-        return cls(plan.zo, plan.optimizer, plan.update.rounding)
+    def of(cls, plan: Plan, parameters: Mapping[str, ParamSpec]) -> ZerothOrderRule:
+        draws = Draws(plan.zo, parameters, plan.update.flush_every)
+        return cls(plan.zo, plan.optimizer, plan.update.rounding, draws)
 
     @property
     def kind(self) -> Kind:
@@ -67,8 +74,8 @@ class ZerothOrderRule:
 
     @property
     def kind_of_noise(self) -> NoiseKind:
-        assert self.zo.noise in ("gaussian", "rademacher"), f"{self.zo.noise} noise is not counter-based"
-        return "gaussian" if self.zo.noise == "gaussian" else "rademacher"
+        """The kind of noise that is drawn by element."""
+        return "rademacher" if self.zo.noise == "rademacher" else "gaussian"
 
     def decays(self, name: str) -> bool:
         """Whether weight decay reaches a parameter."""
@@ -77,6 +84,14 @@ class ZerothOrderRule:
     def updater(self, name: str) -> Rule:
         """The rule of :mod:`blockwalk.numerics.updates` for one parameter."""
         return Rule(replace(self.optimizer, weight_decay=self.optimizer.weight_decay * self.decays(name)))
+
+
+def trained_in_order(cut: CutModel, spec: ModelSpec) -> dict[str, ParamSpec]:
+    """The trainables of a model by canonical name, in the order of the deduplicated ``named_parameters()``: that of torch's
+    draws. Those that are none of its modules', as prefixes, come last."""
+    trained = {p.name: p for p in spec.params() if p.trainable}
+    named = [canonical_name(name, cut.adapters) for name, _ in cut.model.named_parameters()]
+    return {name: trained[name] for name in (*(n for n in named if n in trained), *trained)}
 
 
 def apply_entries_(
@@ -141,14 +156,15 @@ def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
     """Whether a launch serves many parameters: on an accelerator, where nothing but the noise goes into an update."""
     kind = rule.kind
     plain = RULES[rule.optimizer.name].linear and kind.direction_ is None and kind.advance_ is None
-    return plain and not is_cpu(device)
+    return plain and NOISES[rule.zo.noise].elementwise and not is_cpu(device)
 
 
 def _as_sent(rule: ZerothOrderRule, entry: Entry, name: str) -> tuple[list[list[int]], list[float]]:
     """The numbers of an entry that an operator takes for one parameter: keys, and a factor for each: first the rounding's with
     the decay, then the queries'."""
     rounding, rate = _rounding(rule, entry, name, ""), entry.learning_rate
-    keys = [NoiseKey(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
+    noises = [rule.draws(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
+    keys = [noise.key for noise in noises if isinstance(noise, Elementwise)]
     decay = 1.0 - rate * rule.optimizer.weight_decay if rule.decays(name) else 1.0
     return [sent(rounding) or [0, 0], *map(sent, keys)], [decay, *(-rate * each for each in entry.coefficients)]
 
@@ -161,7 +177,7 @@ def reserve(rule: ZerothOrderRule, state: str, layout: Layout, scratch: ScratchA
     in_place = not layout.groups and layout.code_dtype == torch.float32
     names = [] if in_place else [state or "value"]
     if not state:
-        names += rule.kind.buffers
+        names += rule.kind.buffers or ("z",) * (not NOISES[rule.zo.noise].elementwise)
     if not state and not RULES[rule.optimizer.name].linear:
         names.append("direction")
     for name in names:
@@ -185,23 +201,24 @@ def _advance_(
     scratch: ScratchArena,
 ) -> None:
     """One entry on one slice: ``x_RD`` and ``states`` are float32, ``start`` is the slice's first element."""
-    kind, noise, rate = rule.kind, rule.kind_of_noise, entry.learning_rate
-    keys = [NoiseKey(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
+    kind, rate = rule.kind, entry.learning_rate
+    noises = [rule.draws(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
 
     def take(what: str) -> torch.Tensor:
         return scratch.take(what, *x_RD.shape, like=x_RD, dtype=torch.float32)
 
     if kind.advance_ is not None:
-        kind.advance_(rule.zo, entry, (fill_(take("z"), key, start, noise) for key in keys), states, take)
+        kind.advance_(rule.zo, entry, (noise.fill_(take("z"), start) for noise in noises), states, take)
 
     def add_direction(target_RD: torch.Tensor, factor: float) -> None:
         """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place of zᵢ."""
-        for key, coefficient in zip(keys, entry.coefficients, strict=True):
-            if kind.direction_ is None:
-                add_scaled_(target_RD, key, start, factor * coefficient, noise)
+        for noise, coefficient in zip(noises, entry.coefficients, strict=True):
+            if kind.direction_ is None and isinstance(noise, Elementwise):
+                add_scaled_(target_RD, noise.key, start, factor * coefficient, noise.kind)
                 continue
-            z_RD = fill_(take("z"), key, start, noise)
-            kind.direction_(z_RD, states, take)
+            z_RD = noise.fill_(take("z"), start)
+            if kind.direction_ is not None:
+                kind.direction_(z_RD, states, take)
             target_RD.add_(z_RD.mul_(factor * coefficient))
 
     facts = RULES[rule.optimizer.name]
@@ -216,16 +233,18 @@ def _advance_(
     add_direction(x_RD, -rate)
 
 
-def settings_of(rule: ZerothOrderRule) -> dict[str, Any]:
+def settings_of(zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding: str) -> dict[str, Any]:
     """The rule for a ledger's header: without what its kind and optimizer do not read."""
-    zo, optimizer = rule.zo, rule.optimizer
+    usual = ZerothOrderSettings()
+    of_noise = {name: getattr(zo, name) for name in NOISES[zo.noise].settings}
     return {
         "kind": zo.kind,
         "noise": zo.noise,
         "optimizer": optimizer.name,
         **{name: getattr(optimizer, name) for name in RULES[optimizer.name].settings},
         **{name: getattr(zo, name) for name in KINDS[zo.kind].settings},
-        "rounding": rule.rounding,
+        **{name: value for name, value in of_noise.items() if value != getattr(usual, name)},
+        "rounding": rounding,
     }
 
 
@@ -235,8 +254,8 @@ def codecs_of(zo: ZerothOrderSettings) -> dict[str, str | None]:
     return {s[0]: str(getattr(zo, s[0])) if s in own else None for kind in KINDS.values() for s in kind.states.values()}
 
 
-def rule_of(header: Mapping[str, Any]) -> ZerothOrderRule:
-    """The rule that a ledger's header names.
+def rule_of(header: Mapping[str, Any], parameters: Mapping[str, ParamSpec], steps: int) -> ZerothOrderRule:
+    """The rule that a ledger's header names, for these trainables and so many entries.
 
     Raises:
         ValueError: its kind or its optimizer is unknown here.
@@ -249,7 +268,7 @@ def rule_of(header: Mapping[str, Any]) -> ZerothOrderRule:
         given["betas"] = tuple(given["betas"])
     codecs: dict[str, Any] = {name: Codec(header[name]) for name, _ in KINDS[kind].states.values()}
     settings: dict[str, Any] = {name: given[name] for name in ("noise", *KINDS[kind].settings)}
+    settings |= {name: given[name] for name in NOISES[given["noise"]].settings if name in given}
     options: dict[str, Any] = {name: given[name] for name in RULES[optimizer].settings}
-    return ZerothOrderRule(
-        ZerothOrderSettings(kind, **settings, **codecs), OptimizerSettings(optimizer, **options), given["rounding"]
-    )
+    zo = ZerothOrderSettings(kind, **settings, **codecs)
+    return ZerothOrderRule(zo, OptimizerSettings(optimizer, **options), given["rounding"], Draws(zo, parameters, steps))

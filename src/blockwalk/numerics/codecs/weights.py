@@ -130,6 +130,28 @@ class JoinedWeight:
         return torch.cat([self.left.gather(index), self.right.gather(index)], -1)
 
 
+class LowRankSum:
+    """A weight plus a product of thin factors, W + A·Bᵀ, in W's dtype: products with it are made of those with W, with B and
+    with A, and what lies in W is neither changed nor copied. ``a_NR`` and ``b_DR`` are of that dtype."""
+
+    def __init__(self, base: Weight, a_NR: torch.Tensor, b_DR: torch.Tensor) -> None:
+        self.base, self.a_NR, self.b_DR = base, a_NR, b_DR
+        self.shape, self.dtype = base.shape, base.dtype
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._sum(self.base.rows(start, stop), self.a_NR[start:stop], self.b_DR)
+
+    def columns(self, start: int, stop: int) -> torch.Tensor:
+        return self._sum(self.base.columns(start, stop), self.a_NR, self.b_DR[start:stop])
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        return self.base.gather(index).add_(self.a_NR[index] @ self.b_DR.t())
+
+    def _sum(self, part: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = shared_arena(part.device).take("sum", *part.shape, like=part, dtype=part.dtype)
+        return torch.addmm(part, a, b.t(), out=out)
+
+
 class DenseWeight:
     """A :class:`~blockwalk.numerics.codecs.weights.Weight` over a dense tensor [N, D].
 

@@ -1,0 +1,152 @@
+"""The noise of a step by parameter: z of any range of it, in whichever way ``zo.noise`` makes it.
+
+``gaussian`` and ``rademacher`` draw each element by itself (:mod:`blockwalk.numerics.noise.noise`). ``lowrank`` gives a matrix
+[N, D] z = A·Bᵀ/√r, whose factors A [N, r] and B [D, r] are Gaussian and drawn in that way; B stays for ``zo.noise_interval``
+steps (Chen et al., "Enhancing Zeroth-order Fine-tuning for Language Models with Low-rank Structures", 2024, algorithm 1, whose
+U·Vᵀ is √r times this one: ε and the projected gradient take the √r, and its update is this one). Elements have variance 1, so
+ε and learning rates are those of Gaussian noise. Vectors, and matrices with no more than r rows or columns, are Gaussian.
+``torch`` hands out torch's own generator, :mod:`blockwalk.estimators.zeroth_order.stream`.
+
+With ``zo.seed_pool`` K, there are K directions, and each query takes one of them, so that K numbers say what a run learnt
+(Qin et al., "Federated Full-Parameter Tuning of Billion-Sized Language Models with Communication Cost under 18 Kilobytes",
+2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from blockwalk.estimators.zeroth_order.stream import Streams
+from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, derive_seed
+from blockwalk.numerics.noise.noise import fill_
+from blockwalk.plan.choices import ZerothOrderSettings
+from blockwalk.plan.model_spec import ParamSpec
+
+
+class Noise(Protocol):
+    """The z of one parameter at one query of one step."""
+
+    def fill_(
+        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``out`` (float32) = that range of z, whose place the arguments say as in :mod:`blockwalk.numerics.noise.noise`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Noise whose elements are drawn each by itself: kernels may add it without making it."""
+
+    key: NoiseKey
+    kind: NoiseKind
+
+    def fill_(
+        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return fill_(out, self.key, start, self.kind, pitch=pitch, rows=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Noise A·Bᵀ/√r of a parameter with ``columns`` elements in a row."""
+
+    left: NoiseKey
+    right: NoiseKey
+    rank: int
+    columns: int
+
+    def factors(
+        self, rows: torch.Tensor | range, columns: range, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A/√r of these rows [R, r], and B of these columns [D, r], float32."""
+        a_Rr = torch.empty(len(rows), self.rank, device=device)
+        b_Dr = torch.empty(len(columns), self.rank, device=device)
+        if isinstance(rows, range):
+            fill_(a_Rr, self.left, rows.start * self.rank)
+        else:
+            fill_(a_Rr, self.left, 0, pitch=self.rank, rows=rows)
+        return a_Rr.mul_(self.rank**-0.5), fill_(b_Dr, self.right, columns.start * self.rank)
+
+    def fill_(
+        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        row, column = divmod(start, self.columns)
+        if pitch is not None:
+            lines = range(row, row + len(out)) if rows is None else rows
+            self._outer(out, *self.factors(lines, range(column, column + out.shape[1]), out.device))
+            return out
+        last = -(-(start + out.numel()) // self.columns)
+        factors = self.factors(range(row, last), range(self.columns), out.device)
+        if not column and out.numel() == (last - row) * self.columns:
+            self._outer(out.view(-1, self.columns), *factors)
+            return out
+        whole_RD = self._outer(out.new_empty(last - row, self.columns), *factors)
+        out.view(-1).copy_(whole_RD.view(-1)[column : column + out.numel()])
+        return out
+
+    def _outer(self, out_RD: torch.Tensor, a_Rr: torch.Tensor, b_Dr: torch.Tensor) -> torch.Tensor:
+        """The sum over the rank, term by term: a product of matrices would round by the shape of the range."""
+        torch.mul(a_Rr[:, :1], b_Dr[:, 0], out=out_RD)
+        for i in range(1, self.rank):
+            out_RD.add_(a_Rr[:, i : i + 1] * b_Dr[:, i])
+        return out_RD
+
+
+class Asked(NamedTuple):
+    """The place of one z among all: seed, step and query, and the parameter."""
+
+    seed: int
+    step: int
+    query: int
+    name: str
+
+
+class Draws:
+    """The noise of every parameter at every query and step.
+
+    Args:
+        zo: which noise, and its settings.
+        parameters: the trainables by canonical name, in the order of the deduplicated ``named_parameters()``.
+        steps: steps that may be asked for in turn, again and again, before the next one.
+    """
+
+    def __init__(self, zo: ZerothOrderSettings, parameters: Mapping[str, ParamSpec], steps: int = 1) -> None:
+        self.zo, self.parameters = zo, parameters
+        self.streams = Streams(parameters.values(), steps + 1)
+
+    def __call__(self, seed: int, step: int, query: int, name: str) -> Noise:
+        if pool := self.zo.seed_pool:
+            step, query = 0, derive_seed("pool", seed, step, query) % pool
+        return _MAKERS[self.zo.noise](self, Asked(seed, step, query, name))
+
+
+def _elementwise(draws: Draws, asked: Asked) -> Noise:
+    return Elementwise(NoiseKey(*asked), "rademacher" if draws.zo.noise == "rademacher" else "gaussian")
+
+
+def _low_rank(draws: Draws, asked: Asked) -> Noise:
+    param, rank = draws.parameters[asked.name], draws.zo.noise_rank
+    columns = param.shape[-1] if len(param.shape) > 1 else 1
+    if min(columns, param.numel // columns) <= rank:
+        return _elementwise(draws, asked)
+    since = max(asked.step - 1, 0) // draws.zo.noise_interval
+    return LowRank(NoiseKey(*asked, "left"), NoiseKey(*asked._replace(step=since), "right"), rank, columns)
+
+
+def _stream(draws: Draws, asked: Asked) -> Noise:
+    seed = derive_seed(asked.seed, asked.query) if asked.query else asked.seed
+    return draws.streams.of(seed, asked.name)
+
+
+_MAKERS: dict[str, Callable[[Draws, Asked], Noise]] = {
+    "gaussian": _elementwise,
+    "rademacher": _elementwise,
+    "lowrank": _low_rank,
+    "torch": _stream,
+    "mezo": _stream,
+}
+"""The noise of one parameter by ``zo.noise``."""

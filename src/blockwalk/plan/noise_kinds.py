@@ -1,0 +1,29 @@
+"""The table of zeroth-order noises: a noise is a row, and a maker in :mod:`blockwalk.estimators.zeroth_order.draws`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseFacts:
+    """One noise, as planning knows it."""
+
+    settings: tuple[str, ...] = ()
+    """The fields of ``zo.*`` that its draws read."""
+    elementwise: bool = True
+    """True where each element is drawn by itself, by a forward as it reads it."""
+    own_seeds: bool = False
+    """True where each step has a seed of its own, drawn from numpy's generator unless given, as the original has it."""
+    in_place: bool = False
+    """True where weights are perturbed where they lie: the original's arithmetic."""
+
+
+NOISES = {
+    "gaussian": NoiseFacts(("seed_pool",)),
+    "rademacher": NoiseFacts(("seed_pool",)),
+    "lowrank": NoiseFacts(("seed_pool", "noise_rank", "noise_interval"), elementwise=False),
+    "torch": NoiseFacts(elementwise=False, own_seeds=True),
+    "mezo": NoiseFacts(elementwise=False, own_seeds=True, in_place=True),
+}
+"""Noises by ``zo.noise``."""
