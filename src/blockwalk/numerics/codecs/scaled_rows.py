@@ -32,7 +32,8 @@ def _encode(
     rounding: Rounding | None,
 ) -> None:
     low_R1, high_R1 = torch.aminmax(x_RD, dim=1, keepdim=True)
-    scales_R1.copy_(torch.maximum(high_R1, -low_R1).abs_() / largest)  # a row of −0 has the scale 0, not −0
+    divisor = scales_R1.new_full((), largest)  # CUDA multiplies by 1/c where c is a number: another last bit
+    scales_R1.copy_(torch.maximum(high_R1, -low_R1).abs_() / divisor)  # a row of −0 has the scale 0, not −0
     steps_RD = x_RD / torch.where(scales_R1 == 0, math.inf, scales_R1)
     if rounding is not None:
         steps_RD = _round_stochastically(steps_RD, grid, rounding)
