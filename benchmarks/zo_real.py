@@ -7,8 +7,8 @@ counted on one batch: two for each pair of two-point SPSA, N + 1 for FZOO; exact
 recomputation, and a backward of twice a forward). Seconds are those that the processor spent on the steps (other work on the
 machine does not count), memory is the private memory of the process at its peak.
 
-A case's learning rate is the first of those tried, by short runs on other batches, that lowered the loss most; they are
-written in the table below. Every run is written to ``--results`` when it ends, and one that is there is not repeated.
+Learning rates stand in the table below; those of zeroth order have not been searched for yet (``--rate``). Every run is written
+to ``--results`` when it ends, and one that is there is not repeated.
 
     python benchmarks/zo_real.py --model FOLDER --data FOLDER [--case mezo ...] [--seeds 0 1] [--minutes 30]
 """
@@ -169,7 +169,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
     options.add_argument("--forwards", type=int, default=160, help="forward passes of a run")
     options.add_argument("--batch", type=int, default=8)
-    options.add_argument("--held-out", type=int, default=140, help="held-out records that are looked at; 0: all")
+    options.add_argument("--held-out", type=int, default=80, help="held-out records that are looked at; 0: all")
     options.add_argument("--rate", type=float, help="instead of the case's own learning rate: to look for one")
     options.add_argument("--minutes", type=float, default=float("inf"), help="start no run after so many")
     options.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")

@@ -101,7 +101,7 @@ class Effects:
             lambda cut, _prologue, _hidden, batch, *_, **__: ("forward", cut.epilogue_index, micro_batch(batch)),
         )
         self._tap(torch.autograd, "grad", lambda *_, **__: ("differentiate",))
-        self._tap(Perturbation, "key", lambda z, name: ("perturbed", z.step, z.query, z.scale))
+        self._tap(Perturbation, "noise", lambda z, *_: ("perturbed", z.step, z.query, z.scale) if z.scale else None)
         self._tap(mezo_original, "perturb_", lambda every, seed, sign, epsilon: ("perturb all", sign * epsilon))
         self._tap(Activations, "save", lambda _, key, hidden: ("save", key[0]))
         self._tap(Activations, "load", lambda _, key: ("load", key[0]))
@@ -138,7 +138,7 @@ class Effects:
             self._tap(gradients, "squares", lambda _: ("check",))
         self._tap(Backprop, "_over_ranks", lambda _, values: ("total",))
         self._tap(Buckets, "advance", lambda _, unit, step: ("update", unit, step))
-        self._tap(estimator, "apply_entries_", lambda rule, entries, *_: ("apply", *(e.step for e in entries)))
+        self._tap(estimator, "apply_all_", lambda rule, entries, *_: ("apply", *(e.step for e in entries)))
         self._tap(mezo_original, "update_", lambda every, entry, rule: ("update all", entry.step))
         self._tap(mezo_original, "replay_", lambda every, entry, rule: ("replay", entry.step))
         self._tap(SharedForwards, "confirm", lambda _, step, entry, **__: ("entry", step))

@@ -247,7 +247,7 @@ class ZerothOrder:
         states = self.engine.buckets.tensors(self.engine.buckets.home[name])[name]
         beside = {state: states[state] for state in self.plan.kind.states}
         dtype, direction_ = self.engine.used_as(name), self.rule.kind.direction_
-        noise = self.rule.draws(perturbation.seed, perturbation.step, perturbation.query, name)
+        noise = perturbation.noise(self.rule.draws, name)
         return PerturbedWeight(states[""], noise, perturbation.scale, dtype, self.scratch, beside, direction_)
 
     # ---- from losses to weights -------------------------------------------------------------------------------------

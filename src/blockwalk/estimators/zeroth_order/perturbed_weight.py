@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from blockwalk.engine.bucket_tensors import BucketTensor
-from blockwalk.estimators.zeroth_order.draws import Elementwise, LowRank, Noise
+from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank, Noise
 from blockwalk.estimators.zeroth_order.kind import Direction
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.weights import LowRankSum, Weight
@@ -31,6 +31,10 @@ class Perturbation:
     query: int
     scale: float
     """±ε, or 0 for the weights as they are."""
+
+    def noise(self, draws: Draws, name: str) -> Noise:
+        """The z of one parameter."""
+        return draws(self.seed, self.step, self.query, name)
 
 
 @dataclass(frozen=True, slots=True)
