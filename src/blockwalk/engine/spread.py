@@ -71,7 +71,7 @@ class UnitSlices:
     def open(self, bucket_P: torch.Tensor) -> dict[str, Value]:
         """The parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are used."""
         bytes_P, dtype = bucket_P.view(torch.uint8), None if self.layout.codec.encoded else bucket_P.dtype
-        found = {}
+        found: dict[str, Value] = {}
         for name, first in self.layout.offsets:
             layout, start = self.layout_of(name, dtype), first * bucket_P.itemsize
             found[name] = opened(layout, bytes_P[start : start + layout.nbytes], self.compute_dtype)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from blockwalk.numerics import row_tiles
 from blockwalk.numerics.codecs.codecs import has_kernel
 from blockwalk.numerics.codecs.layout import Bytes, Layout
-from blockwalk.numerics.codecs.weights import EncodedWeight, LowRankSum, Weight
+from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.operators import register
 from blockwalk.plan.placement import Codec
@@ -115,6 +115,43 @@ def lora_linear(
     return y
 
 
+def grouped_linear(
+    x_SD: torch.Tensor, experts: Experts, offs_E: torch.Tensor, *, transposed: bool = False
+) -> torch.Tensor:
+    """``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D] (transposed:
+    as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. An expert without a row is not read.
+
+    Returns:
+        [S, N]; rows after the last expert's are as they came.
+    """
+    with torch._C.DisableTorchFunction():
+        y: torch.Tensor = _GroupedLinear.apply(x_SD, experts, experts.ends(offs_E, x_SD.shape[0]), transposed)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: torch.Tensor, experts: Experts, ends: list[int], transposed: bool) -> torch.Tensor:
+        ctx.experts, ctx.ends, ctx.transposed = experts, ends, transposed
+        return _grouped_product(x_SD, experts, ends, by_rows=not transposed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _grouped_product(grad_y, ctx.experts, ctx.ends, by_rows=ctx.transposed), None, None, None
+
+
+def _grouped_product(a_SI: torch.Tensor, experts: Experts, ends: list[int], *, by_rows: bool) -> torch.Tensor:
+    """Each expert's rows of ``a_SI`` by its Wᵀ, or by its W."""
+    out_SO = a_SI.new_empty(a_SI.shape[0], experts.shape[-2 if by_rows else -1])
+    for expert, (start, stop) in enumerate(pairwise([0, *ends])):
+        if stop > start:
+            out_SO[start:stop] = _product(
+                a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows, chunk_bytes=None
+            )
+    return out_SO
+
+
 class _LoraLinear(torch.autograd.Function):
     """Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: the library keeps a program of half a megabyte
     for each shape and layout of a product."""
@@ -196,6 +233,7 @@ def _product(
     out_PO = out.view(a_PI.shape[0], n_out)
     if (
         isinstance(weight, EncodedWeight)
+        and weight.shape == weight.layout.shape  # not one of a layer's experts
         and a_PI.shape[0] <= FUSED_ROWS
         and decoded_inside(weight.layout, weight.buffer)
     ):

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blockwalk.numerics.codecs.weights import Weight
-from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.numerics.codecs.weights import Experts, Weight
+from blockwalk.numerics.lazy_linear import grouped_linear, lazy_linear
 
 _TURNED = (torch.Tensor.t, torch.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 _SWAPPED = (torch.Tensor.transpose, torch.transpose, torch.Tensor.swapaxes, torch.swapaxes)
+_GROUPED = (F.grouped_mm, torch._grouped_mm)
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 _METADATA = {
     torch.Tensor.size,
@@ -33,18 +34,21 @@ _METADATA = {
 
 
 class LazyParameter(torch.Tensor):
-    """Stands for a frozen 2-D weight [N, D] (or its transpose, ``turned``) that a :class:`Weight` materialises.
+    """Stands for a frozen 2-D weight [N, D] (or its transpose, ``turned``) that a :class:`Weight` materialises, or for a
+    layer's experts [E, N, D], of which those are materialised that rows are routed to.
 
-    ``F.linear``, ``F.embedding``, ``addmm`` and ``x @ weight`` never hold it whole; any other operation decodes it whole
-    for that operation.
+    ``F.linear``, ``F.embedding``, ``addmm``, ``x @ weight``, ``F.grouped_mm`` and ``experts[e]`` never hold it whole; any other
+    operation decodes it whole for that operation.
     """
 
-    weight: Weight
+    weight: Any
+    """A :class:`Weight`; in three dimensions :class:`~blockwalk.numerics.codecs.weights.Experts`."""
     turned: bool
 
     @staticmethod
-    def __new__(cls, weight: Weight, device: torch.device, turned: bool = False) -> LazyParameter:
-        shape = tuple(reversed(weight.shape)) if turned else weight.shape
+    def __new__(cls, weight: Weight | Experts, device: torch.device, turned: bool = False) -> LazyParameter:
+        *stack, rows, columns = weight.shape
+        shape = (*stack, columns, rows) if turned else weight.shape
         made: LazyParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)
         made.weight, made.turned = weight, turned
         return made
@@ -54,8 +58,12 @@ class LazyParameter(torch.Tensor):
 
     def decoded(self) -> torch.Tensor:
         """The whole weight, freshly allocated (what a provider answers is scratch)."""
-        whole_ND = self.weight.rows(0, self.weight.shape[0]).clone()
-        return whole_ND.t() if self.turned else whole_ND
+        if self.ndim == 3:
+            whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
+            self.weight.read_into(whole)
+        else:
+            whole = self.weight.rows(0, self.weight.shape[0]).clone()
+        return whole.mT if self.turned else whole
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -75,15 +83,26 @@ class LazyParameter(torch.Tensor):
                 return _linear(*args, **kwargs)
             case F.embedding:
                 return _embedding(*args, **kwargs)
+            case torch.Tensor.__getitem__ if args[0].ndim == 3 and _index(args[1]):
+                return cls(args[0].weight.expert(int(args[1])), args[0].device, args[0].turned)
             case torch.addmm if not kwargs and args[0].ndim == 1 and _only(args[2], args[1]):
                 return lazy_linear(args[1], args[2].weight, args[0], transposed=not args[2].turned)
         if func in _MATMULS and _only(args[1], args[0]):
             return lazy_linear(args[0], args[1].weight, None, transposed=not args[1].turned)
-        if func in _TURNED or (func in _SWAPPED and not kwargs):
+        given = {name for name, value in kwargs.items() if value is not None}
+        if func in _GROUPED and _only(args[1], args[0]) and given == {"offs"}:
+            return grouped_linear(args[0], args[1].weight, kwargs["offs"], transposed=not args[1].turned)
+        if func in _TURNED or (func in _SWAPPED and not kwargs and (args[0].ndim == 2 or set(args[1:]) == {-2, -1})):
             lazy = args[0]
             return cls(lazy.weight, lazy.device, not lazy.turned)
         plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(cls, cls.decoded, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
+
+
+def _index(value: Any) -> bool:
+    return isinstance(value, int) or (
+        isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype == torch.int64
+    )
 
 
 def _only(weight: Any, other: Any) -> bool:
@@ -109,4 +128,5 @@ def _embedding(
     """The remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight has not."""
     if max_norm is not None or weight.turned:
         return F.embedding(input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return weight.weight.gather(input)
+    rows: torch.Tensor = weight.weight.gather(input)
+    return rows

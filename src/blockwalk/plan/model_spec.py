@@ -22,8 +22,8 @@ class ParamSpec:
     quantizable: bool = False
     """True where a block codec may be used: the 2-D weight of a linear or embedding layer, or fused 3-D experts."""
     assembled: bool = False
-    """True where its tier does not hold it in one piece, to be read where it lies: experts stored one by one, or encoded. It
-    is made at its block's turn. A model's configuration alone gives a guess; the source of the weights knows."""
+    """True where its source does not hold it in one piece, to be read where it lies: experts stored one by one. It is made at
+    its block's turn, unless a plan's codec has it packed. A model's configuration alone gives a guess; the source knows."""
     codec: Codec = Codec.RAW
     """The codec that its source has it in, which a plan's raw leaves as it is."""
     group_size: int = 32
@@ -42,6 +42,10 @@ class ParamSpec:
         if codec is Codec.RAW and not self.trainable:
             return self.codec
         return codec if self.quantizable or not codec.encoded else Codec.RAW
+
+    def whole_in(self, codec: Codec) -> bool:
+        """Whether it is made whole at its turn under a plan's ``codec`` of frozen parameters."""
+        return self.assembled and not self.trainable and not self.stored_in(codec).encoded
 
     @property
     def nbytes(self) -> int:

@@ -173,7 +173,7 @@ class Placements:
         """Bytes of a slot for those of a block's mapped parameters that are assembled at its turn."""
         if unit in (0, self.last) or not self.mapped(StateKind.FROZEN):
             return 0
-        return self._whole([p for p in self.model.units[unit].params if p.assembled and not p.trainable])
+        return self._whole([p for p in self.model.units[unit].params if p.whole_in(self.plan.frozen.codec)])
 
     # ---- bytes ------------------------------------------------------------------------------------------------------
 
@@ -202,8 +202,11 @@ class Placements:
         return unit.nbytes(self.plan.trainable.codec, trainable=True)
 
     def memory_bytes(self, unit: UnitSpec) -> int:
-        """Bytes of a unit's frozen parameters in memory (slot or resident): 2-D weights encoded, 3-D expert weights decoded."""
-        whole = [p for p in unit.params if not p.trainable and (p.assembled or len(p.shape) > 2)]
+        """Bytes of a unit's frozen parameters in memory (slot or resident): experts that are not encoded take the compute
+        dtype."""
+        codec = self.plan.frozen.codec
+        dense = [p for p in unit.params if not p.trainable and not p.stored_in(codec).encoded]
+        whole = [p for p in dense if p.assembled or len(p.shape) > 2]
         encoded = replace(unit, params=tuple(p for p in unit.params if p not in whole))
         return self._whole(whole) + encoded.nbytes(self.plan.frozen.codec, trainable=False)
 

@@ -48,8 +48,8 @@ class WeightSource(TensorSource, Protocol):
         """Bytes that are read from the tier to fetch ``name``."""
 
     def in_place(self, name: str) -> bool:
-        """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it, and for
-        encoded experts fused in three dimensions. Fetch such a one at its turn, and let go of it after."""
+        """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it. Fetch such a one
+        at its turn, and let go of it after."""
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Decode, fuse or copy ``name`` into ``out``: a CPU tensor of the parameter's shape and any floating dtype."""

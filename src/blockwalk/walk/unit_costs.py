@@ -140,19 +140,26 @@ class UnitCosts:
 class _FakeWeight:
     """A weight that is materialised a range at a time, into scratch that is counted apart."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     out: torch.Tensor
     """One element, on the device: every range is an expansion of it."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.out.expand(stop - start, self.shape[1])
+        return self.out.expand(stop - start, self.shape[-1])
 
     def columns(self, start: int, stop: int) -> torch.Tensor:
-        return self.out.expand(self.shape[0], stop - start)
+        return self.out.expand(self.shape[-2], stop - start)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        return torch.empty(*index.shape, self.shape[1], dtype=self.dtype, device=self.out.device)
+        return torch.empty(*index.shape, self.shape[-1], dtype=self.dtype, device=self.out.device)
+
+    def expert(self, index: int) -> _FakeWeight:
+        return replace(self, shape=self.shape[1:])
+
+    def ends(self, offs_E: torch.Tensor, rows: int) -> list[int]:
+        """Ends as they are where every expert has as many rows."""
+        return [rows * (expert + 1) // self.shape[0] for expert in range(self.shape[0])]
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,7 @@ class _Bench:
 
     def lazily(self, p: ParamSpec) -> bool:
         """Whether a parameter is decoded, converted or perturbed a range at a time, instead of standing there whole."""
-        if not p.quantizable or len(p.shape) != 2:
+        if not p.quantizable or (len(p.shape) == 3 and (p.trainable or not self.traits.frozen.encoded)):
             return False
         if p.trainable:
             dense = not self.traits.trainable.encoded
@@ -240,7 +247,7 @@ class _Bench:
         for p in unit.params:
             if self.lazily(p):
                 one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)
-                values[p.name] = _FakeWeight((p.shape[0], p.shape[1]), one.dtype, one)
+                values[p.name] = _FakeWeight(p.shape, one.dtype, one)
             elif not p.trainable or not self.backprop:
                 dtype = self.used_as(p) if getattr(torch, p.dtype).is_floating_point else getattr(torch, p.dtype)
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)

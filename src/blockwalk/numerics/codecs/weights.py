@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,7 +20,7 @@ class Weight(Protocol):
     """
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -40,8 +42,29 @@ Value = torch.Tensor | Weight
 """A parameter as it is read: whole, or a range at a time."""
 
 
+class Experts(Protocol):
+    """A layer's experts in one parameter [E, N, D], each a :class:`Weight` of its own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def expert(self, index: int) -> Weight:
+        """The matrix [N, D] of one of them."""
+        ...
+
+    def ends(self, offs_E: torch.Tensor, rows: int) -> list[int]:
+        """The row after each expert's last, of ``rows`` rows that are sorted by expert."""
+        ...
+
+    def read_into(self, out: torch.Tensor) -> None: ...
+
+
 class EncodedWeight:
-    """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms.
+    """A :class:`~blockwalk.numerics.codecs.weights.Weight` over an encoded parameter's bytes, [R, D] in the layout's terms; one
+    of three dimensions is :class:`Experts`.
 
     ``buffer`` (uint8, 1-D, of the encoded size, or the tensors of a parted codec; views of file maps will do) stays where it
     is. :meth:`rows` and :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
@@ -53,6 +76,7 @@ class EncodedWeight:
         layout: Layout,
         dtype: torch.dtype = torch.bfloat16,
         scratch: ScratchArena | None = None,
+        span: tuple[int, int] | None = None,
     ) -> None:
         if isinstance(buffer, torch.Tensor) and (buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,)):
             raise ValueError(
@@ -60,11 +84,8 @@ class EncodedWeight:
                 f"not {tuple(buffer.shape)} of {buffer.dtype}"
             )
         self.buffer, self.layout, self.dtype = buffer, layout, dtype
-        self._scratch = scratch
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.layout.rows, self.layout.columns
+        self._scratch, self._span = scratch, span or (0, layout.rows)
+        self.shape = layout.shape if span is None else (span[1] - span[0], layout.columns)
 
     @property
     def device(self) -> torch.device:
@@ -74,8 +95,19 @@ class EncodedWeight:
     def _like(self) -> torch.Tensor:
         return self.buffer if isinstance(self.buffer, torch.Tensor) else self.buffer[0]
 
+    def expert(self, index: int) -> EncodedWeight:
+        if self.layout.parts is not None:
+            own = tuple(part[index] for part in self.layout.split(self.buffer))
+            return EncodedWeight(own, replace(self.layout, shape=self.layout.shape[1:]), self.dtype, self._scratch)
+        rows = self.layout.shape[-2]
+        return EncodedWeight(self.buffer, self.layout, self.dtype, self._scratch, (index * rows, (index + 1) * rows))
+
+    def ends(self, offs_E: torch.Tensor, rows: int) -> list[int]:
+        ends: list[int] = offs_E.tolist()
+        return ends
+
     def to(self, dtype: torch.dtype, scratch: ScratchArena | None = None) -> EncodedWeight:
-        """A weight over these bytes, [R, D], that decodes to another dtype."""
+        """A weight over all of these bytes that decodes to another dtype."""
         return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
 
     def together(self, out_P: torch.Tensor) -> torch.Tensor:
@@ -87,21 +119,31 @@ class EncodedWeight:
         return out_P
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        out = self._take(stop - start, self.layout.columns)
-        return decode_rows(self.buffer, self.layout, start, stop, out)
+        if len(self.shape) == 3:  # an expert, flat, is a row
+            out = self._take(stop - start, math.prod(self.shape[1:]))
+            for index in range(start, stop):
+                self.expert(index).read_into(out[index - start].view(self.shape[1:]))
+            return out
+        out, first = self._take(stop - start, self.layout.columns), self._span[0]
+        return decode_rows(self.buffer, self.layout, first + start, first + stop, out)
 
     def columns(self, start: int, stop: int) -> torch.Tensor:
-        out = self._take(self.layout.rows, stop - start)
-        return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out, columns=(start, stop))
+        first, last = self._span
+        out = self._take(last - first, stop - start)
+        return decode_rows(self.buffer, self.layout, first, last, out, columns=(start, stop))
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         out = torch.empty(index.numel(), self.layout.columns, dtype=self.dtype, device=self.device)
-        gather_rows(self.buffer, self.layout, index.reshape(-1).to(torch.int64).contiguous(), out)
+        rows = index.reshape(-1).to(torch.int64) + self._span[0]
+        gather_rows(self.buffer, self.layout, rows, out)
         return out.view(*index.shape, self.layout.columns)
 
     def read_into(self, out: torch.Tensor) -> None:
-        """Decode the whole of it into ``out``, [R, D] of any floating dtype."""
-        decode_whole(self.buffer, self.layout, out)
+        """Decode the whole of it into ``out``, of its shape and any floating dtype."""
+        if self.shape == self.layout.shape:
+            decode_whole(self.buffer, self.layout, out)
+        else:
+            decode_rows(self.buffer, self.layout, *self._span, out)
 
     def _take(self, rows: int, columns: int) -> torch.Tensor:
         scratch = self._scratch or shared_arena(self.device)
@@ -192,16 +234,15 @@ class DenseWeight:
         return scratch.take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
 
 
-def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> Value:
+def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> torch.Tensor | EncodedWeight:
     """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where they are plain, an
-    encoded matrix as a Weight; one in another number of dimensions (a layer's experts) is decoded afresh. ``dtype`` is that
-    of decoded numbers, the layout's unless given."""
+    encoded matrix or a layer's encoded experts as a Weight; an encoded vector is decoded afresh. ``dtype`` is that of decoded
+    numbers, the layout's unless given."""
     if isinstance(bytes_P, torch.Tensor) and not layout.codec.encoded:
         return layout.codes(bytes_P).view(layout.shape)
-    dtype = dtype or getattr(torch, layout.dtype)
-    if len(layout.shape) == 2:
-        return EncodedWeight(bytes_P, layout, dtype)
-    device = bytes_P.device if isinstance(bytes_P, torch.Tensor) else bytes_P[0].device
-    out = torch.empty(layout.shape, dtype=dtype, device=device)
-    decode_whole(bytes_P, layout, out)
+    weight = EncodedWeight(bytes_P, layout, dtype or getattr(torch, layout.dtype))
+    if len(layout.shape) > 1:
+        return weight
+    out = torch.empty(layout.shape, dtype=weight.dtype, device=weight.device)
+    weight.read_into(out)
     return out

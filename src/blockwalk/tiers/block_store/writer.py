@@ -144,6 +144,9 @@ def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: t
         weight.together(bytes_P)
         yield layout.rows
         return
+    if isinstance(weight, EncodedWeight) and len(weight.shape) > 2:
+        experts, weight = weight, torch.empty(weight.shape, dtype=weight.dtype)
+        experts.read_into(weight)
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
     rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, torch.Tensor) else weight
     for start in range(0, layout.rows, some):

@@ -45,8 +45,8 @@ class StoredTensor:
 
     @property
     def in_place(self) -> bool:
-        """Whether its bytes serve as they lie: as a tensor, or as an encoded matrix."""
-        return not self.codec.encoded or len(self.shape) == 2
+        """Whether its bytes serve as they lie: as a tensor, or as an encoded matrix or experts."""
+        return not self.codec.encoded or len(self.shape) > 1
 
     def open(self, bytes_P: Bytes) -> torch.Tensor | Weight:
         """The tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight where rows are decoded or put in
