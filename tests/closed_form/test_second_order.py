@@ -10,9 +10,9 @@ from blockwalk.cli.main import main
 from blockwalk.data.corpus import sample
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.engine.pack import pack
+from blockwalk.engine.second_order import DAMPING, encode_with_inputs, fitted
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import matrix_codec
-from blockwalk.numerics.codecs.second_order import DAMPING, encode_with_inputs, fitted
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.store import BlockStore
 from tests.conftest import TinyRun

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from blockwalk.cutting.calls import BlockCall
+from blockwalk.engine.second_order import encode_with_inputs, has_grid
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.second_order import encode_with_inputs, has_grid
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec

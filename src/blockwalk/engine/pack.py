@@ -50,8 +50,8 @@ def pack(
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.cutting.verify import certified
     from blockwalk.engine.calibrate import CalibratedSource
+    from blockwalk.engine.second_order import has_grid
     from blockwalk.numerics.codecs.layout import Layout
-    from blockwalk.numerics.codecs.second_order import has_grid
     from blockwalk.tiers.block_store.writer import write_store
     from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
