@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import platform
 import statistics
@@ -39,8 +40,11 @@ class RandomSource:
         return self._dtype
 
     def weights(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: _RandomRows(name, self._shapes[name], self._dtype) if len(self._shapes[name]) == 2
-                else self._vector(name) for name in names}  # fmt: skip
+        return {name: self._matrix(name) if len(self._shapes[name]) > 1 else self._vector(name) for name in names}
+
+    def _matrix(self, name: str) -> _RandomRows:
+        *rows, columns = self._shapes[name]
+        return _RandomRows(name, (math.prod(rows), columns), self._dtype)
 
     def _vector(self, name: str) -> torch.Tensor:
         fill = 1.0 if "norm" in name and name.endswith("weight") else 0.0
