@@ -105,9 +105,7 @@ static inline void put32(void *out, int64_t i, __m512 a, __m512 b, int dtype) {
 }
 
 /* A group has one scale, so its values are one of sixteen: they are computed once, then permuted into place. */
-static inline void int4_group(const uint8_t *codes, float d, int half, void *out, int dtype) {
-    const __m512 steps = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    const __m512 values = _mm512_mul_ps(steps, _mm512_set1_ps(d));
+static inline void nibbles(const uint8_t *codes, __m512 values, int half, void *out, int dtype) {
     if (dtype == FP32) {
         float *low = out, *high = low + half;
         for (int i = 0; i < half; i += 16) {
@@ -125,6 +123,25 @@ static inline void int4_group(const uint8_t *codes, float d, int half, void *out
         _mm256_storeu_si256(low + i, _mm256_permutexvar_epi16(bytes, table));
         _mm256_storeu_si256(high + i, _mm256_permutexvar_epi16(_mm256_srli_epi16(bytes, 4), table));
     }
+}
+
+static inline void int4_group(const uint8_t *codes, float d, int half, void *out, int dtype) {
+    const __m512 steps = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    nibbles(codes, _mm512_mul_ps(steps, _mm512_set1_ps(d)), half, out, dtype);
+}
+
+/* A block of Q4_0 (d, codes) or Q4_1 (d, m, codes): the two scales are widened at once. */
+static inline void nibble_block(const uint8_t *b, int codec, void *out, int dtype) {
+    uint32_t scales;
+    memcpy(&scales, b, 4);
+    const __m128 widened = _mm_cvtph_ps(_mm_cvtsi32_si128((int)scales));
+    if (codec == Q4_0) {
+        int4_group(b + 2, _mm_cvtss_f32(widened), 16, out, dtype);
+        return;
+    }
+    const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 scaled = _mm512_mul_ps(steps, _mm512_broadcastss_ps(widened));
+    nibbles(b + 4, _mm512_add_ps(scaled, _mm512_broadcastss_ps(_mm_movehdup_ps(widened))), 16, out, dtype);
 }
 
 #else
@@ -271,6 +288,12 @@ static inline __attribute__((always_inline)) void block_row(const uint8_t *row, 
     const int64_t start = first / elements * elements;
     const uint8_t *b = row + start / elements * block_bytes(codec);
     for (int64_t at = start; at < last; at += elements, b += block_bytes(codec)) {
+#ifdef WIDE
+        if ((codec == Q4_0 || codec == Q4_1) && at >= first && at + 32 <= last) {
+            nibble_block(b, codec, (uint8_t *)out + (at - first) * (dtype == FP32 ? 4 : 2), dtype);
+            continue;
+        }
+#endif
         float y[256];
         block_values(b, y, codec);
         const int64_t from = at < first ? first - at : 0, to = last - at < elements ? last - at : elements;
