@@ -82,7 +82,8 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
     for name, module in pieces(model, {part.name: part.module for part in layers}):
         late = canonical(name) in anatomy.epilogue
         others.append(Part(name, canonical(name), len(layers) + 1 if late else 0, module))
-        if not late and canonical(name) not in anatomy.prologue and any(True for _ in module.children()):
+        called = late or canonical(name) in anatomy.prologue or name.startswith("prompt_encoder.")  # PEFT's, outside the model
+        if not called and next(module.children(), None) is not None:
             idle.append(name)
     return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])
 

@@ -322,7 +322,7 @@ class BlockStore:
         return self._files[number].view(offset, param.nbytes, torch.uint8, (param.nbytes,))
 
     def in_place(self, name: str) -> bool:
-        return True
+        return self._where[name] is not None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         param = self._where[name][2]
