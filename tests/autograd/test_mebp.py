@@ -86,7 +86,7 @@ def test_a_program_has_the_bytes_of_a_store_in_groups_of_64(folder: Path, tmp_pa
 
 def test_a_plain_folder_is_packed_once_and_trained(folder: Path, tmp_path: Path) -> None:
     """Oracle: the run on the store that `pack` writes."""
-    pack(folder, tmp_path / "store", Codec.INT4)
+    pack(folder, tmp_path / "store", Codec.INT4A)
     ends = []
     for model in (folder, tmp_path / "store"):
         plan = method("mebp", optimizer={"learning_rate": 1e-2})
@@ -95,6 +95,19 @@ def test_a_plain_folder_is_packed_once_and_trained(folder: Path, tmp_path: Path)
             ends.append((losses, {name: t.clone() for name, t in walker.engine.trained.masters.items()}))
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(ends[0][1][name], ends[1][1][name]) for name in ends[0][1])
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "raw"])
+def test_a_row_reads_a_store_as_it_was_packed(codec: str, folder: Path, tmp_path: Path) -> None:
+    """Oracle: the run that names the codec. What a row has yields to what is packed; what is set does not."""
+    pack(folder, tmp_path / "store", Codec(codec))
+    found = []
+    for settings in ({}, {"frozen": f"disk × {codec}"}):
+        with Walker(tmp_path / "store", method("mebp", **settings), lora=LORA, device="cpu") as walker:
+            found.append(walker.step(random_batch()).loss)
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match=rf"is packed in {codec}, and the plan asks for fp8"):
+        Walker(tmp_path / "store", method("mebp", frozen="disk × fp8"), lora=LORA, device="cpu")
 
 
 def test_the_adapter_loads_in_plain_peft_with_the_same_logits(folder: Path, tmp_path: Path) -> None:

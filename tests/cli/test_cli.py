@@ -185,7 +185,7 @@ def test_every_weight_is_not_trained_from_rounded_values(
     """Oracle: the exit code for configurations, and the folder that was not made."""
     arguments = ["train", *tiny_run.arguments(tmp_path / "out"), "--method", "mebp", "--lora", "false"]
     assert main.main(arguments) == 2
-    assert "disk × int4 × nobody keeps weights in int4, and without adapters" in capsys.readouterr().err
+    assert "disk × int4a × nobody keeps weights in int4a, and without adapters" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -97,7 +97,7 @@ COMMANDS = (
         (
             _value("model", "MODEL", "a hub name, a folder or a GGUF file"),
             _value("out", "OUT", "the folder to write"),
-            _choice("--codec", [str(codec) for codec in Codec if codec.written], "default: int4", default="int4"),
+            _choice("--codec", [str(codec) for codec in Codec if codec.written], "default: int4a", default="int4a"),
             _choice("--group_size", [32, 64], "int4: elements a scale", type=int, default=32),
             _value(
                 "--calibrate", "DATA", "records that the model is for: int4 and int4a are rounded with them in view"

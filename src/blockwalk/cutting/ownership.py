@@ -82,7 +82,9 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
     for name, module in pieces(model, {part.name: part.module for part in layers}):
         late = canonical(name) in anatomy.epilogue
         others.append(Part(name, canonical(name), len(layers) + 1 if late else 0, module))
-        called = late or canonical(name) in anatomy.prologue or name.startswith("prompt_encoder.")  # PEFT's, outside the model
+        called = (
+            late or canonical(name) in anatomy.prologue or name.startswith("prompt_encoder.")
+        )  # PEFT's, outside the model
         if not called and next(module.children(), None) is not None:
             idle.append(name)
     return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])

@@ -19,8 +19,10 @@ from torch import nn
 from blockwalk.cutting.skeleton import persistent_buffers, stays_float32
 from blockwalk.models.folder import lies_in
 from blockwalk.plan.choices import Estimator
+from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import Codec, Tier
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -36,8 +38,8 @@ log = logging.getLogger(__name__)
 def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSource:
     """The weights of the model at ``path`` in the codec that a plan asks for.
 
-    A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for int4, int8 and
-    fp8 it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. A pack
+    A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for a codec of
+    codes it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. A pack
     there of a model of the same name is removed when its weights are other ones. ``model`` is the skeleton.
 
     Raises:
@@ -56,14 +58,34 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
     return BlockStore(packed(path, codec, model, workdir))
 
 
+def comes_in(model: str | os.PathLike[str] | Any) -> Codec | None:
+    """The codec that most weights of a named model come in, packed or as downloaded, where it is one of codes; else None."""
+    if not isinstance(model, str | os.PathLike):
+        return None
+    if is_store(model):
+        codec = read_index(model).codec
+        return codec if codec.encoded else None
+    return lies_in(model)
+
+
+def as_it_comes(plan: Plan, model: str | os.PathLike[str] | Any) -> Plan:
+    """The plan for a model: where its weights come in codes, or are packed in another codec, and ``frozen`` is no more than
+    what the method's row has, they are read as they lie."""
+    row = METHODS.get(plan.method)
+    if row is None or not plan.frozen.codec.encoded or plan.frozen != row().frozen:
+        return plan
+    named = isinstance(model, str | os.PathLike)
+    if comes_in(model) in (None, plan.frozen.codec) and not (named and is_store(model)):
+        return plan
+    return override(plan, {"frozen.codec": str(Codec.RAW)})
+
+
 def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: Any) -> None:
     """Raise ValueError where all parameters are trained, for want of adapters, and would start from rounded values."""
     where, codec = f"frozen: {plan.frozen}", plan.frozen.codec
     if isinstance(model, nn.Module):
         codec = Codec.RAW if plan.frozen.tier is Tier.DEVICE else codec  # they stay as they are in memory
-    elif is_store(model):
-        where, codec = os.fspath(model), read_index(model).codec
-    elif (found := lies_in(model)) is not None:
+    elif (found := comes_in(model)) is not None:
         where, codec = os.fspath(model), found
     if lora is None and not hasattr(model, "peft_config") and codec.encoded:
         raise ValueError(

@@ -3,7 +3,7 @@
 | method  | estimator      | parameters: tier × codec × group           | activations | update                  |
 |---------|----------------|--------------------------------------------|-------------|-------------------------|
 | plain   | backprop       | device × raw × nobody                      | device      | at step end             |
-| mebp    | backprop, LoRA | disk × int4 × nobody (frozen)              | disk        | at the block's turn     |
+| mebp    | backprop, LoRA | disk × int4a × nobody (frozen)             | disk        | at the block's turn     |
 | mezo    | zeroth-order   | device × raw × nobody                      | –           | at step end             |
 | zo2     | zeroth-order   | host or disk × any × nobody                | –           | deferred, at next fetch |
 | distzo2 | zeroth-order   | host slice M/n × any × node                | –           | deferred, at next fetch |
@@ -50,7 +50,7 @@ def mebp() -> Plan:
     """
     return Plan(
         method="mebp",
-        frozen=Placement(Tier.DISK, Codec.INT4),
+        frozen=Placement(Tier.DISK, Codec.INT4A),
         trainable=Placement(Tier.DISK, Codec.FP32),
         optimizer_state=Placement(Tier.DISK, Codec.FP32),
         activation=Placement(Tier.DISK),

@@ -169,12 +169,12 @@ class Forecast:
         peak, plan, program = self.program.peaks().get(Pool.DEVICE, 0), self.plan, self.program
         if plan.budget is None or peak <= plan.budget:
             return
-        other = "or move state to another tier (frozen: disk × int4)"
+        other = "or move state to another tier (frozen: disk × int4a)"
         if plan.sharded:
             other = (
                 f"lower prefetch ({program.slots} slots of up to {human_bytes(program.slot_bytes)}: a block is gathered whole,"
                 " attention and feed-forward together), or set optimizer_state: host × fp32 × world or frozen:"
-                f" device × int4 × {plan.frozen.group}"
+                f" device × int4a × {plan.frozen.group}"
             )
         raise DoesNotFit(
             f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(plan.budget)}: raise budget,"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockwalk.checkpoints import run_checkpoint
-from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.placement import Tier
 from blockwalk.program.program import human_bytes
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
@@ -58,7 +58,7 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
                 f"the run needs more than {human_bytes(held + tensors)} of memory{each} ({human_bytes(held)} that the process"
                 f" holds already, {human_bytes(tensors)} of tensors at a step's peak), and {limit.where} allows"
                 f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
-                " another tier (frozen: disk × int4)"
+                " another tier (frozen: disk × int4a)"
                 + next_plan(run, max(limit.nbytes // ranks - held, 1), forecast.program.shape, device=forecast.device)
             )
 
@@ -100,7 +100,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     final = trained if run.lora is not None else sum(unit.nbytes() for unit in forecast.model.units)
     on_disk = [row for row in rows.values() if row.placement.tier is Tier.DISK and row.kind != "frozen"]
     scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
-    if run.plan.frozen.codec in (Codec.INT4, Codec.INT8, Codec.FP8) and not is_store(run.model):  # it is packed first
+    if run.plan.frozen.codec.encoded and not is_store(run.model):  # it is packed first
         scratch += rows["frozen"].nbytes
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
     goes = [(path, _size(path)) for path in run_checkpoint.whole(folder)]

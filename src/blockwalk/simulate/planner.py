@@ -137,7 +137,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
 def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """Variants of a row for one rank."""
     if row.frozen.codec.encoded:
-        for codec in ("int4", "int8", "raw") if task.adapters else ():
+        for codec in ("int4a", "int8", "raw") if task.adapters else ():
             yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
     elif not row.zeroth_order:
         for recompute in ("none", "all"):

@@ -14,12 +14,11 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from blockwalk.models.folder import lies_in
 from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.parsing import Loader, _resolvers, coerce, did_you_mean, section
-from blockwalk.plan.placement import Codec, Placement
+from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override
@@ -27,7 +26,7 @@ from blockwalk.system.atomic_files import read_yaml
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
-"""Settings that may be given whole (``disk × int4``) or in parts (``frozen.tier``)."""
+"""Settings that may be given whole (``disk × int4a``) or in parts (``frozen.tier``)."""
 _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
 
 
@@ -84,17 +83,20 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
             f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}"
         )
     plan = method(name, **settings)
-    if plan.frozen.codec.encoded and not {"frozen", "frozen.codec"} & settings.keys() and _comes_in_codes(own):
-        plan = override(plan, {"frozen.codec": str(Codec.RAW)})  # it is in codes already, and is read as it lies
+    if plan.frozen.codec.encoded and not {"frozen", "frozen.codec"} & settings.keys() and _is_here(own):
+        from blockwalk.engine.open_model import as_it_comes  # it imports torch
+
+        plan = as_it_comes(plan, str(own["model"]))
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
         wants_lora = any(codec.encoded for codec in codecs)
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
 
 
-def _comes_in_codes(own: Mapping[str, Any]) -> bool:
+def _is_here(own: Mapping[str, Any]) -> bool:
+    """Whether a model is named that can be looked at while settings are read."""
     name = str(own.get("model", ""))
-    return (name.partition("@")[0].endswith(".gguf") or Path(name).is_dir()) and lies_in(name) is not None
+    return name.partition("@")[0].endswith(".gguf") or (name != "" and Path(name).is_dir())
 
 
 def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:

@@ -27,7 +27,7 @@ from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
-from blockwalk.models.folder import lies_in
+from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
@@ -79,7 +79,7 @@ class UnitCosts:
         self._class = model_class(given)
         self.config = model_config(given, self._class)
         self._lora, self._device, self._padded = lora, device, padded
-        self._lies_in = lies_in(model) if isinstance(model, str | os.PathLike) else None
+        self._lies_in = comes_in(model)
         self._digest = _digest(self.config, lora, device, padded)
         self._cuts: dict[torch.dtype, CutModel] = {}
         self._known: dict[str, Costs] = {}

@@ -19,6 +19,7 @@ from blockwalk.checkpoints.ledger import Ledger, LedgerCopy
 from blockwalk.cutting.adapters import as_lora
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine.engine import MOVES, Engine
+from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.backprop import Backprop
@@ -123,7 +124,7 @@ class Walker:
     ) -> None:
         if objective is not None and plan.estimator is Estimator.BACKPROP:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
-        self.plan = plan
+        self.plan = plan = as_it_comes(plan, model)
         rate = plan.optimizer
         schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
         lora = as_lora(lora)
