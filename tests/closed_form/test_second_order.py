@@ -130,7 +130,7 @@ def test_the_command_draws_records_and_packs(tiny_run: TinyRun, tmp_path: Path) 
     assert drawn < {f"{i} and one" for i in range(12)}
     assert [len(ids) for ids in sample(str(data), tokenizer, 2, 6)] == [6, 6]
     assert main(["pack", str(tiny_run.model), str(tmp_path / "new" / "store"), "--calibrate", str(data)]) in (0, None)
-    pack(tiny_run.model, tmp_path / "same", Codec.INT4, sequences=sample(str(data), tokenizer, 128, 512))
+    pack(tiny_run.model, tmp_path / "same", Codec.INT4A, sequences=sample(str(data), tokenizer, 128, 512))
     files = [sorted((tmp_path / name).glob("unit-*.bin")) for name in ("new/store", "same")]
     assert len(files[0]) == 5
     assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]

@@ -177,7 +177,7 @@ def test_a_ledger_without_its_checkpoints(
 def test_a_damaged_pack_is_made_again(train: Train, half: Callable[[str], tuple[Path, bytes]]) -> None:
     """Oracle: also the bytes of the pack before."""
     folder, expected = half("mebp")
-    (unit,) = folder.glob("scratch/*-int4-*/unit-00002.bin")
+    (unit,) = folder.glob("scratch/*-int4a-*/unit-00002.bin")
     before = unit.read_bytes()
     for file, at in ((unit, None), (unit, 9), (unit.with_name("store.json"), None)):
         flip(file, at)

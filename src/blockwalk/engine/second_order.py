@@ -2,10 +2,9 @@
 
 The mathematics is GPTQ's (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", 2023, algorithm 1): with H = X^T X of the inputs X and U^T U = H^-1, U upper triangular, rounding column i by
-e moves each later column j by -e · U_ij / U_ii, the least squares answer of X W^T to it. As in the authors' code,
-columns with the
-largest inputs go first. A group's scales are fitted before, for one of :data:`SHARES` of its range, by the squared error that
-its columns' inputs weigh. W is [N, D], H is [D, D].
+e moves each later column j by -e · U_ij / U_ii, the least squares answer of X W^T to it. As in the authors' code, columns with
+the largest inputs go first. A group's scales are fitted before, for one of :data:`SHARES` of its range, by the squared
+error that its columns' inputs weigh. W is [N, D], H is [D, D].
 """
 
 from __future__ import annotations
