@@ -11,9 +11,11 @@ import pytest
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import Mark
+from blockwalk.cli import main
 from blockwalk.plan.methods import method
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
+from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 
 
@@ -93,3 +95,26 @@ def test_a_damaged_file_is_named(name: str, file: str, damage: str, walkers: dic
         (path / file).write_bytes({"bit": bytes(data), "cut": data[:-9], "empty": b""}[damage])
     with pytest.raises(Damaged, match=f"{path.name}/{file} is (damaged|missing)"):
         resume(walkers[name], path)
+
+
+@pytest.mark.parametrize(("old", "new"), [(b'"accuracy"', b'"accuracx"'), (b'"step"', b'"stex"')])
+def test_a_log_whose_names_changed_is_named(
+    old: bytes, new: bytes, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the file's name, in one line. A name with a flipped bit ended the run with a KeyError after its last step."""
+    run = [
+        "train",
+        *tiny_run.arguments(tmp_path / "run"),
+        "--method",
+        "plain",
+        "--save_every",
+        "2",
+        "--eval_every",
+        "1",
+    ]
+    assert main.main([*run, "--max_steps", "2"]) == 0
+    log = tmp_path / "run" / "evaluations.jsonl"
+    log.write_bytes(log.read_bytes().replace(old, new, 1))
+    capsys.readouterr()
+    assert main.main([*run, "--max_steps", "3", "--resume_from_checkpoint", "latest"]) != 0
+    assert "evaluations.jsonl is damaged" in capsys.readouterr().err

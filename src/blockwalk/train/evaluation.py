@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,8 @@ class Evaluation:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Evaluation:
-        """The evaluation that a line of ``evaluations.jsonl`` tells of."""
-        return cls(**{each.name: line[each.name] for each in fields(cls) if each.name in line})
+        """The evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for a name that it does not know."""
+        return cls(**{name: value for name, value in line.items() if name not in ("step", "seconds")})
 
     @property
     def scores(self) -> dict[str, float]:

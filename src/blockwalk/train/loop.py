@@ -271,7 +271,7 @@ class _Loop:
             return MetricsLog(path, source=before and before / name, keep_until=walker.steps_done)
 
         self.metrics, self.evaluations = log("metrics.jsonl"), log("evaluations.jsonl")
-        self.evaluated = first(lambda: self.evaluations.last_step)
+        self.evaluated = first(self._evaluated)
         name, left_out = "skipped.jsonl", before / "skipped.jsonl" if before else Path()
         lines = first(lambda: [line["step"] for line in whole_lines(left_out)])
         self.skips = [step for step in lines if step <= walker.steps_done]
@@ -285,6 +285,14 @@ class _Loop:
                 _, tokens = self._next_batch()
                 if entry.step > self.metrics.last_step:
                     self.metrics.write(_line(entry, tokens))
+
+    def _evaluated(self) -> int:
+        """The step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell of it."""
+        with atomic_files.reading(self.output_dir / "evaluations.jsonl"):
+            for line in (self.evaluations.first_line, self.evaluations.last_line):
+                if line is not None:
+                    Evaluation.of(line)
+        return self.evaluations.last_step
 
     def _load(self, saved: run_checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint's weights."""

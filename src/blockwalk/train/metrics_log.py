@@ -22,7 +22,8 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
-        kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
+        with atomic_files.reading(source or path):
+            kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
         with atomic_files.atomic_open(path, "w") as file:
             file.writelines(f"{json.dumps(line)}\n" for line in kept)
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
