@@ -97,9 +97,8 @@ def test_a_damaged_file_is_named(name: str, file: str, damage: str, walkers: dic
         resume(walkers[name], path)
 
 
-@pytest.mark.parametrize(("old", "new"), [(b'"accuracy"', b'"accuracx"'), (b'"step"', b'"stex"')])
 def test_a_log_whose_names_changed_is_named(
-    old: bytes, new: bytes, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the file's name, in one line. A name with a flipped bit ended the run with a KeyError after its last step."""
     run = [
@@ -114,7 +113,7 @@ def test_a_log_whose_names_changed_is_named(
     ]
     assert main.main([*run, "--max_steps", "2"]) == 0
     log = tmp_path / "run" / "evaluations.jsonl"
-    log.write_bytes(log.read_bytes().replace(old, new, 1))
+    log.write_bytes(log.read_bytes().replace(b'"accuracy"', b'"accuracx"', 1))
     capsys.readouterr()
     assert main.main([*run, "--max_steps", "3", "--resume_from_checkpoint", "latest"]) != 0
     assert "evaluations.jsonl is damaged" in capsys.readouterr().err
