@@ -30,7 +30,7 @@ from tests.conftest import TinyRun, make_tiny_run
 
 LIMIT = 75.0
 """Seconds after which a run counts as hanging."""
-MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved")
+MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
 _SLIDE = "--trainable disk×fp32 --optimizer_state disk×fp32 --update.timing block --recompute all --prefetch 1"
 _EXACT, _ZEROTH = "--optimizer.learning_rate 1e-3", "--optimizer.learning_rate 1e-5"
 

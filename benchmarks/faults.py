@@ -6,9 +6,9 @@
 Each row harms small runs of every family (see fault_runs.py), lets them go on with ``resume_from_checkpoint: latest``, and
 compares with the run that nobody disturbed: bits of weights and ledger, lines of logs, names of files. ``kills`` counts
 processes that are killed, half of the times at a uniformly random moment, half before or after the n-th file-system
-call, n running over all of them; a run is killed one to four times. With ``--state`` what was counted is kept, and the next
-call goes on from there; a call takes at most ``--seconds``. ``--ci`` is 60 kills over all families, a flipped bit for
-each, and two runs in one folder.
+call, n running over all of them; a run is killed one to four times. With ``--state`` what was counted of every row is kept,
+and the next call goes on from there; a call takes at most ``--seconds``. ``--ci`` is 60 kills over all families, a flipped
+bit for each, and two runs in one folder.
 
 Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang rank_faults.py.
 """
@@ -16,6 +16,7 @@ Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -44,6 +45,8 @@ from benchmarks.fault_runs import (
     start,
 )
 
+from blockwalk.system import atomic_files
+
 WRONG = ("bits", "lines", "stray", "hangs", "failed")
 """Kinds of findings that must not be."""
 
@@ -57,15 +60,41 @@ class Count:
     found: Counter[str] = field(default_factory=Counter)
     told: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, number: int = 1, about: str = "") -> None:
-        self.found[kind] += number
-        if about and len(self.told) < 20:
+    def add(self, kind: str, about: str = "") -> None:
+        self.found[kind] += 1
+        if about and len(self.told) < 60:
             self.told.append(f"{kind}: {about}")
             print(f"  {self.row}: {self.told[-1]}", flush=True)
 
     def lines(self) -> Iterator[str]:
         wrong = {kind: self.found[kind] for kind in WRONG}
         yield f"{self.row:9} {dict(self.found - Counter(wrong))}  wrong: {wrong}"
+
+
+class Kept:
+    """Counts of rows, kept in a file if one is named, so that another call goes on; ``over`` once a call has had its time."""
+
+    def __init__(self, path: Path | None, seconds: float = math.inf) -> None:
+        self._path, self._ends = path, time.monotonic() + seconds
+        self._rows = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._ends
+
+    def count(self, row: str) -> Count:
+        kept = self._rows.get(row, {"done": {}, "found": {}, "told": []})
+        return Count(row, dict(kept["done"]), Counter(kept["found"]), list(kept["told"]))
+
+    def keep(self, count: Count) -> None:
+        self._rows[count.row] = {
+            "done": count.done,
+            "found": dict(count.found),
+            "told": count.told,
+            "machine": machine(),
+        }
+        if self._path is not None:
+            atomic_files.write_bytes(self._path, (json.dumps(self._rows, indent=1) + "\n").encode())
 
 
 class Undisturbed:
@@ -133,37 +162,26 @@ def kill(count: Count, whole: Undisturbed, family: str, number: int) -> None:
     folder.with_name(f"{folder.name}.said").unlink()
 
 
-def kills(whole: Undisturbed, wanted: int, state: Path | None, seconds: float) -> Count:
-    count, began, number = Count("kills"), time.monotonic(), 0
-    if state is not None and state.is_file():
-        kept = json.loads(state.read_text())
-        count, number = Count("kills", kept["done"], Counter(kept["found"]), kept["told"]), kept["number"]
-    while True:
-        left = [family for family in FAMILIES if count.done.get(family, 0) < wanted]
-        if not left or time.monotonic() - began > seconds:
-            return count
-        for family in left:
-            kill(count, whole, family, number)
-        number += 1
-        if state is not None:
-            kept = {
-                "done": count.done,
-                "found": count.found,
-                "told": count.told,
-                "number": number,
-                "machine": machine(),
-            }
-            state.write_text(json.dumps(kept, indent=1) + "\n")
+def kills(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Runs that are killed, in each family until so many processes were."""
+    count = kept.count("kills")
+    while not kept.over and (left := [family for family in FAMILIES if count.done.get(family, 0) < wanted]):
+        family = min(left, key=lambda family: count.done.get(family, 0))
+        kill(count, whole, family, sum(count.done.values()))
+        kept.keep(count)
+    return count
 
 
-def full(whole: Undisturbed, sizes: int) -> Count:
+def full(whole: Undisturbed, kept: Kept, sizes: int) -> Count:
     """File systems that are too small from the start, and ones that somebody else fills while the run is at work."""
-    count, where = Count("full"), whole.where
+    count, where = kept.count("full"), whole.where
     for family in FAMILIES:
         expected, _, calls = whole.of(family)
         used = sum(path.stat().st_size for path in (where.folder / f"whole-{family}").rglob("*") if path.is_file())
-        draw = random.Random(family)
-        for number in range(sizes):
+        for number in range(count.done.get(family, 0), sizes):
+            if kept.over:
+                return count
+            draw = random.Random(f"{family} {number}")
             disk = where.folder / f"disk-{family}-{number}"
             small = number % 2 == 0
             with mounted(disk, int(used * (number + 1) / (sizes + 1)) if small else 64 << 20):
@@ -189,6 +207,8 @@ def full(whole: Undisturbed, sizes: int) -> Count:
                     expected,
                     f"disk {number}, {'small' if small else f'filled at {point}'}",
                 )
+            count.done[family] = number + 1
+            kept.keep(count)
     return count
 
 
@@ -208,11 +228,13 @@ def _filled(disk: Path, point: int, room: int) -> Callable[[int], None]:
     return lambda rank: _filesystem_calls(when) if rank == 0 else None
 
 
-def flips(whole: Undisturbed, wanted: int) -> Count:
+def flips(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
     """One bit of any file of a half-done run, its model and data included: resumed to the same bits, or refused by name."""
-    count, where = Count("flips"), whole.where
+    count, where = kept.count("flips"), whole.where
     half: dict[str, Path] = {}
-    for number in range(wanted):
+    for number in range(count.found["flips"], wanted):
+        if kept.over:
+            break
         draw = random.Random(number)
         family = list(FAMILIES)[number % len(FAMILIES)]
         expected, _, _ = whole.of(family)
@@ -236,15 +258,15 @@ def flips(whole: Undisturbed, wanted: int) -> Count:
         code = start(where, family, folder).wait()
         text, about = said(folder), f"{family}: byte {at} of {path.name} ({path.parent.name})"
         count.add("flips")
-        bits = {name: value for name, value in expected.items() if name.endswith((".safetensors", "ledger.jsonl"))}
         if code is None:
             count.add("hangs", about=about)
         elif code == 0:
-            same = {name: value for name, value in result(folder).items() if name in bits}
-            kept = all(
-                same[name] == value for name, value in bits.items() if "checkpoint-" not in name and name in same
-            )
-            count.add("resumed" if kept else "bits", about="" if kept else f"{about}: {text[-300:]}")
+            wrong = differences(result(folder), expected)
+            wrong["bits"] = [name for name in wrong["bits"] if "checkpoint-" not in name]
+            for kind in ("bits", "lines"):
+                if wrong[kind]:
+                    count.add(kind, about=f"{about}: {wrong[kind]}: {text[-300:]}")
+            count.add("resumed")
         else:
             names = (path.name, path.parent.name, str(where.tiny.train), str(where.tiny.model), "data was")
             named = any(
@@ -254,13 +276,17 @@ def flips(whole: Undisturbed, wanted: int) -> Count:
         if path in inputs:
             path.write_bytes(before)
         shutil.rmtree(folder)
+        count.done[family] = count.done.get(family, 0) + 1
+        kept.keep(count)
     return count
 
 
-def two(whole: Undisturbed, offsets: int) -> Count:
+def two(whole: Undisturbed, kept: Kept, offsets: int) -> Count:
     """A second run in the folder of one that is at work: it is refused, and the first ends as it does alone."""
-    count, where = Count("two"), whole.where
-    for number in range(offsets):
+    count, where = kept.count("two"), whole.where
+    for number in range(count.found["two"], offsets):
+        if kept.over:
+            break
         family = list(FAMILIES)[number % len(FAMILIES)]
         expected, seconds, _ = whole.of(family)
         folder = where.folder / f"two-{number}"
@@ -281,6 +307,8 @@ def two(whole: Undisturbed, offsets: int) -> Count:
             if names:
                 count.add(kind, about=f"{family} {number}: {names}")
         shutil.rmtree(folder)
+        count.done[family] = count.done.get(family, 0) + 1
+        kept.keep(count)
     return count
 
 
@@ -317,19 +345,19 @@ def main() -> None:
     arguments = options.parse_args()
     each = -(-60 // len(FAMILIES)) if arguments.ci else arguments.kills
     counts: list[Count] = []
-    began = time.monotonic()
+    began, kept = time.monotonic(), Kept(arguments.state, arguments.seconds)
     with place() as where:
         whole = Undisturbed(where)
         rows = arguments.only or ("kills,flips,two" if arguments.ci else "kills,full,flips,two,crafted")
         for row in rows.split(","):
             if row == "kills":
-                counts.append(kills(whole, each, arguments.state, arguments.seconds))
+                counts.append(kills(whole, kept, each))
             elif row == "full":
-                counts.append(full(whole, 2 if arguments.ci else 20))
+                counts.append(full(whole, kept, 2 if arguments.ci else 20))
             elif row == "flips":
-                counts.append(flips(whole, len(FAMILIES) if arguments.ci else 200))
+                counts.append(flips(whole, kept, len(FAMILIES) if arguments.ci else 200))
             elif row == "two":
-                counts.append(two(whole, 2 if arguments.ci else 50))
+                counts.append(two(whole, kept, 2 if arguments.ci else 50))
             elif row == "crafted":
                 counts.append(crafted(whole))
             for line in counts[-1].lines():

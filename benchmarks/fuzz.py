@@ -113,6 +113,7 @@ def readers(where: Place) -> dict[str, Reader]:
     assert pieces.FORMAT == run_checkpoint.FORMAT
     tensors, header = checkpoint / "rank-00000.safetensors", where.folder / "header.safetensors"
     return {
+        **models_as_they_lie(where.folder / "quantised"),
         "safetensors": Reader(header, lambda: safetensors.read_header(header)),
         "store": Reader(store / "store.json", read_store, sealed=True),
         "unit": Reader(store / "unit-00001.bin", read_store),
@@ -130,6 +131,40 @@ def readers(where: Place) -> dict[str, Reader]:
         "forecast": Reader(run / "forecast.json", lambda: html.report(run)),
         "trace": Reader(run / "trace.json", lambda: html.report(run)),
     }
+
+
+def models_as_they_lie(folder: Path) -> dict[str, Reader]:
+    """Readers of quantised checkpoints and GGUF files, whose every weight is decoded."""
+    import torch
+
+    from blockwalk.cutting.skeleton import build_skeleton
+    from blockwalk.models import gguf, quantised
+    from blockwalk.tiers.model_folder.folder import CheckpointFolder
+    from tests.support import gguf_files, quantised_files
+
+    def reader(path: Path, model: Path, *before: Callable[[Path], Any]) -> Reader:
+        skeleton = build_skeleton(model)
+
+        def read() -> None:
+            for look in before:
+                look(model)
+            source = CheckpointFolder(model, skeleton)
+            for name in source.names():
+                source.read_into(name, torch.empty(source.shape(name)))
+
+        return Reader(path, read)
+
+    found = {}
+    for kind in ("bitsandbytes", "gptq", "awq", "compressed-tensors int4", "fp8", "mxfp4"):
+        quantised_files.write(model := folder / kind.replace(" ", "-"), kind)
+        for number, path in enumerate(sorted(model.glob("*.safetensors"))):
+            found[f"{model.name} {number}"] = reader(path, model)
+    config = folder / "awq" / "config.json"
+    found["quantised config"] = reader(config, config.parent, quantised.quantisation)
+    for kind in ("Q4_0", "Q4_K"):
+        path = gguf_files.write(folder / f"{kind}.gguf", gguf_files.tiny("llama", hidden=256), kind)
+        found[f"gguf {kind}"] = reader(path, path, gguf.read_header)
+    return found
 
 
 def _replaced(value: Any, draw: Any) -> Any:

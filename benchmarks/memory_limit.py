@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
-LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560}
-"""Megabytes (10⁶) that each model must complete in."""
+LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560, "Qwen2.5-32B": 1600, "Llama-3-70B": 2500}
+"""Megabytes (10⁶) that each model must complete in. The last two need 18 and 40 GB of disk."""
 
 
 def why_not() -> str | None:
@@ -45,16 +45,22 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def run_limited(
-    command: Sequence[str], limit: int, timeout: float = 900
+    command: Sequence[str], limit: int, timeout: float = 3600, *, stderr: int | None = subprocess.PIPE
 ) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Run a command in a cgroup of its own, limited to ``limit`` bytes; answers it and the cgroup's peak bytes."""
+    """Run a command in a cgroup of its own, limited to ``limit`` bytes; answers it and the cgroup's peak bytes. What it says on
+    standard error is kept, or goes where ``stderr`` says (None: to this process's)."""
     group = CONTROLLER / f"blockwalk-{uuid.uuid4().hex[:8]}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit))
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
         done = subprocess.run(
-            ["sh", "-c", enter, "sh", *command], capture_output=True, text=True, timeout=timeout, check=False
+            ["sh", "-c", enter, "sh", *command],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
         return done, int((group / "memory.max_usage_in_bytes").read_text())
     finally:
@@ -70,7 +76,10 @@ def worker(store: str, steps: int) -> None:
     from blockwalk.plan.choices import LoraSettings
 
     with Walker(store, method("mebp", frozen="disk × raw"), lora=LoraSettings(rank=8), device="cpu") as walker:
-        results = [walker.step(random_batch(walker.spec.vocab_size, 1, 256, seed=step)) for step in range(steps)]
+        results = []
+        for step in range(steps):
+            results.append(walker.step(random_batch(walker.spec.vocab_size, 1, 256, seed=step)))
+            print(f"  step {step + 1}: {results[-1].seconds:.2f} s", file=sys.stderr, flush=True)
         print(json.dumps({"losses": [r.loss for r in results], "seconds": [r.seconds for r in results]}))
 
 
@@ -82,9 +91,9 @@ def limited_run(store: Path, limit: int, steps: int) -> tuple[dict[str, Any], in
     """
     drop_from_cache(store)
     command = [sys.executable, __file__, "--worker", str(store), "--steps", str(steps)]
-    done, peak = run_limited(command, limit)
+    done, peak = run_limited(command, limit, stderr=None)
     if done.returncode:
-        raise RuntimeError(f"exit {done.returncode} under {limit / 1e6:.0f} MB: {done.stderr[-1500:]}")
+        raise RuntimeError(f"exit {done.returncode} under {limit / 1e6:.0f} MB")
     return json.loads(done.stdout.splitlines()[-1]), peak
 
 

@@ -1,16 +1,21 @@
 """A real model on real data: private memory over many steps of varying lengths, summed over the process tree.
 
     python benchmarks/real_model.py --model SmolLM2-135M-Instruct --data gsm8k_train.jsonl [--rows mebp mezo] [--check]
+    python benchmarks/real_model.py --dimensions Qwen2.5-0.5B --batch 1 --steps 60 --peak 450 [--check]
 
 Each row is ``blockwalk train`` in a process of its own, tokenizer and data included. Counted is RssAnon + RssShmem + Swap + PTE
-of all processes of the tree at each instant; the peak after step 20 is held against the peak of the whole run.
+of all processes of the tree at each instant; the peak after step 20 is held against the peak of the whole run. With
+``--dimensions`` the weights are random, and tokenizer and data are made of the Python sources that are installed here: as many
+entries as the model has, records of 32 to ``--max_length`` tokens.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,6 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PEAK_MB, GROWTH, SETTLED = 520, 0.03, 20
+TEXT = 40 << 20
+"""Characters of text that a tokenizer is trained on."""
 EVERY = 0.02
 """Seconds between two looks at the process tree."""
 
@@ -96,20 +103,64 @@ def steps(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def installed_text(size: int) -> str:
+    """The first so many characters of the Python sources that are installed here."""
+    parts: list[str] = []
+    for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+        for path in sorted(Path(root).rglob("*.py")):
+            parts.append(path.read_text(encoding="utf-8", errors="ignore"))
+            size -= len(parts[-1])
+            if size <= 0:
+                return "".join(parts)
+    return "".join(parts)
+
+
+def made(name: str, longest: int) -> tuple[Path, Path]:
+    """A block store of random weights with a tokenizer, and records for it; made once."""
+    from benchmarks.common import random_store
+    from benchmarks.common_models import MODELS
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from blockwalk.plan.placement import Codec
+
+    store = random_store(name, Codec.INT4A)
+    records, entries = store.with_name(f"{store.name}-{longest}.jsonl"), MODELS[name]["vocab_size"]
+    if not records.exists():
+        text = installed_text(TEXT)
+        trained = Tokenizer(models.BPE())
+        trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=entries, min_frequency=1, special_tokens=["<|endoftext|>"])
+        trained.train_from_iterator(text.splitlines(), trainer)
+        fast: Any = PreTrainedTokenizerFast
+        fast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(store)
+        ids, drawn = trained.encode(text[: 1 << 21]).ids, random.Random(0)
+        lengths = [drawn.randint(32, longest) for _ in range(256)]
+        starts = [drawn.randrange(len(ids) - longest) for _ in lengths]
+        rows = [{"text": trained.decode(ids[at : at + size])} for at, size in zip(starts, lengths, strict=True)]
+        records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return store, records
+
+
 def main() -> None:
     from benchmarks.common import Bound, finish, parser
 
-    made = parser(__doc__)
-    made.add_argument("--model", required=True, help="a checkpoint's folder, a .gguf file or a hub name")
-    made.add_argument("--data", required=True, help="records with prompt and completion, or messages")
-    made.add_argument("--steps", type=int, default=300)
-    made.add_argument("--batch", type=int, default=4)
-    made.add_argument("--max_length", type=int, default=512)
-    made.add_argument("--rows", nargs="+", choices=ROWS, default=["mebp"])
-    made.add_argument(
+    options = parser(__doc__)
+    options.add_argument("--model", help="a checkpoint's folder, a .gguf file or a hub name")
+    options.add_argument("--data", help="records with prompt and completion, or messages")
+    options.add_argument("--dimensions", help="in place of both: a model's name, for random weights at its dimensions")
+    options.add_argument("--steps", type=int, default=300)
+    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--max_length", type=int, default=512)
+    options.add_argument("--rows", nargs="+", choices=ROWS, default=["mebp"])
+    options.add_argument(
         "--peak", type=float, default=PEAK_MB, help="the bound of mebp's peak in MB, of SmolLM2 unless given"
     )
-    arguments = made.parse_args()
+    arguments = options.parse_args()
+    if bool(arguments.dimensions) == bool(arguments.model and arguments.data):
+        options.error("give --model and --data, or --dimensions")
+    if arguments.dimensions:
+        arguments.model, arguments.data = made(arguments.dimensions, arguments.max_length)
     bounds, figures = [], {}
     print(f"{'':8}{'peak MB':>9}{f'to step {SETTLED}':>12}{'foreseen':>10}{'tokens/s':>10}{'last loss':>11}")
     with tempfile.TemporaryDirectory() as folder:

@@ -34,10 +34,14 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("codec", ["raw", "fp8"])
-def test_launches_of_blocks_are_those_of_a_real_step(codec: str, sim: Simulated, tmp_path: Path) -> None:
+def test_launches_of_blocks_are_those_of_a_real_step(
+    micro_batches: int, codec: str, sim: Simulated, tmp_path: Path
+) -> None:
     tiny_model("opt", num_hidden_layers=2).save_pretrained(tmp_path / "model")
-    plan, found = method("zo2", trainable=f"host × {codec}", resident=1), Counter[tuple[OpKind, int]]()
+    settings = {"resident": 1, "gradient_accumulation_steps": micro_batches}
+    plan, found = method("zo2", trainable=f"host × {codec}", **settings), Counter[tuple[OpKind, int]]()
     with Walker(tmp_path / "model", plan, workdir=tmp_path, device="sim:1") as walker:
         prepare = walker.estimator.prepare
 
@@ -59,7 +63,7 @@ def test_launches_of_blocks_are_those_of_a_real_step(codec: str, sim: Simulated,
             plan,
             walker.spec,
             StepKind.TRAIN,
-            Shape(*batch["input_ids"].shape),
+            Shape(len(batch["input_ids"]) // micro_batches, batch["input_ids"].shape[1]),
             pending=Pending(1, flush=True),
             device="sim",
         )

@@ -143,3 +143,16 @@ def test_a_block_is_updated_and_its_vectors_perturbed_in_a_launch_each(
     found = launches(3)
     found.subtract(launches(2))
     assert {name: count for name, count in found.items() if count} == expected
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("row", ["zo2", "mezo"])
+def test_a_model_that_lies_on_the_device_already(row: str, codec: str, sim: Simulated, tmp_path: Path) -> None:
+    """Its weights are encoded where they lie, and go to the host as they would from a file."""
+    tier = "host" if row == "zo2" else "device"
+    losses = {}
+    for device in ("cpu", "sim:1"):
+        model = tiny_model("opt", dropout=0.0).to(device)
+        with Walker(model, method(row, trainable=f"{tier} × {codec}"), workdir=tmp_path, device=device) as walker:
+            losses[device] = [walker.step(random_batch(seed=step)).loss for step in range(2)]
+    assert losses["cpu"] == losses["sim:1"]

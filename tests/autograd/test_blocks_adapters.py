@@ -126,9 +126,11 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"init_lora_weights": "eva"}, "init_lora_weights"),
         ({"init_lora_weights": "orthogonal"}, "init_lora_weights"),
-        ({"use_dora": True}, "norms of W"),
+        (
+            {"use_dora": True, "target_modules": ["embed_tokens"]},
+            "use_dora reads all of model.embed_tokens at every step",
+        ),
         ({"bias": "all"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ],
 )
@@ -195,7 +197,7 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
         (True, "lora is True; it takes a blockwalk.LoraSettings"),
         ({"r": 8}, "unknown setting 'lora.r'; did you mean 'lora.rank'"),
         ({"rank": 0}, "lora.rank is 0"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_qalora": True}, "use_qalora"),
         ({"task_type": "SEQ_CLS"}, "task_type is SEQ_CLS"),
         ({}, "target_modules is None"),
     ],

@@ -15,6 +15,7 @@ import torch
 
 import blockwalk
 from blockwalk.cli import main
+from blockwalk.system.atomic_files import whole_lines
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -30,10 +31,6 @@ def settings(tiny_run: TinyRun, out: Path, **more: Any) -> dict[str, Any]:
         "method": "plain",
         **more,
     }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +53,8 @@ def test_callbacks_are_told_what_the_files_hold(told: tuple[Path, list[blockwalk
     names = [event.name for event in events]
     assert (names[0], names[-1]) == ("begin", "end")
     assert events[0].values == json.loads((out / "forecast.json").read_text())
-    assert [event.values for event in events if event.name == "step"] == lines(out / "metrics.jsonl")
-    assert [event.values for event in events if event.name == "evaluation"] == lines(out / "evaluations.jsonl")
+    assert [event.values for event in events if event.name == "step"] == whole_lines(out / "metrics.jsonl")
+    assert [event.values for event in events if event.name == "evaluation"] == whole_lines(out / "evaluations.jsonl")
     assert [event.step for event in events if event.name == "evaluation"] == [0, 2, 4]
     saved = [event.values["saved_to"] for event in events if event.name in ("checkpoint", "end")]
     assert saved == [str(out / name) for name in ("checkpoint-000002", "checkpoint-000004", "model")]
@@ -81,7 +78,7 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
         ("train", "peak_bytes", "metrics"),
         ("eval", "loss", "evaluations"),
     ):
-        expected = {line["step"]: line[name] for line in lines(out / f"{file}.jsonl")}
+        expected = {line["step"]: line[name] for line in whole_lines(out / f"{file}.jsonl")}
         assert found[f"{tag}/{name}"] == pytest.approx(expected, rel=1e-6)
     assert found["forecast/tensor_bytes"][0] > 0
 
@@ -98,8 +95,8 @@ def test_a_model_card_is_one_for_the_hub(
     assert main.main(["report", str(out), "--card"]) == 0
     assert f"blockwalk push {out} OWNER/NAME" in capsys.readouterr().out
     card = ModelCard.load(out / "model" / "README.md")
-    assert (card.data.library_name, card.data.tags) == ("transformers", ["blockwalk", "plain"])
-    first, last = lines(out / "metrics.jsonl")[0]["loss"], lines(out / "metrics.jsonl")[-1]["loss"]
+    assert (card.data["library_name"], card.data["tags"]) == ("transformers", ["blockwalk", "plain"])
+    first, last = whole_lines(out / "metrics.jsonl")[0]["loss"], whole_lines(out / "metrics.jsonl")[-1]["loss"]
     assert f"| training loss | {first:.4f} → {last:.4f} |" in card.text
     (out / "again.yaml").write_text(card.text.partition("```yaml\n")[2].partition("```")[0])
     assert config.load(out / "again.yaml") == config.load(out / "config.yaml")

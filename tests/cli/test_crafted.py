@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -285,11 +286,46 @@ def test_files_that_lead_elsewhere_or_say_too_much(
     refused(["replay", str(tiny_run.model), str(runs / "exported"), str(tmp_path / "replayed")], "exported", capsys)
 
 
+def gguf(*values: tuple[bytes, int, bytes], tensors: tuple[bytes, ...] = ()) -> bytes:
+    """A GGUF file of metadata, each a name, a kind and a value's bytes, and of tensors' descriptions."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values))
+    return b"".join([head, *(text(name) + struct.pack("<I", kind) + value for name, kind, value in values), *tensors])
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+LLAMA = (b"general.architecture", 8, text(b"llama"))
+GGUF = {
+    "arrays in arrays": gguf((b"a", 9, struct.pack("<IQ", 9, 1) * 3000 + struct.pack("<IQ", 0, 0))),
+    "an unknown kind": gguf((b"a", 9, struct.pack("<IQ", 77, 2))),
+    "an endless array": gguf((b"a", 9, struct.pack("<IQ", 10, 2**64 - 1)), LLAMA),
+    "an endless text": gguf((b"a", 8, struct.pack("<Q", 2**63))),
+    "no alignment": gguf(LLAMA, (b"general.alignment", 4, struct.pack("<I", 0))),
+    "alignment in words": gguf(LLAMA, (b"general.alignment", 8, text(b"x"))),
+    "parts in words": gguf(LLAMA, (b"split.count", 8, text(b"x"))),
+    "endless dimensions": gguf(LLAMA, tensors=(text(b"t") + struct.pack("<I", 2**31),)),
+    "an endless tensor": gguf(LLAMA, tensors=(text(b"t") + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0),)),
+    "a tensor elsewhere": gguf(LLAMA, tensors=(text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 2**63),)),
+    "nothing": b"GGUF",
+    "a pickle": b"",
+}
+
+
+@pytest.mark.parametrize("kind", GGUF)
+def test_a_gguf_file(
+    kind: str, bomb: bytes, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "crafted.gguf").write_bytes(GGUF[kind] or bomb)
+    refused(evaluate(tiny_run, tmp_path / "out", "--model", str(tmp_path / "crafted.gguf")), "crafted.gguf", capsys)
+
+
 def test_markup_in_a_run_is_text_in_its_page(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: Python's HTML parser, which finds the page's own elements alone."""
     run, bad = runs / "mebp", "</title><script>alert(1)</script><img src=x onerror=alert(1)>"
     before = {tag for tag, _ in Page(_report(run)).tags}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = atomic_files.whole_lines(run / "metrics.jsonl")
     for line in lines:
         line["bytes_moved"] = {bad: 7}
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

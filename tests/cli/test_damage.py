@@ -13,6 +13,7 @@ from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import Mark
 from blockwalk.cli import main
 from blockwalk.plan.methods import method
+from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -97,23 +98,29 @@ def test_a_damaged_file_is_named(name: str, file: str, damage: str, walkers: dic
         resume(walkers[name], path)
 
 
-def test_a_log_whose_names_changed_is_named(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("log", ["metrics.jsonl", "evaluations.jsonl"])
+def test_a_log_with_a_flipped_bit_is_named(
+    log: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the file's name, in one line. A name with a flipped bit ended the run with a KeyError after its last step."""
-    run = [
-        "train",
-        *tiny_run.arguments(tmp_path / "run"),
-        "--method",
-        "plain",
-        "--save_every",
-        "2",
-        "--eval_every",
-        "1",
-    ]
-    assert main.main([*run, "--max_steps", "2"]) == 0
-    log = tmp_path / "run" / "evaluations.jsonl"
-    log.write_bytes(log.read_bytes().replace(b'"accuracy"', b'"accuracx"', 1))
+    """Oracle: the file's name, in one line, for a bit of every byte but the last newline: names, values, steps, digests and
+    borders of lines. A changed "step" dropped the lines after it without a word."""
+    run = tmp_path / "run"
+    settings = ["train", *tiny_run.arguments(run), "--method", "plain", "--save_every", "2", "--eval_every", "1"]
+    assert main.main([*settings, "--max_steps", "2"]) == 0
+    before = (run / log).read_bytes()
+    lines = atomic_files.whole_lines(run / log)
+    assert [line["step"] for line in lines] == ([1, 2] if log == "metrics.jsonl" else [0, 1, 2])
+    for at in range(len(before)):
+        (run / log).write_bytes(before[:at] + bytes([before[at] ^ (1 << at % 8)]) + before[at + 1 :])
+        if at == len(before) - 1:
+            assert atomic_files.whole_lines(run / log) == lines
+        else:
+            with pytest.raises(Damaged, match=f"{log} is damaged: line"):
+                atomic_files.whole_lines(run / log)
+    (run / log).write_bytes(before.replace(b'"step"', b'"stex"', 1))
     capsys.readouterr()
-    assert main.main([*run, "--max_steps", "3", "--resume_from_checkpoint", "latest"]) != 0
-    assert "evaluations.jsonl is damaged" in capsys.readouterr().err
+    assert main.main([*settings, "--max_steps", "3", "--resume_from_checkpoint", "latest"]) != 0
+    assert f"{log} is damaged: line 1: its digest is not that of its text" in capsys.readouterr().err
+    for at in range(len(before) + 1):
+        (run / log).write_bytes(before[:at])  # torn by a kill
+        assert atomic_files.whole_lines(run / log) == lines[: before[: at + 1].count(b"\n")]

@@ -3,15 +3,18 @@ logs once, all fields that no clock decides alike; signals are answered with wha
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from blockwalk.checkpoints import ledger, run_checkpoint
 from blockwalk.checkpoints import run_checkpoint as checkpoint
@@ -25,7 +28,7 @@ from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.walk import walker as training_walker
 from tests.conftest import TinyRun
 
-MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved")
+MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
 ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
 MEBP = ["--method", "mebp", "--frozen", "disk", "--lora.dropout", "0.1", "--optimizer.learning_rate", "1e-2"]
 INT8 = ["--method", "mebp", "--frozen", "disk × int8"]
@@ -166,6 +169,29 @@ def test_a_signal_before_the_run_began_leaves_nothing(
 
     def work() -> int:
         before(place, name, stop)
+        return train(tiny_run, folder, *INT8)
+
+    assert child(work) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before the run began; nothing was changed" in capfd.readouterr().err
+    assert not folder.exists(), sorted(folder.rglob("*"))
+
+
+def test_a_signal_within_a_call_of_the_tokenizer(
+    tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the exit code of a process whose tokenizer never comes back from its library, which waits for a mutex that is
+    locked: no signal ends such a call, and none was answered before it ended."""
+    folder = tmp_path / "run"
+
+    def waits(*_: Any, **__: Any) -> None:
+        library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # a normal mutex, all zeros
+        library.pthread_mutex_lock(mutex)
+        Timer(0.5, stop).start()
+        library.pthread_mutex_lock(mutex)
+
+    def work() -> int:
+        signal.alarm(20)  # ends a process that does not answer: nobody in it handles this signal
+        before(encode, "_chunks", lambda: setattr(PreTrainedTokenizerFast, "__call__", waits))
         return train(tiny_run, folder, *INT8)
 
     assert child(work) == 128 + signal.SIGTERM

@@ -3,6 +3,7 @@ kernel itself refuses a file's growth, and limits a real control group's memory.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -14,9 +15,12 @@ import psutil
 import pytest
 import torch
 from benchmarks.memory_limit import run_limited, why_not
+from safetensors.torch import save_file
 
 from blockwalk.cli import main
+from blockwalk.data.encode import load_tokenizer
 from blockwalk.report import room
+from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import Limit, memory_limits
 from blockwalk.train import ready as training
 from tests.conftest import TinyRun
@@ -126,6 +130,27 @@ def test_a_file_that_finds_no_room_is_named(
     if method == "mezo":
         assert "at step 3; free some, and go on with --resume_from_checkpoint latest" in error
     assert not list(tmp_path.glob("*checkpoint-000003*")), "nothing is left half written"
+
+
+@pytest.mark.parametrize("library", ["safetensors", "tokenizers"])
+def test_a_library_that_finds_no_room_is_named(library: str, tiny_run: TinyRun, tmp_path: Path) -> None:
+    """Oracle: the kernel, as above. Errors of libraries in Rust are no OSError; a full disk at the adapter named no file."""
+    tokenizer = load_tokenizer(tiny_run.model)
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, resource.RLIM_INFINITY))
+        try:
+            with atomic_files.atomic_folder(tmp_path / "adapter") as folder:
+                if library == "safetensors":
+                    save_file({"weight": torch.zeros(1000)}, folder / "adapter_model.safetensors")
+                else:
+                    tokenizer.save_pretrained(folder)
+        except OSError as error:
+            os._exit(7 if error.filename == str(tmp_path / "adapter") and error.errno == errno.EFBIG else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

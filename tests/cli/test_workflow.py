@@ -70,6 +70,8 @@ def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsy
     both = json.loads(run(capsys, "eval", *arguments, "--adapter", str(out / "adapter"), "--json"))
     assert both["loss"] != saved["loss"], "in 4 bits"
     assert both["unrounded"]["loss"] == pytest.approx(after[1], rel=1e-5), "what is deployed"
+    short = json.loads(run(capsys, "eval", *arguments, "--adapter", str(out / "adapter"), "--json", "--as-trained"))
+    assert short == {name: value for name, value in both.items() if name != "unrounded"}
 
     run(capsys, "merge", str(tiny_run.model), str(out / "adapter"), merged)
     model = AutoModelForCausalLM.from_pretrained(merged).eval()

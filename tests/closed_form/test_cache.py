@@ -54,11 +54,11 @@ def test_all_that_is_kept_lies_below_the_folder(
 def test_an_entry_is_of_the_code_that_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the key before; sources that change on the disk meanwhile are not the code that found the entry out."""
     model = tiny_model("llama")
-    before = verify._key(model, True)
+    before = verify._key(model)
     read = Path.read_bytes
     changed = {Path(verify.__file__), Path(str(verify.calls.__file__))}
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"# newer" if path in changed else b""))
-    assert verify._key(model, True) == before
+    assert verify._key(model) == before
     assert cache.source_key(verify.__file__) != cache.source_key(cache.__file__)
 
 

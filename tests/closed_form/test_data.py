@@ -124,6 +124,17 @@ def test_a_resumed_iterator_gives_the_batches_of_one_never_stopped(
     assert all(equal(next(whole), next(resumed)) for _ in range(5))
 
 
+def test_examples_in_maps_are_those_in_memory(tmp_path: Path) -> None:
+    """Oracle: the arrays themselves, bit for bit; and where their bytes lie."""
+    given = rows_of([5, 9, 3])
+    for whole in (given, given.cut([[(0, 5), (5, 9)], [(9, 17)]], borders=True)):
+        there = whole.mapped(tmp_path)
+        assert there.fingerprint() == whole.fingerprint()
+        assert equal(next(Batches(there, 2)), next(Batches(whole, 2)))
+        assert all(isinstance(array, np.memmap) for array in (there.token_ids, there.in_loss, there.starts))
+    assert not list(tmp_path.iterdir())
+
+
 def test_resuming_with_another_order_or_other_data_is_refused() -> None:
     saved = Batches(rows_of([2, 3]), 1, seed=1).state_dict()
     for other, name in (

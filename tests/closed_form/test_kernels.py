@@ -1,5 +1,6 @@
-"""Oracle: the CPU's operators, bit for bit, in Triton's interpreter; float64 for products; and, for variants of every kernel,
-the PTX of three GPUs: no fused multiply-add where bits count, and every product, sum and division to nearest even.
+"""Oracle: the CPU's operators, bit for bit, in Triton's interpreter; float64 for products; and, for every kernel in every pair
+of its constants' values, the PTX of three GPUs: no fused multiply-add where bits count, and every product, sum and division to
+nearest even.
 
 Triton's interpreter must be chosen before triton is imported: these checks run in a process of their own, one for all of them.
 """
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from itertools import combinations, product
 from types import ModuleType
 from typing import Any
 
@@ -118,18 +120,16 @@ def numbers(tensors: int, entries: int, queries: int, *, perturbs: bool) -> tupl
 
 
 def advances(name: str, rounding: bool, kind: NoiseKind) -> None:
-    """Three tensors in a launch, three entries of two queries, and the next perturbation: a tensor begins anywhere."""
+    """Three tensors in a launch, three entries of two queries; then a perturbation of them: a tensor begins anywhere."""
     dtype, starts = getattr(torch, name), [0, 77, 512]
     own = [torch.randn(shape).to(dtype) for shape in ((7,), (33, 100), (2100,))]
     outs = [torch.empty_like(each, dtype=torch.float16) for each in own]
-    words, factors = numbers(3, 3, 2, perturbs=True)
-    for each in (own, outs):
-        assert len(each) == 3
+    words, factors = numbers(3, 3, 2, perturbs=False)
     expected = [each.clone() for each in own], [each.clone() for each in outs]
-    advance._advance(None, *expected, starts, words, factors, 3, 2, rounding, kind)
-    kernels().updates.advance(own, outs, starts, words, factors, 3, 2, rounding, kind)
-    assert all(torch.equal(a, b) for a, b in zip([*own, *outs], [*expected[0], *expected[1]], strict=True))
-    words, factors = numbers(3, 0, 0, perturbs=True)  # the perturbation alone
+    advance._advance(None, expected[0], [], starts, words, factors, 3, 2, rounding, kind)
+    kernels().updates.advance(own, [], starts, words, factors, 3, 2, rounding, kind)
+    assert all(torch.equal(a, b) for a, b in zip(own, expected[0], strict=True))
+    words, factors = numbers(3, 0, 0, perturbs=True)
     advance._advance(None, *expected, starts, words, factors, 0, 0, False, kind)
     kernels().updates.advance(own, outs, starts, words, factors, 0, 0, False, kind)
     assert all(torch.equal(a, b) for a, b in zip([*own, *outs], [*expected[0], *expected[1]], strict=True))
@@ -140,7 +140,7 @@ def advances(name: str, rounding: bool, kind: NoiseKind) -> None:
     [("float32", False, "rademacher"), ("bfloat16", True, "gaussian"), ("float16", True, "rademacher"),
      ("float16", False, "gaussian")],
 )  # fmt: skip
-def test_pending_updates_of_a_block_and_the_next_perturbation_in_one_pass(
+def test_pending_updates_of_a_block_and_a_perturbation_in_a_launch_each(
     dtype: str, rounding: bool, kind: NoiseKind, interpreted: Run
 ) -> None:
     interpreted(advances, dtype, rounding, kind)
@@ -252,40 +252,67 @@ POINTERS = {
 }  # fmt: skip
 GAUSS, SIGNS = {"COUNTERS": 128, "DRAWS": 16, "KIND": 1}, {"COUNTERS": 16, "DRAWS": 256, "KIND": 2}
 PLAIN = {"COUNTERS": 128, "DRAWS": 16, "KIND": 0}
-WRITE = {"HAS_SOURCE": True, "HAS_ROWS": False, "ROUNDING": False, "ALIGNED": True}
-PRODUCT = {"M": 64, "N": 128, "K": 64, "GROUP": 32, "HAS_BIAS": True}
+KERNELS = ("_write_kernel", "_draws_kernel", "_advance_kernel", "_advance_rows_kernel", "_adamw_kernel", "_decode_kernel",
+           "_product_kernel")  # fmt: skip
+PRODUCT = {"M": 64, "N": 128, "K": 64}
 
 
-def variants() -> list[tuple[str, str, dict[str, Any], dict[str, str]]]:
-    """Module, kernel, constants and the types of its pointers."""
-    made: list[tuple[str, str, dict[str, Any], dict[str, str]]] = []
-    for kind in (GAUSS, SIGNS):
-        for dtype in ("*bf16", "*fp32"):
-            types = {"source": dtype, "out": dtype}
-            made.append(("noise", "_write_kernel", {**WRITE, **kind}, types))
-        made.append(("noise", "_write_kernel", {**WRITE, **kind, "HAS_SOURCE": False, "ALIGNED": False}, types))
-        made.append(("noise", "_write_kernel", {**WRITE, **kind, "HAS_ROWS": True}, types))
-        for dtype in ("*bf16", "*fp16"):
-            rounds = {**WRITE, **kind, "ROUNDING": True, "ALIGNED": False}
-            made.append(("noise", "_write_kernel", rounds, {"source": "*fp32", "out": dtype}))
-        for dtype in ("bf16", "fp16"):
-            advances = {"MASTER": dtype, "OUT": dtype, "QUERIES": 2, "PERTURBS": True, "ROUNDING": True, "SEGMENTS": 16}
-            made.append(("updates", "_advance_kernel", {**advances, **kind}, {}))
-        vectors = {"MASTER": "fp32", "OUT": "fp32", "QUERIES": 0, "PERTURBS": True, "ROUNDING": False, "SEGMENTS": 16}
-        made.append(("updates", "_advance_kernel", {**vectors, **kind}, {}))
-        for fp8 in (True, False):
-            rows = {"QUERIES": 1, "FP8": fp8, "ROUNDING": fp8}
-            made.append(("updates", "_advance_rows_kernel", {**rows, **kind}, {}))
-    made.append(("noise", "_draws_kernel", {"COUNTERS": 128}, {"out": "*i32"}))
-    for number in range(6):
-        decode = {"FORMAT": number, "GROUP": 32, "HAS_ROWS": number == 2, "HAS_ORDER": number == 5}
-        made.append(("codecs", "_decode_kernel", {**decode, **(GAUSS if number < 2 else PLAIN)}, {"out": "*bf16"}))
-    for number, by_rows in ((2, True), (2, False), (0, True)):
-        types = dict.fromkeys(("x", "out", "bias"), "*bf16")
-        made.append(("products", "_product_kernel", {**PRODUCT, "FORMAT": number, "BY_ROWS": by_rows}, types))
-    for rounding in (True, False):
-        made.append(("updates", "_adamw_kernel", {"ROUNDING": rounding, "SIZE": 1024}, {"param": "*bf16"}))
-    return made
+Variant = tuple[str, str, dict[str, Any], dict[str, str]]
+
+
+def every_pair(choices: Iterable[Variant]) -> list[Variant]:
+    """As few of the variants as come to have every pair of values, of two constants or types, that any of them has."""
+
+    def pairs(variant: Variant) -> set[tuple[Any, ...]]:
+        return set(combinations(sorted((variant[2] | variant[3]).items()), 2))
+
+    left, chosen = list(choices), list[Variant]()
+    missing = set().union(*map(pairs, left))
+    while missing:
+        chosen.append(max(left, key=lambda variant: len(pairs(variant) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def variants(of: str) -> list[Variant]:
+    """Module, kernel, constants and the types of its pointers: what callers can ask of a kernel, each value beside each
+    other's."""
+    flags, floats = (False, True), ("fp32", "bf16", "fp16")
+    noises, launches = (GAUSS, SIGNS), dict[str, list[Variant]]()
+
+    def add(module: str, kernel: str, constants: dict[str, Any], types: dict[str, str]) -> None:
+        launches.setdefault(kernel, []).append((module, kernel, constants, types))
+
+    for noise, source, out, rows, rounds, aligned in product(noises, (None, *floats), floats, flags, flags, flags):
+        if not (rounds and (rows or out == "fp32" or source is None)):
+            constants = {"HAS_SOURCE": source is not None, "HAS_ROWS": rows, "ROUNDING": rounds, "ALIGNED": aligned}
+            add("noise", "_write_kernel", constants | noise, {"source": f"*{source or out}", "out": f"*{out}"})
+    for out, aligned in product(("bf16", "fp16"), flags):
+        constants = {"HAS_SOURCE": True, "HAS_ROWS": False, "ROUNDING": True, "ALIGNED": aligned, **PLAIN}
+        add("noise", "_write_kernel", constants, {"source": "*fp32", "out": f"*{out}"})
+    for out in ("*i32", "*u16"):
+        add("noise", "_draws_kernel", {"COUNTERS": 128}, {"out": out})
+    for noise, master, rounds, queries, many in product(noises, floats, flags, (1, 2), (1, 16)):
+        if not (rounds and master == "fp32"):
+            constants = {"MASTER": master, "OUT": master, "QUERIES": queries, "ROUNDING": rounds, "SEGMENTS": many}
+            add("updates", "_advance_kernel", {**constants, "PERTURBS": False, **noise}, {})
+    for noise, master, out in product(noises, floats, floats):
+        constants = {"MASTER": master, "OUT": out, "QUERIES": 0, "ROUNDING": False, "SEGMENTS": 16, "PERTURBS": True}
+        add("updates", "_advance_kernel", {**constants, **noise}, {})
+    for noise, fp8, rounds, queries in product(noises, flags, flags, (1, 2)):
+        constants = {"QUERIES": queries, "FP8": fp8, "ROUNDING": rounds}
+        add("updates", "_advance_rows_kernel", constants | noise, {})
+    for rounds, param in product(flags, floats):
+        if not (rounds and param == "fp32"):
+            add("updates", "_adamw_kernel", {"ROUNDING": rounds, "SIZE": 1024}, {"param": f"*{param}"})
+    for code, group, rows, order, noise, out in product(range(6), (32, 64), flags, flags, (*noises, PLAIN), floats):
+        constants = {"FORMAT": code, "GROUP": group, "HAS_ROWS": rows, "HAS_ORDER": order}
+        add("codecs", "_decode_kernel", constants | noise, {"out": f"*{out}"})
+    for code, group, by_rows, bias, x in product(range(6), (32, 64), flags, flags, floats):
+        constants = {**PRODUCT, "FORMAT": code, "GROUP": group, "BY_ROWS": by_rows, "HAS_BIAS": bias}
+        add("products", "_product_kernel", constants, dict.fromkeys(("x", "out", "bias"), f"*{x}"))
+    assert set(launches) == set(KERNELS)
+    return every_pair(launches[of])
 
 
 def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str, str], capability: int) -> str:
@@ -309,12 +336,12 @@ def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str,
     return str(done.asm["ptx"])
 
 
-def compiles(capability: int) -> None:
-    for variant in variants():
+def compiles(kernel: str, capability: int) -> None:
+    for variant in variants(kernel):
         ptx = ptx_of(*variant, capability)
         found = re.findall(r"^\s+(?:@\S+\s+)?([a-z0-9_.:]+)\s", ptx, re.MULTILINE)
         if variant[0] == "products":
-            assert any("mma" in name for name in found), variant
+            assert any("mma" in name for name in found) or variant[3]["x"] == "*fp32", variant
             continue
         floating = [name for name in found if re.match(r"(mul|add|sub|div|sqrt|fma|mad)\..*f(32|16)", name)]
         assert all(".rn" in name and not name.startswith("fma") for name in floating), (variant, set(floating))
@@ -323,5 +350,6 @@ def compiles(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_variant_compiles_and_rounds_each_operation(capability: int, compiled: Run) -> None:
-    compiled(compiles, capability)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_variant_compiles_and_rounds_each_operation(kernel: str, capability: int, compiled: Run) -> None:
+    compiled(compiles, kernel, capability)

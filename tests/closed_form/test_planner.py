@@ -13,9 +13,21 @@ from typing import Any
 import pytest
 
 from blockwalk.plan.methods import method
-from blockwalk.program.program import Pool, Shape
+from blockwalk.plan.plan import AUTO
+from blockwalk.program.program import Lane, Pool, Shape
 from blockwalk.simulate import hardware
-from blockwalk.simulate.planner import Task, candidates, choose, largest_batch, look_at, programs_of, rank
+from blockwalk.simulate.hardware import Link
+from blockwalk.simulate.planner import (
+    Candidate,
+    Task,
+    candidates,
+    choose,
+    hides_link,
+    largest_batch,
+    look_at,
+    programs_of,
+    rank,
+)
 from tests.given import costs, decoder
 
 pytestmark = pytest.mark.fast
@@ -56,6 +68,33 @@ def test_the_largest_batch_fits_and_one_more_step_of_search_does_not() -> None:
     for batch, fits in ((most, True), (most + most // 32 + 1, False)):
         (program, *_), _ = programs_of(task, plan, Shape(batch, task.shape.sequence))
         assert (program.peaks()[Pool.DEVICE] <= task.room) == fits
+
+
+@pytest.mark.parametrize("resident", [0, AUTO])
+def test_the_fewest_micro_batches_that_hide_the_link_are_found(resident: int) -> None:
+    """Oracle: the simulated lanes of the answer, and of the same plan with one micro-batch less."""
+    machine = dataclasses.replace(hardware.load("h200"), host_to_device=Link(5e9), noise_rate=5e11)
+    task = dataclasses.replace(qwen_task(None), hardware=machine, budget=4 * 10**9, shape=Shape(1, 512))
+
+    def exposed(candidate: Candidate) -> float:
+        assert candidate.simulation is not None
+        lanes = {
+            lane: sum(span.seconds for span in candidate.simulation.spans if span.op.lane is lane)
+            for lane in (Lane.FETCH, Lane.COMPUTE)
+        }
+        return lanes[Lane.FETCH] - lanes[Lane.COMPUTE]
+
+    streamed = look_at(task, "zo2", method("zo2", resident=resident))
+    assert exposed(streamed) > 0
+    larger = hides_link(task, streamed, most=64)
+    assert larger is not None
+    assert exposed(larger) <= 0
+    steps = larger.plan.gradient_accumulation_steps
+    assert larger.label.startswith(f"zo2, {steps} micro-batches")
+    fewer = dataclasses.replace(larger.plan, gradient_accumulation_steps=steps - 1, resident=resident)
+    assert exposed(look_at(task, "", fewer)) > 0
+    assert hides_link(task, larger) is None
+    assert hides_link(task, streamed, most=steps - 1) is None
 
 
 def test_what_does_not_fit_is_left_out_with_figures() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blockwalk.plan.choices import Estimator, Timing
+from blockwalk.plan.choices import Timing
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import NOBODY
@@ -55,7 +55,7 @@ def variants(name: str) -> Iterator[tuple[str, Plan]]:
     if row.update.timing is Timing.DEFERRED:
         yield "on disk, bf16, 2 queries", method(name, trainable="disk × bf16", **{"zo.queries": 2}, **FOUR)
         yield "hizoo", method(name, **{"zo.kind": "hizoo"})
-    elif row.estimator is Estimator.ZEROTH_ORDER:
+    elif row.zeroth_order:
         yield "4 micro-batches", method(name, **FOUR)
         yield "the original's arithmetic", method(name, **{"zo.noise": "mezo"})
     else:
@@ -77,7 +77,7 @@ def steps(plan: Plan, model: ModelSpec, device: str) -> Cases:
     if plan.update.timing is Timing.DEFERRED:
         yield "two pending", compiled(StepKind.TRAIN, Pending(entries=2))
         yield "flush", compiled(StepKind.FLUSH, Pending(entries=2))
-    else:
+    elif not plan.zeroth_order:
         yield "gradients", compiled(StepKind.GRADIENTS, Pending(dirty=first.dirty))
     yield "evaluate", compiled(StepKind.EVALUATE, Pending(dirty=first.dirty))
 

@@ -21,6 +21,7 @@ from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
+from tests.support import gguf_files
 from tests.support.hub import COMMITS, Hub, serving
 
 
@@ -78,6 +79,26 @@ def test_a_name_of_the_hub_is_its_folder(hub: Hub, repos: dict[str, dict[str, Pa
     assert load_config(name).name_or_path == repository(f"{name}@{'a' * 40}")[0] == name
     fetched = {p.name for p in model_folder(name).rglob("*") if p.is_file()}
     assert fetched == {p.name for p in tiny_run.model.iterdir()}, "neither other folders nor the same weights twice"
+
+
+def test_any_part_of_a_gguf_brings_the_others(
+    hub: Hub, repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the files that were handed out, beside one of another model."""
+    pytest.importorskip("gguf", reason="needs the gguf package")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "stands-for"))
+    (folder := tmp_path / "gguf").mkdir()
+    for name, most in (("tiny.gguf", 6), ("other.gguf", 0)):
+        gguf_files.write(folder / name, gguf_files.tiny("llama"), "Q8_0", tensors_in_a_part=most)
+    monkeypatch.setitem(repos, "ours/gguf", {"main": folder})
+    name = "ours/gguf/tiny-00003-of-00004.gguf"
+    found = sorted(path.name for path in model_folder(name).glob("*.gguf"))
+    assert found == sorted(path.name for path in folder.glob("tiny*.gguf"))
+    source = CheckpointFolder(name, build_skeleton(name))
+    assert torch.equal(
+        source.weights(["model.norm.weight"])["model.norm.weight"], gguf_files.tiny("llama").model.norm.weight
+    )
+    assert not any(path.endswith("other.gguf") for path in hub.asked)
 
 
 def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:

@@ -42,7 +42,7 @@ def test_a_run_ends_on_the_hub(tiny_run: TinyRun, hub: Hub, tmp_path: Path) -> N
     assert given == {path.name: path.read_bytes() for path in kept}
     assert {"adapter_model.safetensors", "README.md", "loss.svg", "tokenizer.json"} <= given.keys()
     card = ModelCard(given["README.md"].decode())
-    assert (card.data.library_name, card.data.pipeline_tag) == ("peft", "text-generation")
+    assert (card.data["library_name"], card.data["pipeline_tag"]) == ("peft", "text-generation")
 
 
 def test_a_ledger_on_the_hub_is_weights(tiny_run: TinyRun, hub: Hub, tmp_path: Path) -> None:

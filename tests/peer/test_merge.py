@@ -54,6 +54,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bias": ("qwen2", SIZES, {"target_modules": ATTENTION, "bias": "all", "lora_bias": True}),
     "modules_to_save": ("llama", SIZES, {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "norm"]}),
     "tied": ("llama", TIED, {"target_modules": ATTENTION}),
+    "saved where tied": (
+        "llama",
+        TIED,
+        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "dora": ("qwen2", SIZES, {"target_modules": "all-linear", "r": 4, "use_dora": True}),
     "experts fused": ("mixtral", MIXTRAL, {"target_modules": ATTENTION}),
 }
 
@@ -177,7 +183,6 @@ def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path) -> Non
 
 
 REFUSED = {
-    "use_dora": True,
     "target_parameters": ["mlp.experts.gate_up_proj"],
     "trainable_token_indices": [1],
     "layer_replication": [[0, 1]],

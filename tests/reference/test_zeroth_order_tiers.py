@@ -7,15 +7,19 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from blockwalk import method
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
+from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
+from blockwalk.estimators.zeroth_order.step import Step
 from blockwalk.numerics.row_tiles import FewShapes
 from blockwalk.plan.choices import LoraSettings
-from blockwalk.program.program import Lane, Pool, Shape, StepKind
+from blockwalk.plan.plan import Plan
+from blockwalk.program.program import Lane, Op, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.walk.walker import Walker
@@ -259,6 +263,51 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
     for (loss, g), (other, other_g) in zip(one[0], four[0], strict=True):
         assert other == pytest.approx(loss, rel=1e-6)
         assert other_g == pytest.approx(g, rel=2e-2, abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainable": "host", "zo.queries": 2},
+        {"trainable": "disk × fp8"},
+        {"trainable": "host × bf16", "zo.kind": "hizoo"},
+        {"trainable": "host", "zo.noise": "torch"},
+        {"trainable": "host", "zo.noise": "lowrank", "zo.noise_rank": 2},
+    ],
+)
+def test_a_block_perturbed_once_for_all_micro_batches(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the walk in which every micro-batch's forward draws for itself, bit for bit. Each matrix of a block is copied
+    once a pass, but for noise of low rank, which is never made whole."""
+    copied: list[int] = []
+    into = PerturbedWeight.into
+
+    def counted(weight: PerturbedWeight, out_RD: torch.Tensor) -> torch.Tensor:
+        copied.append(len(out_RD.shape))
+        return into(weight, out_RD)
+
+    def walk(folder: Path) -> Run:
+        np.random.seed(0)  # which seeds of steps are drawn from, where the noise is torch's
+        plan = {"gradient_accumulation_steps": 2, "seed": 1, **settings}
+        return run("zo2", tiny_model("opt", num_hidden_layers=3), folder, steps=2, **plan)
+
+    monkeypatch.setattr(PerturbedWeight, "into", counted)
+    found = walk(tmp_path / "once")
+    passes = {"zo.queries": 4, "zo.kind": 3}.get(
+        next(key for key in ("zo.queries", "zo.kind", "trainable") if key in settings), 2
+    )
+    assert len(copied) == (0 if "lowrank" in settings.values() else 2 * passes * 3 * 16)
+    copied.clear()
+    monkeypatch.setattr(Plan, "copies_blocks", False)
+    monkeypatch.setattr(ZerothOrder, "_bind", bind_anew)
+    assert_equal(found, walk(tmp_path / "each"))
+    assert not copied
+
+
+def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
+    values = estimator._values(op.unit, estimator._perturbation(op, state), state)
+    estimator.engine.cut.bind(op.unit, values)
 
 
 def test_program_bytes_are_the_buckets(tmp_path: Path) -> None:

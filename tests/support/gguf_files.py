@@ -44,6 +44,12 @@ def tiny(family: str, *, hidden: int = 64, tied: bool = False, **changes: Any) -
         "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
     }  # fmt: skip
     sizes |= {"qwen3": {"head_dim": 128}, "gemma2": {"head_dim": 16}, "gemma3_text": {"head_dim": 16}}.get(family, {})
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": max(32, hidden)}
+    sizes |= {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen3_moe": {"head_dim": max(32, hidden // 4), "norm_topk_prob": True, **experts},
+        "qwen2_moe": {"shared_expert_intermediate_size": hidden, **experts},
+    }.get(family, {})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **changes}), dtype=torch.float32)
     with torch.no_grad():
@@ -53,23 +59,27 @@ def tiny(family: str, *, hidden: int = 64, tied: bool = False, **changes: Any) -
     return model
 
 
-def write(path: Path, model: nn.Module, kind: str, *, tokenizer: bool = True, **extra: Any) -> Path:
-    """A model as a GGUF file: matrices in one type, the rest in F32. ``extra`` are metadata of its architecture."""
+def write(
+    path: Path, model: nn.Module, kind: str, *, tokenizer: bool = True, tensors_in_a_part: int = 0, **extra: Any
+) -> Path:
+    """A model as a GGUF file, or as several of so many tensors, of which the first one's path is the answer: matrices in one
+    type, the rest in F32. ``extra`` are metadata of its architecture."""
     import gguf
     from gguf import quants
 
     config: Any = model.config
-    architecture = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    renamed = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+    architecture = renamed.get(config.model_type, config.model_type)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_a_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10000.0))
     writer.add_vocab_size(config.vocab_size)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -78,13 +88,21 @@ def write(path: Path, model: nn.Module, kind: str, *, tokenizer: bool = True, **
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+    if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     for key, value in extra.items():
         writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.UINT32)
     if tokenizer:
         add_tokenizer(writer, config.vocab_size)
     quantised = gguf.GGMLQuantizationType[kind]
     seen: set[int] = set()
-    for seed, (name, tensor) in enumerate(model.state_dict(keep_vars=True).items()):
+    tensors = {
+        part: values
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        for part, values in halves(name, tensor)
+    }
+    for seed, (name, tensor) in enumerate(tensors.items()):
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -96,18 +114,25 @@ def write(path: Path, model: nn.Module, kind: str, *, tokenizer: bool = True, **
         elif kind == "F16":
             writer.add_tensor(target, values.astype(np.float16))
         elif kind.endswith("_K"):
-            writer.add_tensor(
-                target,
-                random_blocks(kind, *values.shape, block=gguf.GGML_QUANT_SIZES[quantised], seed=seed),
-                raw_dtype=quantised,
-            )
+            rows, columns = values.size // values.shape[-1], values.shape[-1]
+            blocks = random_blocks(kind, rows, columns, block=gguf.GGML_QUANT_SIZES[quantised], seed=seed)
+            writer.add_tensor(target, blocks.reshape(*values.shape[:-1], -1), raw_dtype=quantised)
         else:
             writer.add_tensor(target, quants.quantize(values, quantised), raw_dtype=quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return path if path.is_file() else min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def halves(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A parameter by its name; experts as their matrices, under those."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf == "gate_up_proj":
+        gate, up = tensor.detach().chunk(2, 1)
+        return [(f"{stem}.gate_proj.weight", gate), (f"{stem}.up_proj.weight", up)]
+    return [(f"{name}.weight", tensor)] if leaf == "down_proj" else [(name, tensor)]
 
 
 def as_converted(architecture: str, name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
@@ -117,6 +142,8 @@ def as_converted(architecture: str, name: str, tensor: torch.Tensor, config: Any
         if architecture == "llama" and projection in name:
             halves = tensor.view(count, 2, len(tensor) // count // 2, *tensor.shape[1:])
             return halves.transpose(1, 2).reshape(tensor.shape)
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor.squeeze(0)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
     return tensor

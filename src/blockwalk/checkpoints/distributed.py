@@ -1,4 +1,4 @@
-"""Checkpoints of first-order runs, which every rank writes its own part of and any mesh and method reads.
+"""Checkpoints that every rank writes its own part of, and those of first-order runs, which any mesh and method reads.
 
 A checkpoint does not record how state was spread: each trainable's master and optimizer states are one-dimensional tensors by
 canonical name, and a rank brings the pieces of them that lie in its slices (see :mod:`blockwalk.checkpoints.pieces`). So a
@@ -25,6 +25,7 @@ from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.ranks.agreement import gather_json
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync
+from blockwalk.system.paths import StrPath
 
 
 class HasPieces(Protocol):
@@ -51,7 +52,7 @@ class Saver:
 
     def save(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         steps_done: int,
         *,
         wait: bool = True,
@@ -77,11 +78,11 @@ class Saver:
                 )
                 for key, value in state.items()
             }
-        self._pending = self._thread.submit(self._write, Path(folder), state, steps_done, beside or {})
+        self._pending = self._thread.submit(write_folder, Path(folder), state, steps_done, beside or {}, self._group)
         if wait:
             self.wait()
 
-    def load(self, folder: str | os.PathLike[str]) -> int:
+    def load(self, folder: StrPath) -> int:
         """Copy a checkpoint's masters and optimizer states into the engine, whatever mesh and method saved it; returns the
         number of steps that the run had done.
 
@@ -91,13 +92,13 @@ class Saver:
         """
         self.wait()
         folder = Path(folder)
-        self._require(folder)
+        _require(folder, self._group)
         damage = ""
         try:
             steps_done = self._read(folder)
         except Damaged as error:
             damage = str(error)
-        if problems := self._told(damage):
+        if problems := _told(damage, self._group):
             raise Damaged("; ".join(problems.values()))
         self.engine.masters_changed()
         return steps_done
@@ -127,42 +128,55 @@ class Saver:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _require(self, folder: Path) -> None:
-        """Raise ValueError on every rank where one of them does not see a folder."""
-        if blind := self._told("" if folder.is_dir() else "blind"):
-            raise ValueError(
-                f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and writes its part of a checkpoint"
-                " there; put output_dir on a file system that all nodes share"
-            )
 
-    def _write(self, folder: Path, state: dict[str, Pieces], steps_done: int, beside: Mapping[str, str]) -> None:
-        partial = folder.with_name(f".{folder.name}{PARTIAL}")
-        rank, ranks = (0, 1) if self._group is None else (dist.get_rank(), dist.get_world_size(self._group))
-        if folder.exists():
-            raise FileExistsError(f"{folder} is there already; save to another folder")
+def write_folder(
+    folder: Path,
+    state: Mapping[str, Pieces],
+    steps_done: int,
+    beside: Mapping[str, str],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint, every rank of a group its pieces, this process alone without one; arguments as :meth:`Saver.save`."""
+    partial = folder.with_name(f".{folder.name}{PARTIAL}")
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size(group))
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already; save to another folder")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, text in beside.items():
+            atomic_files.write_bytes(partial / name, text.encode())
+    _told("", group)
+    _require(partial, group)
+    failed = ""
+    try:
+        pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks)
+    except OSError as error:
+        if group is None:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        failed = f"{error.strerror or error}"
+    if problems := _told(failed, group):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for name, text in beside.items():
-                atomic_files.write_bytes(partial / name, text.encode())
-        self._told("")
-        self._require(partial)
-        failed = ""
-        try:
-            pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks)
-        except OSError as error:
-            failed = f"{error.strerror or error}"
-        if problems := self._told(failed):
-            if rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
-        if rank == 0:
-            fsync(partial)
-            os.rename(partial, folder)
-            fsync(folder.parent)
-        self._told("")
+        raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
+    if rank == 0:
+        fsync(partial)
+        os.rename(partial, folder)
+        fsync(folder.parent)
+    _told("", group)
 
-    def _told(self, text: str) -> dict[int, str]:
-        """Every rank's text that is not empty, by rank and on every rank; all ranks wait for one another."""
-        said = [text] if self._group is None else gather_json(text, self._group)
-        return {rank: each for rank, each in enumerate(said) if each}
+
+def _require(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on every rank where one of them does not see a folder."""
+    if blind := _told("" if folder.is_dir() else "blind", group):
+        raise ValueError(
+            f"rank {', '.join(map(str, blind))} does not see {folder}: every rank reads and writes its part of a checkpoint"
+            " there; put output_dir on a file system that all nodes share"
+        )
+
+
+def _told(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Every rank's text that is not empty, by rank and on every rank; all ranks wait for one another."""
+    said = [text] if group is None else gather_json(text, group)
+    return {rank: each for rank, each in enumerate(said) if each}

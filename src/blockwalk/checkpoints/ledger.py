@@ -30,6 +30,7 @@ from typing import Any
 
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.paths import StrPath
 
 FORMAT, VERSION = "blockwalk-ledger", 2
 NAME = "ledger.jsonl"
@@ -94,7 +95,7 @@ class Ledger:
         ValueError: the file is no ledger, or one of a run that differs; the message names what differs.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Mapping[str, Any]) -> None:
+    def __init__(self, path: StrPath, header: Mapping[str, Any]) -> None:
         self.path = Path(path)
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +168,7 @@ class LedgerCopy(Ledger):
         self.entries.append(entry)
 
 
-def read_ledger(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Entry]]:
+def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[Entry]]:
     """The header and the whole lines of a ledger, without changing it.
 
     Raises:
@@ -190,7 +191,7 @@ def require(path: Path, mark: Mark, checkpoint: Path) -> None:
         raise ValueError(f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}")
 
 
-def write_exported(path: str | os.PathLike[str], header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
+def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[Entry]) -> int:
     """Write a ledger to hand on, whole or not at all; :func:`read_ledger` reads it. Returns its bytes."""
     lines = [{key: value for key, value in asdict(e).items() if key not in UNREAD} for e in entries]
     head = {"format": FORMAT, "version": VERSION, **header, "exported": {"steps": len(lines)}}

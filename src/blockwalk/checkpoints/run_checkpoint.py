@@ -24,6 +24,7 @@ from typing import Any
 from blockwalk.checkpoints import ledger as ledger_module
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.paths import StrPath
 from blockwalk.system.versions import installed
 
 FORMAT = 2
@@ -78,15 +79,14 @@ def save(
         ledger: where its ledger stands.
         keep: whole checkpoints that stay, this one included.
     """
-    from blockwalk.checkpoints import pieces
+    from blockwalk.checkpoints.distributed import write_folder
+    from blockwalk.checkpoints.pieces import Pieces
 
     tensors = {name: value for name, value in walker.items() if hasattr(value, "dtype")}
     scalars = {name: value for name, value in walker.items() if name not in tensors}
     path = path_of(output_dir, step)
-    with atomic_files.atomic_folder(path) as folder:
-        held = {name: pieces.Pieces(prod(tensor.shape), {0: tensor}) for name, tensor in tensors.items()}
-        pieces.write(folder, held, steps_done=step)
-        (folder / SCALARS).write_text(scalars_text(step, scalars, data, config, ledger), encoding="utf-8")
+    held = {name: Pieces(prod(tensor.shape), {0: tensor}) for name, tensor in tensors.items()}
+    write_folder(path, held, step, {SCALARS: scalars_text(step, scalars, data, config, ledger)})
     prune(output_dir, keep)
     return path
 
@@ -269,7 +269,7 @@ def sweep(output_dir: Path) -> None:
             folder.rmdir()
 
 
-def prepare(folder: str | os.PathLike[str], resume_from_checkpoint: str, overwrite: bool) -> Start:
+def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> Start:
     """Decide where a run starts: nothing is changed before :meth:`Start.clear`.
 
     Raises:

@@ -136,7 +136,12 @@ COMMANDS = (
         "eval",
         "print a model's loss (and accuracy) on held-out records",
         "blockwalk.cli.run:evaluate",
-        (_CONFIG, _ADAPTER, _JSON),
+        (
+            _CONFIG,
+            _ADAPTER,
+            _JSON,
+            _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time"),
+        ),
         takes_settings=True,
         needs=("model", "data.eval"),
     ),

@@ -43,9 +43,8 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
                 print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
     except training.Stopped as stopped:
         print(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
-        if here.world > 1:
-            os._exit(128 + stopped.signal)  # a thread may wait for other ranks for ever
-        return 128 + stopped.signal
+        sys.stdout.flush()
+        os._exit(128 + stopped.signal)  # a thread may wait for other ranks, or for the tokenizer
     return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
 
 
@@ -90,8 +89,12 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     if run.data.packing:
         require_borders(run.model)
     plans = [run.plan]
-    if run.plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
+    if run.plan.frozen.codec.encoded and not is_store(model_folder(run.model)) and not arguments.as_trained:
         plans.append(override(run.plan, {"frozen": "disk"}))
+        codec = run.plan.frozen.codec
+        print(
+            f"note: over weights in {codec}, then over the model's own; --as-trained leaves these out", file=sys.stderr
+        )
     found = []
     for plan in plans:
         with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:

@@ -42,7 +42,7 @@ def init(arguments: argparse.Namespace) -> None:
     best = next(iter(found.first_order), None)
     if best is None:
         raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")
-    held = best.peaks.get(Pool.DEVICE, 0) + best.peaks.get(Pool.HOST, 0)
+    held = best.peaks[Pool.DEVICE] + best.peaks[Pool.HOST]
     facts = [
         f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {human_bytes(held)} of tensors in a step.",
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",

@@ -20,6 +20,7 @@ import torch
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import INDEX, lies_in
 from blockwalk.system import atomic_files
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder import safetensors
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def merge(
-    model: str | os.PathLike[str],
-    adapter_dir: str | os.PathLike[str],
-    out_dir: str | os.PathLike[str],
+    model: StrPath,
+    adapter_dir: StrPath,
+    out_dir: StrPath,
     *,
     dtype: str = "",
     max_shard_bytes: int = 5_000_000_000,
@@ -103,12 +104,14 @@ def merge(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change that an adapter makes to one parameter [N, D]: replace it, then add scaling · left [N, R] · right [R, D]."""
+    """The change that an adapter makes to one parameter [N, D]: replace it, then add scaling · left [N, R] · right [R, D], then
+    give each row the norm that ``magnitude_N`` says."""
 
     replacement: torch.Tensor | None = None
     left_NR: torch.Tensor | None = None
     right_RD: torch.Tensor | None = None
     scaling: float = 1.0
+    magnitude_N: torch.Tensor | None = None
 
     def rows(self, base_ND: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
         """The changed rows ``start`` … of a parameter whose rows there are ``base_ND``, rounded once to ``dtype``."""
@@ -117,25 +120,27 @@ class Change:
         if self.left_NR is not None and self.right_RD is not None:
             delta_ND = (self.left_NR[start:stop] @ self.right_RD).mul_(self.scaling)
             out_ND = delta_ND.add_(out_ND)
+        if self.magnitude_N is not None:
+            out_ND = out_ND * (self.magnitude_N[start:stop] / torch.linalg.vector_norm(out_ND, dim=1)).unsqueeze(1)
         return out_ND.to(dtype)
 
 
 _HONOURED = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out",
-    "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
     "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "task_type", "use_rslora"
+    "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Keys of adapter_config.json that leave the merged weight W + scaling · B·A, or that the tensors themselves express."""
 _INITIALISERS = (True, False, None, "gaussian", "orthogonal", "eva")
 """``init_lora_weights`` that leave the base weights as they are in the checkpoint."""
-_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(\.(?P<leaf>weight|bias))?")
+_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB]|magnitude_vector)(\.(?P<leaf>weight|bias))?")
 
 
-def read_adapter(adapter_dir: str | os.PathLike[str], model: nn.Module) -> dict[str, Change]:
+def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
     """Changes that an adapter in PEFT's format makes to ``model`` (a skeleton will do), by parameter name.
 
-    Ranks, alphas and their patterns, rslora, Conv1D and embedding layers, ``lora_bias``, trained biases and
+    Ranks, alphas and their patterns, rslora, DoRA, Conv1D and embedding layers, ``lora_bias``, trained biases and
     ``modules_to_save`` are honoured.
 
     Raises:
@@ -176,7 +181,10 @@ def read_adapter(adapter_dir: str | os.PathLike[str], model: nn.Module) -> dict[
         alpha = alphas.get(get_pattern_key(list(alphas), name), config["lora_alpha"])
         scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
         replacement = replacements.get(f"{name}.weight")
-        changes[f"{name}.weight"] = Change(replacement, left_NR, right_RD, scaling)
+        magnitude_N = factor_of.get("magnitude_vector")
+        if turned and magnitude_N is not None:
+            raise ValueError(f"{folder} has DoRA on {name}, whose norms are not of rows: merge it with PEFT")
+        changes[f"{name}.weight"] = Change(replacement, left_NR, right_RD, scaling, magnitude_N)
         if "B_bias" in factor_of:
             column_N1 = factor_of["B_bias"].unsqueeze(1)
             changes[f"{name}.bias"] = Change(replacements.get(f"{name}.bias"), column_N1, torch.ones(1, 1), scaling)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,11 @@ from blockwalk.cutting.verify import certified
 from blockwalk.engine.bucket_tensors import BucketTensors, Initial, fill, tensors_in, trainable_spec
 from blockwalk.engine.buckets import checksum
 from blockwalk.engine.open_model import open_source
+from blockwalk.engine.pack import Progress
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of, trained_in_order
 from blockwalk.models.folder import INDEX, file_of, repository
+from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
@@ -34,20 +35,19 @@ from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import crc32
 from blockwalk.tiers.block_store.writer import copy_model_files, plan_units
 from blockwalk.tiers.model_folder import safetensors
-
-Progress = Callable[[int, int], None]
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file, as Hugging Face cuts them."""
 
 
 def replay(
-    base: str | os.PathLike[str],
-    ledger: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    base: StrPath,
+    ledger: StrPath,
+    out: StrPath,
     *,
     until: int | None = None,
     progress: Progress | None = None,
@@ -79,9 +79,9 @@ def replay(
 
 
 def export(
-    base: str | os.PathLike[str],
-    ledger: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    base: StrPath,
+    ledger: StrPath,
+    out: StrPath,
     *,
     until: int | None = None,
     rebuild: bool = True,
@@ -113,7 +113,7 @@ def export(
     return len(entries), write_exported(out, found, entries)
 
 
-def read_for(ledger: str | os.PathLike[str], until: int | None) -> tuple[dict[str, Any], list[Entry]]:
+def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[Entry]]:
     """A ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
     found, entries = read_ledger(file_of(ledger, NAME))
     if until is not None and not 0 <= until <= len(entries):
@@ -139,7 +139,7 @@ class ReplayedRun:
     """
 
     def __init__(
-        self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry], progress: Progress | None = None
+        self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry], progress: Progress | None
     ) -> None:
         self.base, self.header, self.entries, self.progress = base, found, entries, progress
         self.module: Any = build_skeleton(base)
@@ -148,7 +148,8 @@ class ReplayedRun:
         lora = found["lora"]
         if lora is not None:
             chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
-            self.module = adapt(self.module, chosen, seed=found["seed"], revision=repository(base)[1])
+            given = {"seed": found["seed"], "revision": repository(base)[1]}
+            self.module = adapt(self.module, chosen, read=lambda name: self.source.weights([name])[name], **given)
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
         self.rule = rule_of(found, trained_in_order(self.cut, self.spec), len(entries))
@@ -173,8 +174,7 @@ class ReplayedRun:
                 return replace(p, trainable=False)
             return replace(p, trainable=True, dtype=trained[p.name][1])
 
-        prologue, *blocks, epilogue = (replace(u, params=tuple(map(as_trained, u.params))) for u in spec.units)
-        return replace(spec, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
+        return spec.as_stored(as_trained)
 
     def units_after(self) -> Iterator[dict[str, Value]]:
         """The trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
@@ -271,9 +271,3 @@ class ReplayedRun:
 def values_of(cells: BucketTensors) -> dict[str, Value]:
     """The parameters of a bucket as they lie there."""
     return {name: states[""].value for name, states in cells.items()}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Torch's dtype by its name."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

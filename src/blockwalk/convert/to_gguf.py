@@ -19,6 +19,7 @@ import torch
 from blockwalk.convert.merge import read_adapter
 from blockwalk.engine.pack import Progress
 from blockwalk.system import atomic_files
+from blockwalk.system.paths import StrPath
 
 INSTALL = "pip install 'blockwalk[gguf]'"
 
@@ -37,10 +38,10 @@ _SPLITS = {
 
 
 def convert(
-    model: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    model: StrPath,
+    out: StrPath,
     *,
-    adapter: str | os.PathLike[str] | None = None,
+    adapter: StrPath | None = None,
     dtype: str = "bf16",
     progress: Progress | None = None,
 ) -> None:
@@ -163,9 +164,10 @@ def _adapter_tensors(writer: Any, changes: Any, named: Callable[[str], str], tur
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 1.0)
     tensors: list[_Tensor] = []
     for name, change in changes.items():
-        if change.left_NR is None or change.right_RD is None or change.replacement is not None:
+        more = change.replacement is not None or change.magnitude_N is not None
+        if change.left_NR is None or change.right_RD is None or more:
             raise ValueError(
-                f"GGUF adapters hold LoRA factors alone, and this one replaces {name}: merge it (blockwalk merge)"
+                f"GGUF adapters hold LoRA factors alone, and this one changes {name} otherwise: merge it (blockwalk merge)"
             )
         a, b = change.right_RD, change.left_NR * (change.scaling * len(change.right_RD))
         heads = turned.get(name.rpartition(".")[0].rpartition(".")[2])
@@ -266,7 +268,7 @@ def _split(found: dict[str, Any], folder: Path) -> str:
     )
 
 
-def modelfile(out: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> str:
+def modelfile(out: StrPath, base: StrPath | None = None) -> str:
     """An Ollama Modelfile for a GGUF model, or for an adapter on the GGUF file of its base."""
     if base is None:
         return f"FROM ./{Path(out).name}\n"

@@ -1,7 +1,8 @@
 """LoRA adapters and prefixes through PEFT, on models whose base weights are not there.
 
-Any ``LoraConfig`` that leaves the base weights alone is accepted; one that would read or change them is refused, with the
-reason. A model that is given with a prefix (``PrefixTuningConfig``) keeps it.
+A ``LoraConfig`` is carried where base weights are read a range at a time (DoRA's norms) or trained where they stand
+(``modules_to_save``); one that would change frozen ones is refused, with the reason. A model that is given with a prefix
+(``PrefixTuningConfig``) keeps it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,11 @@ from torch import nn
 
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import persistent_buffers
-from blockwalk.numerics.lazy_linear import lora_linear
+from blockwalk.numerics.codecs.weights import DenseWeight, LowRankSum, Value, Weight
+from blockwalk.numerics.lazy_linear import lora_linear, unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.sizes import DECODE_BYTES
 from blockwalk.system.atomic_files import reading
 
 if TYPE_CHECKING:
@@ -39,16 +42,14 @@ _ACCEPTED = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
     "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern", "loftq_config", "runtime_config", "lora_bias", "target_parameters",
+    "alpha_pattern", "loftq_config", "runtime_config", "lora_bias", "target_parameters", "use_dora", "modules_to_save",
+    "ensure_weight_tying",
 }
 # fmt: on
 """Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
 _WHY = {
-    "use_dora": "DoRA divides by the norms of W + B·A, and a base weight in codes is never whole; LoRA+ is there"
-    " (optimizer.lora_b_ratio), and rsLoRA (use_rslora)",
-    "modules_to_save": "it trains copies of base modules; use full fine-tuning for these (lora: false)",
-    "trainable_token_indices": "it trains rows of the embedding, which a walk never has as one tensor to change; train new"
-    " tokens with all parameters (lora: false)",
+    "trainable_token_indices": "it trains rows of the embedding beside it; modules_to_save: [embed_tokens], with frozen: disk ×"
+    " raw, trains the embedding where it stands",
     "layer_replication": "it changes the sequence of layers",
 }
 
@@ -57,8 +58,8 @@ def _refuse(config: Any) -> None:
     """Raise ValueError for a ``LoraConfig`` that does not leave the base weights alone."""
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(
-            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes "
-            "them; set it to True (PEFT's default), 'gaussian' or False"
+            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes them;"
+            " give the Walker the model that PEFT makes (get_peft_model), or set it to True (its default), 'gaussian' or False"
         )
     if config.bias != "none":
         raise ValueError(f"bias = {config.bias!r} trains base parameters; set it to 'none'")
@@ -132,19 +133,79 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     if not isinstance(config, LoraConfig):
         raise ValueError(f"add_lora takes a peft.LoraConfig, not a {type(config).__name__}")
     _refuse(config)
+    config = copy.deepcopy(config)  # PEFT adds to it
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        config = _only_reached(config, model)
+        config = _all_linear(config, model)
     with torch.random.fork_rng(devices=[]), _weightless(model):
         torch.default_generator.manual_seed(seed)
         wrapped: Any = get_peft_model(model, config)
+    _train_in_place(wrapped)
     _fuse(wrapped)
-    for param in wrapped.parameters():
-        if param.requires_grad and param.dtype != torch.float32:
+    for name, param in wrapped.named_parameters():
+        if ".lora_" in name and param.dtype != torch.float32:
             param.data = param.data.float()
     return wrapped
 
 
-def _only_reached(config: Any, model: Any) -> Any:
+def refuse_copies(model: Any) -> None:
+    """Raise ValueError for a ``PeftModel`` that trains copies of base modules beside them."""
+    for config in getattr(model, "peft_config", {}).values():
+        for field in ("modules_to_save", "trainable_token_indices"):
+            if getattr(config, field, None):
+                raise ValueError(
+                    f"the PeftModel trains a copy of what its {field} names; give the plain model, and the LoraConfig as lora:"
+                    " what it names is then trained where it stands"
+                )
+
+
+def _train_in_place(wrapped: Any) -> None:
+    """Train ``modules_to_save`` where they stand: PEFT's copies give way to the modules that they were made of.
+
+    Raises ValueError where one of two tied weights would be trained by itself.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    modules = dict(wrapped.named_modules(remove_duplicate=False))
+    leaves = sorted({name.rpartition(".")[2] for name in modules})
+    copied = {name: module for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)}
+    for name, module in copied.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(modules[parent], leaf, module.original_module.requires_grad_(True))
+    asked = wrapped.active_peft_config.modules_to_save or ()
+    if none := [leaf for leaf in asked if not any(name.endswith(leaf) for name in copied)]:
+        raise ValueError(f"modules_to_save has {none[0]}, and no module's name ends so{did_you_mean(none[0], leaves)}")
+    for name, param in wrapped.named_parameters(remove_duplicate=False):
+        theirs = ".lora_" in name or name.startswith(tuple(f"{module}." for module in copied))
+        if param.requires_grad and not theirs:
+            raise ValueError(
+                f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the other; set"
+                " ensure_weight_tying: true (lora.options), which trains both as the one that they are"
+            )
+
+
+def _read_norms(wrapped: Any, read: Callable[[str], Value]) -> None:
+    """Give new adapters what PEFT computes of the base weights: DoRA's magnitudes, which are the norms of W's rows."""
+    for name, module in wrapped.named_modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            weight = read(f"{canonical_name(name)}.weight")
+            weight = DenseWeight(weight) if isinstance(weight, torch.Tensor) else weight
+            magnitude.weight.data = _norms(weight, transposed=module.fan_in_fan_out).float()
+
+
+def _norms(weight: Weight, *, transposed: bool) -> torch.Tensor:
+    """The norms [N] of the rows of W [N, D] (transposed: of the columns of W [D, N]), a range at a time, in its dtype."""
+    if transposed:
+        take, (inputs, outputs) = weight.columns, weight.shape
+    else:
+        take, (outputs, inputs) = weight.rows, weight.shape
+    some = max(1, DECODE_BYTES["cpu"] // (inputs * weight.dtype.itemsize))
+    starts = range(0, outputs, some)
+    return torch.cat(
+        [torch.linalg.vector_norm(take(i, min(i + some, outputs)), dim=int(not transposed)) for i in starts]
+    )
+
+
+def _all_linear(config: Any, model: Any) -> Any:
     """The configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left out is what a
     pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what stands at that
     place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
@@ -165,7 +226,6 @@ def _only_reached(config: Any, model: Any) -> Any:
     if len(reached) == len(linear) and not out:
         return config
     head = model.get_output_embeddings()
-    config = copy.copy(config)
     config.target_modules = {name for name in reached if model.get_submodule(name) is not head}
     return config
 
@@ -207,21 +267,34 @@ def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
 
 
 def adapt(
-    model: nn.Module, lora: LoraSettings | str | os.PathLike[str], *, seed: int = 0, revision: str | None = None
+    model: nn.Module,
+    lora: LoraSettings | str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    revision: str | None = None,
+    read: Callable[[str], Value] | None = None,
 ) -> Any:
-    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a folder."""
+    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a folder. ``read`` gives a
+    skeleton's base weights by canonical name, for those that begin from them."""
     if isinstance(lora, str | os.PathLike):
         return load_adapter(model, os.fspath(lora))
     options = {"revision": revision, **lora.options}
     config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **options)
-    return add_lora(model, config, seed=seed)
+    wrapped = add_lora(model, config, seed=seed)
+    if read is not None:
+        _read_norms(wrapped, read)
+    return wrapped
 
 
 def _fuse(wrapped: Any) -> None:
-    """Let plain LoRA layers answer by :func:`lora_linear` where their base weight is decoded when it is used."""
-    from peft.tuners.lora import Linear
+    """Let LoRA and DoRA layers answer by :func:`lora_linear` where their base weight is decoded when it is used."""
+    from peft.tuners.lora import Embedding, Linear
 
-    for module in wrapped.modules():
+    for name, module in wrapped.named_modules():
+        if isinstance(module, Embedding) and module.lora_variant:
+            raise ValueError(
+                f"use_dora reads all of {canonical_name(name)} at every step; leave it out of lora.target_modules"
+            )
         if isinstance(module, Linear):
             module.__dict__["forward"] = functools.partial(_fused_forward, module, module.forward)
 
@@ -235,21 +308,37 @@ def unfuse(model: nn.Module) -> None:
 
 
 def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike."""
+    """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike. DoRA
+    multiplies the product, without the bias, by magnitude / norm of W + s·B·A, which counts as a constant."""
     adapter = module.active_adapters[0]
-    base = module.base_layer
+    base, dora = module.base_layer, module.use_dora.get(adapter, False)
     keeps_in_out = type(base).__name__ == "Conv1D"
     linear = keeps_in_out or type(base).forward is nn.Linear.forward
-    lazy = linear and isinstance(base.weight, LazyParameter) and not args and not kwargs
-    plain = not (module.disable_adapters or module.merged or module.lora_variant) and adapter in module.lora_A
-    if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
-        return original(x, *args, **kwargs)
-    a_RD, b_NR = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-    odd = module.lora_B[adapter].bias is not None or isinstance(a_RD, LazyParameter) or isinstance(b_NR, LazyParameter)
-    if odd or a_RD.dtype != x.dtype or (base.bias is not None and base.bias.requires_grad):
-        return original(x)
-    scaling = float(module.scaling[adapter])
-    return lora_linear(x, base.weight.weight, base.bias, a_RD, b_NR, scaling, transposed=keeps_in_out)
+    lazy = linear and (dora or isinstance(base.weight, LazyParameter)) and not args and not kwargs
+    plain = (
+        not (module.disable_adapters or module.merged or (module.lora_variant and not dora))
+        and adapter in module.lora_A
+    )
+    with unread(()) if dora else nullcontext():  # the gradient of DoRA's magnitudes reads the product
+        if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
+            return original(x, *args, **kwargs)
+        a_RD, b_NR = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        odd = (
+            module.lora_B[adapter].bias is not None
+            or isinstance(a_RD, LazyParameter)
+            or isinstance(b_NR, LazyParameter)
+        )
+        if odd or {a_RD.dtype, base.weight.dtype} != {x.dtype} or (base.bias is not None and base.bias.requires_grad):
+            return original(x)
+        weight = base.weight.weight if isinstance(base.weight, LazyParameter) else DenseWeight(base.weight.detach())
+        scaling, bias = float(module.scaling[adapter]), None if dora else base.bias
+        y = lora_linear(x, weight, bias, a_RD, b_NR, scaling, transposed=keeps_in_out)
+    if not dora:
+        return y
+    left, right = a_RD.detach().t(), scaling * b_NR.detach()
+    norms_N = _norms(LowRankSum(weight, *((left, right) if keeps_in_out else (right, left))), transposed=keeps_in_out)
+    y = y * (module.lora_magnitude_vector[adapter].weight / norms_N)
+    return y if base.bias is None else y + base.bias
 
 
 def base_tensors(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -268,7 +357,12 @@ def adapt_alike(model: nn.Module, adapted: Any) -> Any:
     (config,) = adapted.peft_config.values()
     config = copy.deepcopy(config)
     if isinstance(config, LoraConfig):
+        begun, config.init_lora_weights = (
+            config.init_lora_weights,
+            True,
+        )  # it comes with its values, and so does the base
         wrapped = add_lora(model, config)
+        wrapped.peft_config["default"].init_lora_weights = begun
     else:
         with torch.random.fork_rng(devices=[]), _weightless(model):
             wrapped = get_peft_model(model, config)
@@ -280,9 +374,16 @@ def adapt_alike(model: nn.Module, adapted: Any) -> Any:
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """The adapter's own parameters of a ``PeftModel``, by canonical name."""
-    adapters = tuple(model.peft_config)
-    return {canonical_name(name, adapters): p for name, p in model.named_parameters() if ".lora_" in name}
+    """The adapter's own parameters of a ``PeftModel`` and the base's that are trained, by canonical name; tied ones by each."""
+    adapters, named = tuple(model.peft_config), model.named_parameters(remove_duplicate=False)
+    own = {n: p for n, p in named if ".lora_" in n or (p.requires_grad and not n.startswith("prompt_encoder."))}
+    return {canonical_name(name, adapters): param for name, param in own.items()}
+
+
+def _in_file(name: str) -> str:
+    """PEFT's name of an adapter's parameter in its files."""
+    whole = f"base_model.model.{name}"
+    return whole.removesuffix(".weight") if whole.endswith(".lora_magnitude_vector.weight") else whole
 
 
 def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
@@ -296,13 +397,16 @@ def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Pa
     names = adapter_parameters(model)
     if not names:
         names = {n: p for n, p in _prompt_encoder(model).items() if p.requires_grad}
-    missing = sorted(names.keys() - state.keys())
+    alias = getattr(model.get_base_model(), "all_tied_weights_keys", None) or {}
+    kept = {name: name if name in state else alias.get(name, name) for name in names}
+    missing = sorted(set(kept.values()) - state.keys())
     if missing:
         raise ValueError(f"{len(missing)} of {len(names)} adapter parameters are missing, the first is {missing[0]}")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    if ".lora_" in next(iter(names)):
-        tensors = {f"base_model.model.{name}": state[name].detach().cpu().contiguous() for name in names}
+    if not next(iter(names)).startswith("prompt_encoder."):
+        tied = {name: state[own].detach().to("cpu", copy=name != own) for name, own in kept.items()}
+        tensors = {_in_file(name): tensor.contiguous() for name, tensor in tied.items()}
     else:
         tensors = {"prompt_embeddings": _prompt(model, state)}
     save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -332,8 +436,8 @@ def _prompt(model: Any, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return prompt.cpu().contiguous()
 
 
-def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = True) -> Any:
-    """Put a saved LoRA adapter on a model: what :func:`add_lora` answers, with the saved values (in float32).
+def load_adapter(model: nn.Module, folder: str | Path) -> Any:
+    """Put a saved LoRA adapter on a model: what :func:`add_lora` answers, with the saved values (the adapter's in float32).
 
     Raises ValueError where the folder's tensors are not those that its configuration asks for.
     """
@@ -350,15 +454,15 @@ def load_adapter(model: nn.Module, folder: str | Path, *, trainable: bool = True
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
-    config.inference_mode = not trainable
+    config.inference_mode = False
     wrapped = add_lora(model, config)
-    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
     params = adapter_parameters(wrapped)
-    if saved.keys() != params.keys():
-        odd = sorted(saved.keys() ^ params.keys())
+    saved = {name: tensors.pop(_in_file(name)) for name in params if _in_file(name) in tensors}
+    if odd := sorted(tensors.keys() | params.keys() - saved.keys()):
         raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")
     for name, param in params.items():
         if param.shape != saved[name].shape:
             raise ValueError(f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this model")
-        param.data = saved[name].float()
+        value = saved[name].to(torch.float32 if ".lora_" in name else param.dtype)
+        torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]  # a placeholder has no data
     return wrapped

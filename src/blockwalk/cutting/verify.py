@@ -58,15 +58,14 @@ def certified(model: nn.Module) -> CutModel:
     return CutModel(model, certified_anatomy(base))
 
 
-def certified_anatomy(model: Any, *, verify: bool = True) -> Anatomy:
+def certified_anatomy(model: Any) -> Anatomy:
     """The anatomy of a (plain) model's configuration, checked on a small instance of it.
 
-    ``verify=False`` still reads the anatomy off a run of the small instance, without the comparison. Raises ValueError
-    where the walk would not be the model's own computation, with the figures.
+    Raises ValueError where the walk would not be the model's own computation, with the figures.
     """
-    key = _key(model, verify)
+    key = _key(model)
     if key not in _known:
-        _known[key] = _read(key) or _study_and_keep(key, model, verify)
+        _known[key] = _read(key) or _study_and_keep(key, model)
     verdict = _known[key]
     if isinstance(verdict, str):
         raise ValueError(f"{type(model).__name__} cannot be walked block by block: {verdict}")
@@ -78,7 +77,7 @@ _SOURCES = cache.source_key(
 )
 
 
-def _key(model: Any, verify: bool) -> str:
+def _key(model: Any) -> str:
     """Everything that the verdict depends on."""
     import transformers
 
@@ -93,7 +92,6 @@ def _key(model: Any, verify: bool) -> str:
     facts = [
         type(model).__name__,
         model.config._attn_implementation,
-        verify,
         transformers.__version__,
         torch.__version__,
     ]
@@ -112,10 +110,10 @@ def _parsed(kept: dict[str, Any]) -> Anatomy | str:
     return Anatomy(**{**{each.name: kept[each.name] for each in fields(Anatomy)}, **sequences})
 
 
-def _study_and_keep(key: str, model: Any, verify: bool) -> Anatomy | str:
+def _study_and_keep(key: str, model: Any) -> Anatomy | str:
     verdict: Anatomy | str
     try:
-        verdict = study(type(model), model.config, verify=verify)
+        verdict = study(type(model), model.config)
     except Exception as error:  # whatever a model raises when it is run in pieces is the reason to refuse it
         if isinstance(error, OSError | ImportError) or is_out_of_memory(error):
             raise  # of the machine as it is now, not of the model
@@ -127,7 +125,7 @@ def _study_and_keep(key: str, model: Any, verify: bool) -> Anatomy | str:
     return verdict
 
 
-def study(cls: Any, config: Any, *, verify: bool = True) -> Anatomy:
+def study(cls: Any, config: Any) -> Anatomy:
     """Dissect a small instance of ``config``, find the form of its head, and compare the walk with the control.
 
     Raises ValueError with the reason where the model is no sequence of layers or any figure exceeds ``TOLERANCE``.
@@ -150,8 +148,6 @@ def study(cls: Any, config: Any, *, verify: bool = True) -> Anatomy:
         cut = CutModel(model, anatomy)
         anatomy = replace(_find_head_form(cut, batch), unread=unread_outputs(cut, batch, SEED))
         anatomy = replace(anatomy, borders=_find_borders(model, anatomy))
-        if not verify:
-            return anatomy
         notes = {"eval": compare(model, anatomy, batch)}
         if cut.draws_random_numbers:
             model.train()

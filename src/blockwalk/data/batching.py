@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from blockwalk.data.encode import Choices, Encoded
+from blockwalk.data.encode import Choices, Encoded, Ids, Numbers
 
 Batch = dict[str, torch.Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt. Packed rows
@@ -26,7 +25,7 @@ have ``position_ids`` in place of the mask: where these restart a document begin
 IGNORE = -100
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def epoch_order(count: int, seed: int, epoch: int) -> Numbers:
     """A permutation of ``range(count)``: the ranks of ``count`` Philox words keyed by blake2b(seed, epoch).
 
     It rests on the bit generator alone, whose stream numpy keeps the same between versions; ``Generator.permutation``
@@ -99,7 +98,7 @@ class Batches(Iterator[Batch]):
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._epoch_order()
 
-    def _epoch_order(self) -> npt.NDArray[np.int64]:
+    def _epoch_order(self) -> Numbers:
         count = len(self.dataset)
         return epoch_order(count, self.seed, self.epoch) if self.shuffle else np.arange(count, dtype=np.int64)
 
@@ -113,7 +112,7 @@ def by_length(dataset: Encoded, batch_size: int, padding_multiple: int = 1) -> I
         yield rows, collate(dataset, rows, padding_multiple)
 
 
-def left_padded(prompts: Sequence[npt.NDArray[np.int32]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of unequal length that end together: ids and attention mask, int64 [B, S]."""
     longest = max(map(len, prompts))
     ids_BS = torch.full((len(prompts), longest), pad_id, dtype=torch.int64)

@@ -12,9 +12,13 @@ import functools
 import hashlib
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +29,15 @@ from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
 
+Ids = npt.NDArray[np.int32]
+"""Token ids, or positions of tokens."""
+Mask = npt.NDArray[np.bool_]
+"""Whether each token is learnt."""
+Numbers = npt.NDArray[np.int64]
+"""Counts, offsets and numbers of rows."""
+
 CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
-"""The most texts that are tokenised in one call, and the most characters in them."""
+"""The most texts that are tokenised in one call, and the most characters in them: what a call gives takes memory."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -82,28 +93,28 @@ class EncodeReport:
 class Encoded:
     """Examples as tokens, end to end in flat arrays (T tokens in all, n examples)."""
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: Ids
     """Token ids [T]."""
-    in_loss: npt.NDArray[np.bool_]
+    in_loss: Mask
     """Booleans [T]: whether the token is learnt."""
-    starts: npt.NDArray[np.int64]
+    starts: Numbers
     """Offsets [n + 1] in tokens: example i is the slice ``starts[i]:starts[i + 1]``."""
     pad_id: int
     report: EncodeReport = field(default_factory=EncodeReport, compare=False)
-    positions: npt.NDArray[np.int32] | None = None
+    positions: Ids | None = None
     """Positions [T] of each token in its document, where an example is several documents; None: an example is one."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    def __getitem__(self, index: int) -> tuple[Ids, Mask]:
         """Ids and mask of one example, as views."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         row = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.token_ids[row], self.in_loss[row]
 
-    def learnt(self) -> npt.NDArray[np.int64]:
+    def learnt(self) -> Numbers:
         """Tokens of each example that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
@@ -124,6 +135,23 @@ class Encoded:
             return Encoded(token_ids, in_loss, starts, self.pad_id, self.report)
         positions = np.concatenate([np.arange(span.stop - span.start, dtype=np.int32) for span in spans])
         return Encoded(token_ids, in_loss & (positions > 0), starts, self.pad_id, self.report, positions)
+
+    def mapped(self, folder: Path) -> Encoded:
+        """A copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
+        given = {
+            "token_ids": self.token_ids,
+            "in_loss": self.in_loss,
+            "starts": self.starts,
+            "positions": self.positions,
+        }
+        moved: dict[str, Any] = {}
+        for name, array in given.items():
+            if array is not None:
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    file.write(np.ascontiguousarray(array).data)
+                    file.flush()
+                    moved[name] = np.memmap(file, array.dtype, "r", shape=array.shape)
+        return replace(self, **moved)
 
     @staticmethod
     def joined(parts: Sequence[Encoded]) -> Encoded:
@@ -151,7 +179,7 @@ class Choices:
     """Examples, each once with every candidate: rows ``firsts[i]:firsts[i + 1]`` are those of example i."""
 
     rows: Encoded
-    firsts: npt.NDArray[np.int64]
+    firsts: Numbers
     """Row numbers [n + 1] of each example's first candidate, and their end."""
     right: tuple[tuple[int, ...], ...]
     """The right candidates of each example; the first is learnt."""
@@ -160,7 +188,7 @@ class Choices:
         return len(self.right)
 
     @property
-    def targets(self) -> npt.NDArray[np.int64]:
+    def targets(self) -> Numbers:
         """The candidate of each example that is learnt, [n]."""
         return np.asarray([each[0] for each in self.right], dtype=np.int64)
 
@@ -204,7 +232,7 @@ class Answers:
 
     rows: Encoded
     """Each with an answer that is right."""
-    prompts: tuple[npt.NDArray[np.int32], ...]
+    prompts: tuple[Ids, ...]
     """Token ids before the answer."""
     answers: tuple[tuple[str, ...], ...]
     """Texts that are right, for each."""
@@ -295,7 +323,7 @@ def encode_answers(
 
 
 def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
-    """Texts by :data:`CHUNK`, and fewer where they are long: a call of the tokenizer cannot be interrupted."""
+    """Texts by :data:`CHUNK`, and fewer where they are long."""
     texts: list[Rendered] = []
     for item in rendered:
         texts.append(item)
@@ -306,9 +334,22 @@ def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
         yield texts
 
 
-def _tokenize(
-    rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport
-) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]]:
+def _beside(call: Callable[[], Any]) -> Any:
+    """The answer of a call that is made in a thread of its own: a record of many megabytes holds the tokenizer for minutes,
+    and this thread answers signals meanwhile."""
+    answer: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=work, name="blockwalk tokenizer", daemon=True).start()
+    return answer.result()
+
+
+def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport) -> Iterator[tuple[Ids, Mask]]:
     """Ids and mask of each text, within ``report.max_length`` tokens."""
     limit = report.max_length
     if limit is not None and limit < 2:
@@ -319,9 +360,9 @@ def _tokenize(
     begin = added[:1] if added and added[0] == tokenizer.bos_token_id else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for texts in _chunks(rendered):
-        tokens = tokenizer(
-            [item.text for item in texts], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        only = [item.text for item in texts]
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        tokens = _beside(functools.partial(tokenizer, only, **options))
         for item, ids, offsets in zip(texts, tokens["input_ids"], tokens["offset_mapping"], strict=True):
             mask = [any(a < stop and b > start for start, stop in item.spans) for a, b in offsets]
             prompt = sum(b <= item.prompt_end for _, b in offsets) if item.prompt_end else 0
@@ -357,9 +398,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     return next((int(token) for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 
-def _flatten(
-    ids: list[npt.NDArray[np.int32]], masks: list[npt.NDArray[np.bool_]], pad_id: int, report: EncodeReport
-) -> Encoded:
+def _flatten(ids: list[Ids], masks: list[Mask], pad_id: int, report: EncodeReport) -> Encoded:
     starts = np.zeros(len(ids) + 1, dtype=np.int64)
     np.cumsum([len(row) for row in ids], out=starts[1:])
     return Encoded(np.concatenate(ids), np.concatenate(masks), starts, pad_id, report)

@@ -23,6 +23,7 @@ from blockwalk.doctor import walks as probe_walk
 from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.sizes import ByDevice
 from blockwalk.simulate.hardware import Hardware, Link
+from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import COUNTED, host_memory
 
 BLOCK_OPS = 60
@@ -104,7 +105,7 @@ class Findings:
 
 
 def measure(
-    folder: str | os.PathLike[str] = ".",
+    folder: StrPath = ".",
     name: str = "here",
     *,
     walk: bool = True,
@@ -124,7 +125,6 @@ def measure(
     device = device_of_rank()
     kind = "cpu" if is_cpu(device) else "cuda"
     host, limited = host_memory()
-    on_device = torch.accelerator.get_memory_info(device)[1] if kind == "cuda" else host
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     rates: dict[str, Callable[[], Any]] = {
         "memory_bandwidth": lambda: _bandwidth(device),
@@ -137,7 +137,7 @@ def measure(
     up, down, pageable = _links(device) if kind == "cuda" else (copied, copied, 0.0)
     say("the disk ...")
     read, write, cached = _disk(Path(folder))
-    collectives, intra, inter, per_node, nodes = _collectives(device)
+    collectives, intra, inter, per_node, nodes, left = _collectives(device)
     if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
         say("small training steps, which take most of the time ...")
         walks = probe_walk.measure()
@@ -149,7 +149,7 @@ def measure(
     hardware = Hardware(
         name=name,
         device=kind,
-        device_bytes=on_device,
+        device_bytes=left or host,
         host_bytes=host,
         disk_bytes=_free_bytes(Path(folder)),
         op_seconds=_launch(device) if kind == "cuda" else 0.0,
@@ -211,6 +211,15 @@ def _copy_rate() -> float:
         return source.numel() / _best(lambda: target.copy_(source), source.device)
     finally:
         torch.set_num_threads(threads)
+
+
+def left_on(device: torch.device) -> int:
+    """Bytes of an accelerator that a step's tensors may take: what the driver's context, loaded kernels, communicators and
+    other processes leave; 0 on a CPU."""
+    if is_cpu(device):
+        return 0
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free + torch.accelerator.memory_reserved(device))
 
 
 def _launch(device: torch.device) -> float:
@@ -317,12 +326,12 @@ GATHERED, SIZES = "all-gather", (4096, 1 << 20, 16 << 20)
 """The collective that a link's figures are read off, and the bytes that a rank hands in."""
 
 
-def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None, int, int]:
+def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None, int, int, int]:
     """Collectives by where, which and size; links inside a node and between nodes, ranks of a node, nodes; None where there is
-    one rank."""
+    one rank; and the device's bytes that are left beside the communicators."""
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if world == 1:
-        return (), None, None, 1, 1
+        return (), None, None, 1, 1, left_on(device)
     import torch.distributed as dist
 
     started = not dist.is_initialized()
@@ -335,12 +344,13 @@ def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None
     # every column gathers at once, so that the node's link is shared as in a step; it is described for the whole node
     across = _timings("between nodes", columns[rank % local], nodes, device) if nodes > 1 else ()
     dist.barrier()
+    left = left_on(device)
     if started:
         dist.destroy_process_group()
     between = _link(across, nodes)
     if between is not None:
         between = Link(between.bandwidth * local, between.latency)
-    return inside + across, _link(inside, local), between, local, nodes
+    return inside + across, _link(inside, local), between, local, nodes, left
 
 
 def _link(timed: _Timed, ranks: int) -> Link | None:

@@ -139,8 +139,8 @@ def _steps(kind: str, folder: Path, model_name: str) -> tuple[Any, float, int]:
         costs = walker.costs(shape)
         model = CostModel(plan, walker.spec, Hardware("none", device_bytes=1, flops={"float32": 1.0}), costs, program)
         operations = sum(model.work(op).all for op in program.ops)
-        updated = [walker.spec.units[op.unit] for op in program.ops if op.kind is OpKind.UPDATE]
-        operations += UPDATE_STARTS * sum(p.trainable for unit in updated for p in unit.params)
+        updated = [walker.spec.units[op.unit].part(True) for op in program.ops if op.kind is OpKind.UPDATE]
+        operations += UPDATE_STARTS * sum(map(len, updated))
     return program, min(taken), operations
 
 

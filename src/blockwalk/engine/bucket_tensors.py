@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockwalk.numerics.codecs import codecs
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Layout, dtype_of
 from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
@@ -128,17 +128,15 @@ def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) 
 
     def expand(unit: UnitSpec) -> UnitSpec:
         params: list[ParamSpec] = []
-        for p in unit.params:
-            if p.trainable:
-                params.append(replace(p, dtype=plain or p.dtype))
-                params += [
-                    ParamSpec(f"{p.name}{STATE}{state}", p.shape, written_as.dtype_of("float32"))
-                    for state, written_as in states.items()
-                ]
+        for p in unit.part(True):
+            params.append(replace(p, dtype=plain or p.dtype))
+            params += [
+                ParamSpec(f"{p.name}{STATE}{state}", p.shape, written_as.dtype_of("float32"))
+                for state, written_as in states.items()
+            ]
         return replace(unit, params=tuple(params))
 
-    prologue, *blocks, epilogue = (expand(unit) for unit in model.units)
-    spec = replace(model, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue, tied=())
+    spec = replace(model, tied=()).with_units(map(expand, model.units))
     return spec, Codec.RAW if plain else codec
 
 
@@ -163,8 +161,7 @@ class Initial:
         return self._specs[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._specs[name].dtype)
-        return dtype
+        return dtype_of(self._specs[name].dtype)
 
     def weights(self, names: Iterable[str]) -> dict[str, Value]:
         out: dict[str, Value] = {}
@@ -173,7 +170,7 @@ class Initial:
             if state:
                 out[name] = torch.tensor(self._begin[state]).expand(self.shape(name))
             elif name in self._held:
-                out[name] = self._held[name].detach()
+                out[name] = self._held[name].detach().cpu()  # buckets are encoded there
             else:
                 assert self._source is not None, f"{name} has no source"
                 out |= self._source.weights([name])

@@ -31,7 +31,7 @@ from blockwalk.engine.slices import BucketSlices, SliceSource
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.placement import Codec, StateKind, Tier
+from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
@@ -70,19 +70,14 @@ class Buckets:
         """The units as one process would hold them."""
         sliced = self.streamed if group.slices > 1 else ()
         self._slices = {n: BucketSlices(self.units[n], group.slices) for n in sliced}
-        self.home: dict[str, int] = {
-            param.name: number
-            for number, unit in enumerate(model.spec.units)
-            for param in unit.params
-            if param.trainable
-        }
+        self.home = {p.name: number for number, unit in enumerate(model.spec.units) for p in unit.part(True)}
         """The unit of each trainable."""
         self.tier: UnitTier
         self._durable: WritableStore | None = None
         self._resident: dict[int, torch.Tensor] = {}
         self._steps = [0] * len(self.units)
         largest = max(map(self._room, self.streamed), default=0)
-        if plan.trainable.tier is Tier.DISK:
+        if plan.trainable.on_disk:
             self._open_disk(path, source, spec, written_as, largest)
         else:
             self._fill(source)
@@ -187,6 +182,8 @@ class Buckets:
         """Write the resident units to the disk tier, where that is the run's."""
         if self._durable is None:
             return
+        for unit in self.streamed:
+            self.tier.bucket(unit)  # what is on its way there has come
         for unit, bytes_P in self._resident.items():
             if bytes_P.numel() and self._durable.step(unit) < self._steps[unit]:
                 self._durable.write_unit(unit, bytes_P.cpu(), self._steps[unit])

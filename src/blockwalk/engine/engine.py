@@ -29,7 +29,6 @@ from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import host_buffers, recorded
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.updates import Rule
-from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.program import Op, OpKind
@@ -59,7 +58,7 @@ class Engine:
     def __init__(self, opened: OpenedModel, run: str, slices: SharedForwards) -> None:
         self.model, self.plan, self.device = opened, opened.plan, opened.device
         plan, device = opened.plan, opened.device
-        self._differentiates = plan.estimator is Estimator.BACKPROP
+        self._differentiates = not plan.zeroth_order
         self._groups: Groups | None = make_groups(plan.mesh, device) if plan.sharded else None
         self.rank = 0 if self._groups is None else self._groups.rank
         self.scratch = ScratchMaps(opened.workdir)
@@ -98,7 +97,7 @@ class Engine:
             self.gradients = self.first_order.gradients
         self.homes = {StateKind.FROZEN: frozen, StateKind.TRAINABLE: trainable}
         opened.held.clear()
-        self._trains = frozenset(p.name for p in self.spec.params() if p.trainable)
+        self._trains = frozenset(p.name for p in self.spec.params(trainable=True))
         if plan.compile:
             self._compile()
         self._slack: Slack | None = None
@@ -139,7 +138,7 @@ class Engine:
 
         return work
 
-    def trainables(self, unit: int) -> tuple[ParamSpec, ...]:
+    def trainables(self, unit: int) -> list[ParamSpec]:
         """The trainable parameters that a unit's turn reads."""
         return self.model.reads[True][unit]
 
@@ -185,7 +184,7 @@ class Engine:
     def update(self, unit: int, *, step: int, learning_rate: float, coefficient: float = 1.0) -> None:
         """UPDATE: apply the rule to a unit's masters, as far as this rank holds them, with their gradients."""
         changes = list(self.first_order.changes(unit))
-        if self.plan.update.timing is Timing.BLOCK:  # whether the step counts is known only at its end
+        if self.plan.update.at_turn:  # whether the step counts is known only at its end
             self._undo.remember(unit, [t for each in changes for t in (each.master, *each.moments.values())])
         stochastic = self.plan.update.rounding == "stochastic"
         for each in changes:

@@ -19,7 +19,7 @@ from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value, opened
 from blockwalk.plan.model_spec import ParamSpec
-from blockwalk.plan.placement import Codec, StateKind, Tier
+from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
 from blockwalk.tiers.host import HostTier, Staged
@@ -35,7 +35,7 @@ class Frozen:
         self._reads = model.reads[False]
         self._stored = [[p.name for p in params if p.name not in model.held] for params in self._reads]
         """The names of each unit's parameters that the source has; a frozen adapter's it has not."""
-        self._on_disk = plan.frozen.tier is Tier.DISK
+        self._on_disk = plan.frozen.on_disk
         self._buckets = {
             unit: BucketLayout({p.name: self._travelling(p) for p in visiting})
             for unit, params in enumerate(self._reads)
@@ -57,7 +57,7 @@ class Frozen:
     def _visiting(self, unit: int, params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
         """The parameters that are copied to a slot when their unit's turn comes, instead of staying or being read where they
         are mapped. Those without a source (a frozen adapter's) stay, and so do those of fixed units."""
-        if self._model.plan.frozen.tier is Tier.DEVICE or self._places.fixed(unit, StateKind.FROZEN):
+        if self._model.plan.frozen.on_device or self._places.fixed(unit, StateKind.FROZEN):
             return ()
         mapped = self._on_disk and self._model.device.type == "cpu"
         return tuple(p for p in params if p.name not in self._model.held and (p.assembled or not mapped))
@@ -85,7 +85,7 @@ class Frozen:
             return weight.to(dtype)
         if not isinstance(weight, torch.Tensor):
             return weight
-        if model.plan.frozen.tier is Tier.DEVICE or (whole and model.device.type != "cpu"):
+        if model.plan.frozen.on_device or (whole and model.device.type != "cpu"):
             return weight.to(model.device, dtype, copy=model.source is not None)
         weight = weight.to(model.device)
         return _read_as(dtype, weight) if param.quantizable and weight.dim() == 2 else weight.to(dtype)
@@ -94,7 +94,7 @@ class Frozen:
         source = self._model.source
         assert source is not None, "frozen parameters that travel have a source"
         from_source = _FromSource(self._model, self._buckets)
-        if self._model.plan.frozen.tier is Tier.HOST:
+        if self._model.plan.frozen.on_host:
             sizes = [bucket.nbytes if (bucket := self._buckets.get(u)) else 0 for u in range(len(self._reads))]
             host = HostTier(sizes, self._model.device)
             for unit, bucket in self._buckets.items():

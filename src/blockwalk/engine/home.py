@@ -85,7 +85,7 @@ class Gradients(Protocol):
     def add(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
         """Add to the accumulators; None is a parameter that the loss does not depend on."""
 
-    def reduce(self, op: Op) -> Callable[[], None]:
+    def reduce(self, op: Op) -> Work:
         """REDUCE: sum a unit's gradients over a group of ranks."""
 
     def norm(self) -> float:

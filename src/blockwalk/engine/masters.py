@@ -13,7 +13,6 @@ from blockwalk.engine.home import Change, Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.device import is_cpu
-from blockwalk.plan.choices import Timing
 from blockwalk.plan.placement import Tier
 from blockwalk.program.program import Op, OpKind
 from blockwalk.tiers.scratch_maps import ScratchMaps
@@ -32,7 +31,7 @@ class Masters:
         self.masters: dict[str, torch.Tensor] = {}
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
         for unit, spec in enumerate(model.spec.units):
-            params = [p for p in spec.params if p.trainable]
+            params = spec.part(True)
             kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
                 p.name: (p.shape, getattr(torch, plan.trainable.codec.dtype_of(p.dtype))) for p in params
             }
@@ -44,7 +43,7 @@ class Masters:
             for key, tensor in self._allocate(plan.optimizer_state.tier, states, unit).items():
                 name, _, state = key.partition("\0")
                 self.moments.setdefault(name, {})[state] = tensor
-        self.gradients = NamedGradients(self.masters, model.device, ends=plan.update.timing is Timing.BLOCK)
+        self.gradients = NamedGradients(self.masters, model.device, ends=plan.update.at_turn)
 
     def _allocate(
         self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], unit: int

@@ -18,12 +18,12 @@ from torch import nn
 
 from blockwalk.cutting.skeleton import persistent_buffers, stays_float32
 from blockwalk.models.folder import lies_in
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.identity import weights_digest
@@ -58,7 +58,7 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
     return BlockStore(packed(path, codec, model, workdir))
 
 
-def comes_in(model: str | os.PathLike[str] | Any) -> Codec | None:
+def comes_in(model: StrPath | Any) -> Codec | None:
     """The codec that most weights of a named model come in, packed or as downloaded, where it is one of codes; else None."""
     if not isinstance(model, str | os.PathLike):
         return None
@@ -68,23 +68,24 @@ def comes_in(model: str | os.PathLike[str] | Any) -> Codec | None:
     return lies_in(model)
 
 
-def as_it_comes(plan: Plan, model: str | os.PathLike[str] | Any) -> Plan:
-    """The plan for a model: where its weights come in codes, or are packed in another codec, and ``frozen`` is no more than
-    what the method's row has, they are read as they lie."""
+def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
+    """The plan for a model: where it is packed, or comes in codes, and ``frozen`` is no more than what the method's row has,
+    its weights are read as they lie."""
     row = METHODS.get(plan.method)
     if row is None or not plan.frozen.codec.encoded or plan.frozen != row().frozen:
         return plan
-    named = isinstance(model, str | os.PathLike)
-    if comes_in(model) in (None, plan.frozen.codec) and not (named and is_store(model)):
-        return plan
-    return override(plan, {"frozen.codec": str(Codec.RAW)})
+    packed_before = isinstance(model, str | os.PathLike) and is_store(model)
+    if packed_before or comes_in(model) is not None:
+        return override(plan, {"frozen.codec": str(Codec.RAW)})
+    return plan
 
 
-def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: Any) -> None:
-    """Raise ValueError where all parameters are trained, for want of adapters, and would start from rounded values."""
+def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
+    """Raise ValueError where parameters of the model itself are trained, and would start from rounded values: all of them for
+    want of adapters, or ``modules_to_save``; or where a replay would start from others than rounded ones."""
     where, codec = f"frozen: {plan.frozen}", plan.frozen.codec
     if isinstance(model, nn.Module):
-        codec = Codec.RAW if plan.frozen.tier is Tier.DEVICE else codec  # they stay as they are in memory
+        codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
     elif (found := comes_in(model)) is not None:
         where, codec = os.fspath(model), found
     if lora is None and not hasattr(model, "peft_config") and codec.encoded:
@@ -92,9 +93,27 @@ def refuse_rounded(model: str | os.PathLike[str] | nn.Module, plan: Plan, lora: 
             f"{where} keeps weights in {codec}, and without adapters every weight is trained: it would start from rounded"
             " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
         )
+    options = getattr(lora, "options", {})
+    if codec.encoded and plan.zeroth_order and options.get("use_dora"):
+        raise ValueError(
+            f"{where} keeps weights in {codec}, and DoRA's magnitudes begin as their norms: the ledger of method"
+            f" {plan.method!r} would be replayed from those of the original weights; set frozen: disk × raw, or leave"
+            " use_dora out"
+        )
+    if codec.encoded and options.get("modules_to_save"):
+        from blockwalk.cutting.adapters import adapt, adapter_parameters
+        from blockwalk.cutting.skeleton import build_skeleton
+
+        skeleton = adapt(build_skeleton(model.config if isinstance(model, nn.Module) else model), lora)
+        trained = adapter_parameters(skeleton).items()
+        if rounded := [name for name, param in trained if ".lora_" not in name and param.ndim > 1]:
+            raise ValueError(
+                f"{where} keeps weights in {codec}, and lora.options.modules_to_save trains {rounded[0]}: it would start from"
+                " rounded values; set frozen: disk × raw, or leave it out"
+            )
 
 
-def require_weights(path: str | os.PathLike[str]) -> None:
+def require_weights(path: StrPath) -> None:
     """Raise ValueError where a folder's weights do not fit its configuration's model: by names, shapes and dtypes alone."""
     from blockwalk.cutting.skeleton import build_skeleton
 
@@ -161,23 +180,24 @@ def _is_undamaged(packed: Path) -> bool:
 
 
 def open_model(
-    model: str | os.PathLike[str] | nn.Module, plan: Plan, workdir: Path, packs: Path
+    model: StrPath | nn.Module, plan: Plan, workdir: Path, packs: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
     """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype.
 
     Raises:
         ValueError: the folder holds no weights that fit the plan.
     """
-    from blockwalk.cutting.adapters import adapt_alike, base_tensors
+    from blockwalk.cutting.adapters import adapt_alike, base_tensors, refuse_copies
     from blockwalk.cutting.skeleton import build_skeleton, load_config
 
+    refuse_copies(model)
     path, cls = Path(workdir / "in-memory" if isinstance(model, nn.Module) else model), None
     tensors: dict[str, torch.Tensor] = {}
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))
-        if plan.frozen.tier is Tier.DEVICE:
+        if plan.frozen.on_device:
             # A zeroth-order or sharded master keeps its dtype: forwards alone are in the compute dtype.
-            if plan.estimator is Estimator.BACKPROP and not plan.sharded:
+            if not plan.zeroth_order and not plan.sharded:
                 base: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
                 for name, param in model.named_parameters():  # not the buffers: rotary frequencies stay in float32
                     if param.is_floating_point():

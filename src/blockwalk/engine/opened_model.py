@@ -3,7 +3,6 @@ in. Every home is filled from it."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from blockwalk.numerics.codecs.weights import EncodedWeight, Value
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.residency import epilogue_reads
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.protocols import as_stored
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class OpenedModel:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | nn.Module,
+        model: StrPath | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | str | os.PathLike[str] | None,
+        lora: LoraSettings | StrPath | None,
         device: torch.device,
         workdir: Path,
         packs: Path,
@@ -64,7 +64,8 @@ class OpenedModel:
             from blockwalk.cutting.adapters import adapt
 
             revision = None if isinstance(model, nn.Module) else repository(model)[1]
-            module = adapt(module, lora, seed=plan.seed, revision=revision)
+            read = None if self.source is None else self._source_value
+            module = adapt(module, lora, seed=plan.seed, revision=revision, read=read)
         if not training:
             module.requires_grad_(False)
         self.module = module
@@ -75,10 +76,7 @@ class OpenedModel:
         """Parameters by canonical name that came in the modules' own memory, as long as no home has taken them."""
         self.spec: ModelSpec = self.cut.spec().as_stored(self._as_stored)
         reads = [*self.spec.units[:-1], epilogue_reads(self.spec)]
-        self.reads = {
-            trainable: [tuple(p for p in unit.params if p.trainable == trainable) for unit in reads]
-            for trainable in (False, True)
-        }
+        self.reads = {trainable: [unit.part(trainable) for unit in reads] for trainable in (False, True)}
         """The frozen and the trainable parameters that each unit's turn reads: a tied head's are the prologue's own too."""
         self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
 
@@ -95,12 +93,11 @@ class OpenedModel:
         """A parameter as it came, where it is there in one piece."""
         if name in self.held:
             return self.held[name]
-        source = self._source_of(name)
-        return source.weights([name])[name] if source.in_place(name) else None
+        return self._source_value(name) if self._source_of(name).in_place(name) else None
 
     def taken(self, name: str) -> Value:
         """A parameter as it came; where the modules held it, it is now its home's alone."""
-        return self.held.pop(name) if name in self.held else self._source_of(name).weights([name])[name]
+        return self.held.pop(name) if name in self.held else self._source_value(name)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copy a whole parameter into ``out``: a CPU tensor of its shape and any floating dtype."""
@@ -137,6 +134,9 @@ class OpenedModel:
             return
         whole = self.whole(name, layout.shape)
         codecs.encode_rows(whole.reshape(layout.rows, layout.columns), out_P, layout, 0, name=name)
+
+    def _source_value(self, name: str) -> Value:
+        return self._source_of(name).weights([name])[name]
 
     def _source_of(self, name: str) -> WeightSource:
         assert self.source is not None, f"{name} has no source"

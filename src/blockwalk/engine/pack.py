@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
+from blockwalk.system.paths import StrPath
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,8 @@ CHUNK_ELEMENTS = 1 << 20
 
 
 def pack(
-    model_dir: str | os.PathLike[str],
-    out_dir: str | os.PathLike[str],
+    model_dir: StrPath,
+    out_dir: StrPath,
     codec: Codec,
     group_size: int = 32,
     sequences: Sequence[torch.Tensor] = (),

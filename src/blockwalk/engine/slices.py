@@ -218,8 +218,7 @@ class SliceSource:
                 return unit
             return replace(unit, params=(ParamSpec(self.units[number].name + SLICE, (slices.nbytes,), "uint8"),))
 
-        prologue, *blocks, epilogue = map(cut, range(len(model.units)))
-        return replace(model, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)
+        return model.with_units(map(cut, range(len(model.units))))
 
     def slice(self, number: int) -> torch.Tensor:
         """A unit's slice, uint8 [S]."""

@@ -88,7 +88,7 @@ class SpreadPart:
         self.units = [
             UnitSlices(
                 part_layout(self.plan, model.spec, unit, part),
-                {p.name: p for p in unit.params if p.trainable == trainable},
+                {p.name: p for p in unit.part(trainable)},
                 model.compute_dtype,
             )
             for unit in model.spec.units

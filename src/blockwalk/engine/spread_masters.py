@@ -47,7 +47,7 @@ class SpreadMasters:
             slices.source = master
         else:
             slices.source = master.to(device, slices.dtype)
-        accumulator, in_place = None, accumulates(plan) and plan.gradient.tier is Tier.DEVICE
+        accumulator, in_place = None, accumulates(plan) and plan.gradient.on_device
         if accumulates(plan):
             accumulator = part.zeros(slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier)
         if accumulator is not None and in_place:
@@ -68,7 +68,7 @@ class SpreadMasters:
         assert source is not None
         if source is not master:
             source.copy_(master, non_blocking=True)
-        if self._plan.optimizer_state.tier is Tier.DISK:
+        if self._plan.optimizer_state.on_disk:
             self._scratch.dont_need(unit)
 
     def masters_changed(self) -> frozenset[int]:

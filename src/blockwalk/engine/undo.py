@@ -23,13 +23,14 @@ class Undo:
 
     def remember(self, unit: int, tensors: list[torch.Tensor]) -> None:
         """Copy what an update of a unit is about to change."""
+        if not tensors:
+            return
         kept = self._before.get(unit, [])
         if [t.shape for t in kept] != [t.shape for t in tensors]:
             shapes = {str(k): (tuple(t.shape), t.dtype) for k, t in enumerate(tensors)}
             maps = is_cpu(self._device) and self._scratch.zeros(shapes, group=("before", unit))
             kept = self._before[unit] = [*maps.values()] if maps else [torch.empty_like(t) for t in tensors]
-        for old, tensor in zip(kept, tensors, strict=True):
-            old.copy_(tensor)
+        torch._foreach_copy_(kept, tensors)
         self._changed[unit] = tensors
 
     def commit(self) -> None:
@@ -40,6 +41,5 @@ class Undo:
         """Give everything the value that it had before the step; the answer is whether anything had changed."""
         changed, self._changed = self._changed, {}
         for unit, tensors in changed.items():
-            for old, tensor in zip(self._before[unit], tensors, strict=True):
-                tensor.copy_(old)
+            torch._foreach_copy_(tensors, self._before[unit])
         return bool(changed)

@@ -108,7 +108,9 @@ class Backprop:
 
     def __init__(self, engine: Engine, ranks: SharedForwards, objective: OwnLoss | None = None) -> None:
         self.engine, self.ranks, self.objective = engine, ranks, objective
-        self.activations = Activations(engine.plan.activation.tier, engine.device, engine.scratch)
+        self.activations = Activations(
+            engine.plan.activation.tier, engine.device, engine.scratch, engine.plan.prefetch + 1
+        )
         self.saved: dict[tuple[int, int], SavedTensors] = {}
         """Tensors that graphs save in file maps: those of kept graphs by :meth:`_place`, those of recomputed ones, which follow
         each other, under one key."""
@@ -152,7 +154,8 @@ class Backprop:
             raise ValueError(f"method {self.engine.plan.method!r} draws no noise: seed belongs to zeroth order")
         tokens = sum(loss_tokens({"labels": each}) for each in labels) if asked.tokens is None else asked.tokens
         asked.require_labels(tokens)
-        self.engine.module.train(asked.training)
+        if self.engine.module.training != asked.training:
+            self.engine.module.train(asked.training)
         self.engine.gradients.begin()
         self.activations.clear()
         self.state = _State(batches, labels, tokens, asked)

@@ -8,7 +8,6 @@ something to count with, and nothing of it moves weights that the walk streams.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.plan.update_rules import RULES
+from blockwalk.system.paths import StrPath
 from blockwalk.walk.walker import Walker
 
 STATE = "walker"
@@ -65,7 +65,7 @@ class BlockwalkTrainer(Trainer):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | nn.Module,
+        model: StrPath | nn.Module,
         args: TrainingArguments | None = None,
         *,
         plan: Plan | None = None,

@@ -16,6 +16,7 @@ from blockwalk.models import gguf, hub
 from blockwalk.models.quantised import quantisation
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import reading
+from blockwalk.system.paths import StrPath
 
 INDEX = "model.safetensors.index.json"
 STORE_INDEX = "store.json"
@@ -25,7 +26,7 @@ _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?P<file>/[^@]+\.gguf)?(@(?P<revision>.+))?")
 
 
-def model_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
+def model_folder(name: StrPath, *, weights: bool = True) -> Path:
     """The folder of a model: a folder itself, the hub's files in its cache, downloaded where they are not there yet, or the one
     that stands for a GGUF file.
 
@@ -46,7 +47,7 @@ def model_folder(name: str | os.PathLike[str], *, weights: bool = True) -> Path:
     raise ValueError(f"model: there is no folder {text}; give that of a downloaded model ({_FORM})")
 
 
-def lies_in(name: str | os.PathLike[str]) -> Codec | None:
+def lies_in(name: StrPath) -> Codec | None:
     """The codec that most of a model's weights are in where it comes in codes, which are read as they lie; else None."""
     if (file := _gguf_file(name)) is not None:
         codec = gguf.read_header(file).main_codec
@@ -55,7 +56,7 @@ def lies_in(name: str | os.PathLike[str]) -> Codec | None:
     return found and found[0]
 
 
-def _gguf_file(name: str | os.PathLike[str]) -> Path | None:
+def _gguf_file(name: StrPath) -> Path | None:
     """The GGUF file that a name says: itself, one of the hub's, or the only weights in a folder without configuration.
 
     Raises:
@@ -64,19 +65,20 @@ def _gguf_file(name: str | os.PathLike[str]) -> Path | None:
     path = Path(name)
     found = None if path.exists() else _HUB_NAME.fullmatch(os.fspath(name))
     if found and (file := found["file"]):
-        path = hub.download(found["repo"], found["revision"], file[1:]) / file[1:]
+        path = hub.download(found["repo"], found["revision"], gguf.pattern_of_parts(file[1:])) / file[1:]
         if not path.is_file():
             raise ValueError(f"model: the hub's {found['repo']} has no {file[1:]}")
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     if (path / "config.json").is_file() and not (path / gguf.MADE).is_file():
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = sorted({gguf.parts_of(file)[0] for file in path.glob("*.gguf")})
     if len(files) > 1:
         raise ValueError(
             f"model: {path} holds several GGUF files, {', '.join(p.name for p in files)}: name one of them"
         )
-    return files[0].resolve() if files else None
+    made = (path / gguf.MADE).is_file()
+    return Path(os.readlink(files[0])) if made else files[0] if files else None
 
 
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*")
@@ -94,19 +96,19 @@ def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
     return folder
 
 
-def repository(name: str | os.PathLike[str]) -> tuple[str, str | None]:
+def repository(name: StrPath) -> tuple[str, str | None]:
     """The name that an adapter gives its base, and the revision: of a hub's repository, or the path as it is and None."""
     found = None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
     return (found["repo"], found["revision"]) if found else (os.fspath(name), None)
 
 
-def file_of(name: str | os.PathLike[str], file: str) -> Path:
+def file_of(name: StrPath, file: str) -> Path:
     """A file that is named by its path, or by the repository of the hub that holds it as ``file``."""
     found = None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
     return hub.download(found["repo"], found["revision"], file) / file if found else Path(name)
 
 
-def require_config(name: str | os.PathLike[str]) -> Path:
+def require_config(name: StrPath) -> Path:
     """The folder of a model, which holds its ``config.json``.
 
     Raises:
@@ -118,7 +120,7 @@ def require_config(name: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def require_weights(name: str | os.PathLike[str]) -> None:
+def require_weights(name: StrPath) -> None:
     """Check that a model's folder holds weights: a block store, or a checkpoint that is all there.
 
     Raises:
@@ -129,7 +131,7 @@ def require_weights(name: str | os.PathLike[str]) -> None:
         checkpoint_files(name)
 
 
-def checkpoint_files(name: str | os.PathLike[str]) -> list[str]:
+def checkpoint_files(name: StrPath) -> list[str]:
     """The files that hold a model's weights, by name: one whole file, or the parts that an index lists; safetensors where
     there are any, else ``.bin``.
 
@@ -148,7 +150,7 @@ def checkpoint_files(name: str | os.PathLike[str]) -> list[str]:
                 )
             return parts
     if (folder / gguf.MADE).is_file():
-        return [path.name for path in folder.glob("*.gguf")]
+        return sorted(path.name for path in folder.glob("*.gguf"))
     raise ValueError(f"model: {folder} has neither model.safetensors nor {INDEX}, and no pytorch_model.bin")
 
 

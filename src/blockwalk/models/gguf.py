@@ -2,9 +2,11 @@
 
 A GGUF file holds a configuration, a tokenizer and a chat template as metadata, then a table of tensors, then their bytes. The
 first three are written once as the files of a model folder, in the cache, beside a link to the file itself: whatever reads a
-model's folder reads a GGUF. The tensors stay where they are. No torch, but in transformers, when a folder is made.
+model's folder reads a GGUF. The tensors stay where they are. A model in several parts is several such files, the first of which
+has the metadata. No torch, but in transformers, when a folder is made.
 
-Source of the layout: github.com/ggml-org/ggml, ``docs/gguf.md``; of type numbers, ``ggml.h``.
+Source of the layout: github.com/ggml-org/ggml, ``docs/gguf.md``; of type numbers, ``ggml.h``; of parts, llama.cpp's
+``gguf-split``.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import atexit
 import json
 import mmap
 import os
+import re
 import shutil
 import struct
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing import Any
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files, cache
+from blockwalk.system.paths import StrPath
 
 TYPES = {
     0: ("F32", Codec.FP32), 1: ("F16", Codec.FP16), 30: ("BF16", Codec.BF16), 2: ("Q4_0", Codec.Q4_0), 3: ("Q4_1", Codec.INT4A),
@@ -38,11 +42,14 @@ _OTHER_TYPES = {
     23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 ARCHITECTURES = {
-    "llama": "permuted", "qwen2": "", "qwen3": "", "phi3": "", "starcoder2": "", "gemma2": "shifted", "gemma3": "shifted",
+    "llama": "permuted", "qwen2": "", "qwen2moe": "", "qwen3": "", "qwen3moe": "", "phi3": "", "starcoder2": "",
+    "gemma2": "shifted", "gemma3": "shifted",
 }  # fmt: skip
 """The architectures that are read, by ``general.architecture``, and what llama.cpp did to some of their tensors: it permuted
 the rows of queries and keys, or shifted the norms' weights by one."""
 _VERSIONS = (2, 3)
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""The names of a model's parts."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LONG = 1 << 16
@@ -53,6 +60,8 @@ _LONG = 1 << 16
 class TensorInfo:
     """One tensor: its name in the file, and the place of its bytes there (offset from the start of the file)."""
 
+    file: str
+    """The file's name."""
     name: str
     shape: tuple[int, ...]
     codec: Codec
@@ -62,7 +71,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All of a file but the values of its arrays and tensors."""
+    """All of a file, or of a model's parts, but the values of arrays and tensors."""
 
     metadata: dict[str, Any]
     """Strings and numbers by key; of an array the number of its elements."""
@@ -84,18 +93,45 @@ class Header:
         return max(elements, key=lambda codec: elements[codec], default=Codec.FP32)
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a GGUF file.
+def parts_of(path: Path) -> list[Path]:
+    """The files that a GGUF consists of, by the name of any: itself alone, or the parts that llama.cpp cut it in.
 
     Raises:
-        ValueError: another format or architecture, a type of tensor that is not read, or a file that was cut off: what was
-            found, and what would be read.
+        ValueError: one of the parts is not there.
     """
-    found = Path(path).stat()
-    return _read_header(os.fspath(path), found.st_size, found.st_mtime_ns)
+    named = _PART.fullmatch(path.name)
+    if named is None or not 1 <= int(named["number"]) <= int(named["count"]):
+        return [path]
+    names = [f"{named['stem']}-{number:05}-of-{named['count']}.gguf" for number in range(1, int(named["count"]) + 1)]
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
+        raise ValueError(f"model: {path} is one of {len(names)} parts, and {', '.join(missing)} is not beside it")
+    return [path.parent / name for name in names]
 
 
-@lru_cache(8)
+def pattern_of_parts(name: str) -> str:
+    """The pattern that the names of all parts of a model have, by the name of any; of a whole one its own."""
+    named = _PART.fullmatch(name)
+    return name if named is None else f"{named['stem']}-*-of-{named['count']}.gguf"
+
+
+def read_header(path: StrPath) -> Header:
+    """The header of a GGUF file, or of all parts of a model by the name of any.
+
+    Raises:
+        ValueError: another format or architecture, a type of tensor that is not read, a file that was cut off, or parts that
+            do not belong together: what was found, and what would be read.
+    """
+    files = parts_of(Path(path))
+    states = [(os.fspath(file), file.stat()) for file in files]
+    parts = [_read_header(file, state.st_size, state.st_mtime_ns) for file, state in states]
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    told = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and told != len(tensors):
+        raise ValueError(f"model: {files[0]} tells of {told} tensors in {len(parts)} parts, which have {len(tensors)}")
+    return replace(parts[0], tensors=tensors)
+
+
+@lru_cache(64)
 def _read_header(path: str, size: int, changed: int) -> Header:
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
@@ -104,7 +140,7 @@ def _read_header(path: str, size: int, changed: int) -> Header:
             cursor = _Cursor(data)
             try:
                 return _parse(path, cursor, size)
-            except (struct.error, IndexError):
+            except (struct.error, LookupError, ArithmeticError, TypeError, RecursionError):
                 raise ValueError(
                     f"model: {path} is cut off, or altered: its header does not end within {size} bytes; download it again"
                 ) from None
@@ -162,14 +198,17 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
         metadata[key] = cursor.value(kind)
         if cursor.at - start < _LONG:
             short.append(cursor.data[start : cursor.at])
+    number, count = metadata.get("split.no", 0) + 1, max(metadata.get("split.count", 1), 1)
+    named = _PART.fullmatch(Path(path).name)
+    if (number, count) != (tuple(map(int, named.group("number", "count"))) if named else (1, 1)):
+        raise ValueError(
+            f"model: {path} is part {number} of {count}, and not named so: its name would end in"
+            f" -{number:05}-of-{count:05}.gguf"
+        )
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if number == 1 and architecture not in ARCHITECTURES:
         raise ValueError(
             f"model: {path} is a model of architecture {architecture!r}; read are {', '.join(ARCHITECTURES)}"
-        )
-    if metadata.get("split.count", 1) > 1:
-        raise ValueError(
-            f"model: {path} is one of {metadata['split.count']} parts; join them with llama-gguf-split --merge, and name that"
         )
     table = []
     for _ in range(tensors):
@@ -194,20 +233,21 @@ def _tensor(path: str, size: int, begin: int, name: str, shape: tuple[int, ...],
         raise ValueError(
             f"model: {path} is cut off: {name} ends at byte {begin + offset + nbytes}, the file has {size}; download it again"
         )
-    return TensorInfo(name, shape, codec, begin + offset, nbytes)
+    return TensorInfo(Path(path).name, name, shape, codec, begin + offset, nbytes)
 
 
 def folder_of(path: Path) -> Path:
-    """The model folder that stands for a GGUF file: configuration, tokenizer, chat template, and a link to the file.
+    """The model folder that stands for a GGUF file: configuration, tokenizer, chat template, and a link to the file, or to each
+    of its parts.
 
     It is made once, in the cache folder, and again when the file changes; where the cache cannot be written, for this process.
 
     Raises:
         ValueError: as :func:`read_header`; or metadata that transformers cannot use.
     """
-    path = path.absolute()
-    header, state = read_header(path), path.stat()
-    seen = [str(path), state.st_size, state.st_mtime_ns]
+    header, parts = read_header(path), parts_of(path.absolute())
+    seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns] for part in parts]
+    path = parts[0]
     folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
     if not _stands_for(folder, seen):
         try:
@@ -238,13 +278,15 @@ def _stands_for(folder: Path, seen: list[Any]) -> bool:
 def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
-    os.symlink(path, folder / path.name)
+    for part, _, _ in seen:
+        os.symlink(part, folder / Path(part).name)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     try:
         # The gguf package takes tens of seconds for a long vocabulary: the configuration is made of the rest.
         (folder / _SHORT).write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(header.short)) + b"".join(header.short))
         config = AutoConfig.from_pretrained(folder, gguf_file=_SHORT)
         (folder / _SHORT).unlink()
+        config = _with_experts(config, header)
         vars(config).pop("_model_name_or_path", None)  # a name out of the metadata, which is no path
         config.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in header.tensors)
         config.vocab_size = next(
@@ -267,3 +309,23 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     if known := sorted({end for end in ends if end is not None}):
         atomic_files.write_json(folder / "generation_config.json", {"eos_token_id": known})
     atomic_files.write_json(folder / MADE, seen)
+
+
+def _with_experts(config: Any, header: Header) -> Any:
+    """A configuration with what transformers leaves out of a mixture's: experts in a llama make it a Mixtral, and widths are
+    those of the tensors."""
+    from transformers import AutoConfig
+
+    kind = header.architecture
+    if kind == "llama" and header.metadata.get("llama.expert_count"):
+        count, used = (header.metadata[f"llama.expert{word}_count"] for word in ("", "_used"))
+        settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
+        config = AutoConfig.for_model("mixtral", **settings, num_local_experts=count, num_experts_per_tok=used)
+    widths = {tensor.name.partition("ffn_")[2]: tensor.shape[-2] for tensor in header.tensors if len(tensor.shape) > 1}
+    for tensor, setting in (
+        ("gate_exps.weight", "moe_intermediate_size"),
+        ("gate_shexp.weight", "shared_expert_intermediate_size"),
+    ):
+        if tensor in widths and hasattr(config, setting):
+            setattr(config, setting, widths[tensor])
+    return config

@@ -31,6 +31,7 @@ def _advance(
     rounding: bool,
     kind: NoiseKind,
 ) -> None:
+    assert not (entries and outs), "entries change the masters, or a perturbation goes into others"
     if kernels:
         kernels.updates.advance(masters, outs, starts, words, factors, entries, queries, rounding, kind)
         return

@@ -10,8 +10,10 @@ libraries keep nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from blockwalk.plan.sizes import ROW_TILE, UNTILED_ROWS, multiplied_rows
 
-_WIDE = (*range(512, 0, -64), ROW_TILE)
-"""The numbers of rows that a product with a whole weight is made in."""
-_THIN = (512, 256, 128, 64, ROW_TILE)
-"""Those of a product with an adapter's matrix, of which a block has twice as many."""
+_SIZES = (512, 256, 128, ROW_TILE)
+"""The numbers of rows that a product is made in."""
 _THIN_SIDE = 256
 """The most columns (or rows) that a matrix called thin has."""
+
+os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own copy of what oneDNN keeps: half of the memory of a shape
 
 
 def keeps_shapes(tensor: torch.Tensor) -> bool:
@@ -41,7 +43,7 @@ def rows_of(tensor: torch.Tensor, rows: int) -> int:
 
 def mm(a_PI: torch.Tensor, b_IO: torch.Tensor, out_PO: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
     """Write a·b (+ bias) into ``out_PO``, all of one dtype."""
-    for a_pI, out_pO in _tiles(a_PI, out_PO, _sizes(b_IO)):
+    for a_pI, out_pO in _tiles(a_PI, out_PO):
         if bias_O is None:
             torch.mm(a_pI, b_IO, out=out_pO)
         else:
@@ -57,7 +59,7 @@ def product(a_PI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
 
 def add_product(out_PO: torch.Tensor, a_PI: torch.Tensor, b_IO: torch.Tensor, alpha: float = 1.0) -> None:
     """Add ``alpha``·a·b to ``out_PO``."""
-    for a_pI, out_pO in _tiles(a_PI, out_PO, _sizes(b_IO), reads=True):
+    for a_pI, out_pO in _tiles(a_PI, out_PO, reads=True):
         out_pO.addmm_(a_pI, b_IO, alpha=alpha)
 
 
@@ -75,9 +77,10 @@ def sum_of_outer(a_PI: torch.Tensor, b_PO: torch.Tensor) -> torch.Tensor:
 
 def _cut(a_PI: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tiles of a matrix, the last one filled up with zeros."""
-    for start, size in _spans(a_PI, _THIN):
-        tile_pI = a_PI[start : start + size]
-        yield tile_pI if len(tile_pI) == size else F.pad(tile_pI, (0, 0, 0, size - len(tile_pI)))
+    rows = a_PI.shape[0]
+    for start, size in _spans(a_PI):
+        tile_pI = a_PI if size == rows else a_PI[start : start + size]
+        yield tile_pI if start + size <= rows else F.pad(tile_pI, (0, 0, 0, start + size - rows))
 
 
 def _filled(length: int) -> int:
@@ -86,32 +89,35 @@ def _filled(length: int) -> int:
     return length + -length % step
 
 
-def _sizes(b_IO: torch.Tensor) -> tuple[int, ...]:
-    return _THIN if min(b_IO.shape) <= _THIN_SIDE else _WIDE
-
-
 def _tiles(
-    a_PI: torch.Tensor, out_PO: torch.Tensor, sizes: tuple[int, ...], *, reads: bool = False
+    a_PI: torch.Tensor, out_PO: torch.Tensor, *, reads: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of tiles to multiply from and into."""
-    for start, size in _spans(a_PI, sizes):
-        a_pI, out_pO = a_PI[start : start + size], out_PO[start : start + size]
-        if len(a_pI) == size:
-            yield a_pI, out_pO
+    rows = a_PI.shape[0]
+    for start, size in _spans(a_PI):
+        if size == rows:
+            yield a_PI, out_PO
+        elif start + size <= rows:
+            yield a_PI[start : start + size], out_PO[start : start + size]
         else:
-            yield from _filled_up(a_pI, out_pO, size, reads=reads)
+            yield from _filled_up(a_PI[start:], out_PO[start:], size, reads=reads)
 
 
-def _spans(a_PI: torch.Tensor, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _spans(a_PI: torch.Tensor) -> tuple[tuple[int, int], ...]:
     """The first row and the number of rows of each tile; the last one may reach beyond the matrix."""
-    rows, at = rows_of(a_PI, len(a_PI)), 0
-    if len(a_PI) <= UNTILED_ROWS or not keeps_shapes(a_PI):
-        yield 0, rows
-        return
-    for size in sizes:
-        while rows - at >= size:
-            yield at, size
+    rows = a_PI.shape[0]
+    return _split(rows) if rows > UNTILED_ROWS and keeps_shapes(a_PI) else ((0, rows),)
+
+
+@lru_cache(4096)
+def _split(rows: int) -> tuple[tuple[int, int], ...]:
+    """Spans of :data:`_SIZES`, the largest first, that cover so many rows."""
+    spans, at = [], 0
+    for size in _SIZES:
+        while rows - at > size - ROW_TILE:
+            spans.append((at, size))
             at += size
+    return tuple(spans)
 
 
 def _filled_up(

@@ -95,6 +95,16 @@ class UpdateSettings:
     rounding: str = "stochastic"
     """The rounding of a 16- or 8-bit master after an update: stochastic (counter-based, reproducible) or nearest."""
 
+    @property
+    def at_turn(self) -> bool:
+        """True where a block is updated at its turn of the backward walk."""
+        return self.timing is Timing.BLOCK
+
+    @property
+    def deferred(self) -> bool:
+        """True where an update waits for the block's next fetch."""
+        return self.timing is Timing.DEFERRED
+
 
 @dataclass(frozen=True, slots=True)
 class ZerothOrderSettings:

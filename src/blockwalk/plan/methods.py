@@ -208,7 +208,7 @@ def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with updates at the step's end where a row that updates at the block's turn cannot: clipping needs
     the norm of all gradients, and walking micro-batch by micro-batch completes them only in the last one."""
     given = flat(settings)
-    if row.update.timing is not Timing.BLOCK or "update.timing" in given:
+    if not row.update.at_turn or "update.timing" in given:
         return settings
     by_micro_batch = given.get("accumulation_order", row.accumulation_order) == "micro_batch"
     accumulates = int(given.get("gradient_accumulation_steps", row.gradient_accumulation_steps)) > 1

@@ -5,7 +5,7 @@ Bytes are bytes, shapes are in elements. Nothing here imports torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from blockwalk.plan.placement import DTYPE_BYTES, Codec
@@ -86,16 +86,20 @@ class UnitSpec:
     kind: str
     params: tuple[ParamSpec, ...]
 
+    def part(self, trainable: bool | None) -> list[ParamSpec]:
+        """Its trainable parameters or its frozen ones; with None all of them."""
+        return [p for p in self.params if trainable is None or p.trainable == trainable]
+
     def numel(self, *, trainable: bool | None = None) -> int:
-        return sum(p.numel for p in self.params if trainable is None or p.trainable == trainable)
+        return sum(p.numel for p in self.part(trainable))
 
     def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
         """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
-        return sum(p.nbytes_in(codec) for p in self.params if trainable is None or p.trainable == trainable)
+        return sum(p.nbytes_in(codec) for p in self.part(trainable))
 
     def decoded(self, codec: Codec) -> int:
         """Elements of its frozen parameters where some are decoded under the plan's ``codec``; else 0."""
-        if any(not p.trainable and p.stored_in(codec).encoded for p in self.params):
+        if any(p.stored_in(codec).encoded for p in self.part(False)):
             return self.numel(trainable=False)
         return 0
 
@@ -118,9 +122,9 @@ class ModelSpec:
     def units(self) -> tuple[UnitSpec, ...]:
         return (self.prologue, *self.blocks, self.epilogue)
 
-    def params(self) -> Iterator[ParamSpec]:
+    def params(self, *, trainable: bool | None = None) -> Iterator[ParamSpec]:
         for unit in self.units:
-            yield from unit.params
+            yield from unit.part(trainable)
 
     def numel(self, *, trainable: bool | None = None) -> int:
         return sum(unit.numel(trainable=trainable) for unit in self.units)
@@ -128,9 +132,9 @@ class ModelSpec:
     def as_stored(self, known: Callable[[ParamSpec], ParamSpec]) -> ModelSpec:
         """A copy of the model with the facts that a parameter's source knows of it: codec, group size, whether it is
         ``assembled``."""
+        return self.with_units(replace(unit, params=tuple(map(known, unit.params))) for unit in self.units)
 
-        def marked(unit: UnitSpec) -> UnitSpec:
-            return replace(unit, params=tuple(map(known, unit.params)))
-
-        blocks = tuple(map(marked, self.blocks))
-        return replace(self, prologue=marked(self.prologue), blocks=blocks, epilogue=marked(self.epilogue))
+    def with_units(self, units: Iterable[UnitSpec]) -> ModelSpec:
+        """The model with other units, as many, in execution order."""
+        prologue, *blocks, epilogue = units
+        return replace(self, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)

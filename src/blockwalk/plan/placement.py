@@ -86,6 +86,7 @@ class Codec(StrEnum):
     AWQ = "awq", CodecFacts(bits=4, parted=True)
     COMPRESSED = "compressed-tensors", CodecFacts(bits=8, parted=True)
     MXFP4 = "mxfp4", CodecFacts(bits=4, parted=True)
+    STACKED = "stacked", CodecFacts(bits=4, parted=True)
 
     @property
     def written(self) -> bool:
@@ -124,6 +125,18 @@ class Placement:
     codec: Codec = Codec.RAW
     group: str = NOBODY
     """The name of a group of the mesh: ``nobody``, ``node``, ``world``, or one of ``mesh.groups``."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.tier is Tier.DEVICE
+
+    @property
+    def on_host(self) -> bool:
+        return self.tier is Tier.HOST
+
+    @property
+    def on_disk(self) -> bool:
+        return self.tier is Tier.DISK
 
     def __str__(self) -> str:
         return f"{self.tier} × {self.codec} × {self.group}"

@@ -22,7 +22,7 @@ from blockwalk.plan.choices import (
 )
 from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
+from blockwalk.plan.placement import NOBODY, Codec, Placement
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
@@ -142,10 +142,17 @@ class Plan:
         return len(self.kind.passes(self.zo.queries))
 
     @property
+    def copies_blocks(self) -> bool:
+        """True where a zeroth-order step perturbs a block once for all micro-batches of a pass: whole, where the noise is made
+        in its size."""
+        alike = self.zeroth_order and not NOISES[self.zo.noise].in_place and self.zo.noise != "lowrank"
+        return alike and self.gradient_accumulation_steps > 1
+
+    @property
     def sliceable(self) -> bool:
         """True where a slice of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
         that a forward reads lies beside the parameters."""
-        away = self.trainable.tier is not Tier.DEVICE and self.update.timing is Timing.DEFERRED
+        away = not self.trainable.on_device and self.update.deferred
         return away and not self.kind.states
 
 
@@ -261,12 +268,12 @@ def _others(plan: Plan) -> Iterator[str]:
     mesh, update, kind, rule, trainable = plan.mesh, plan.update, plan.kind, plan.update_rule, plan.trainable
     if zeroth_order and plan.zo.epsilon <= 0:
         yield f"zo.epsilon is {plan.zo.epsilon}; the two losses must differ: set it above 0 (1e-3 for full fine-tuning)"
-    if zeroth_order and update.timing is Timing.BLOCK:
+    if zeroth_order and update.at_turn:
         yield (
             "update.timing: block needs gradients at the block's turn; zeroth order knows its scalar only after the walk: use"
             " deferred or step"
         )
-    if not zeroth_order and update.timing is Timing.DEFERRED:
+    if not zeroth_order and update.deferred:
         yield "update.timing: deferred belongs to zeroth order; use block or step"
     for name in ("frozen", "trainable"):
         if not (codec := getattr(plan, name).codec).written:
@@ -286,14 +293,14 @@ def _others(plan: Plan) -> Iterator[str]:
     if not zeroth_order and rule.zeroth_order_only:
         rules = ", ".join(name for name, facts in RULES.items() if not facts.zeroth_order_only)
         yield f"optimizer.name: {plan.optimizer.name} is a zeroth-order rule; use {rules}"
-    if zeroth_order and len(rule.states) > 1 and trainable.tier is Tier.DISK:
+    if zeroth_order and len(rule.states) > 1 and trainable.on_disk:
         rules = " or ".join(name for name, facts in RULES.items() if not facts.states)
         yield (
             f"{plan.optimizer.name} keeps {' and '.join(rule.states)} beside each trainable: use it with resident trainables"
             f" (LoRA), or optimizer.name: {rules}"
         )
     steps, by_turn = plan.gradient_accumulation_steps, plan.accumulation_order == "micro_batch"
-    if update.timing is Timing.BLOCK and steps > 1 and by_turn:
+    if update.at_turn and steps > 1 and by_turn:
         yield (
             f"gradient_accumulation_steps is {steps} with updates at the block's turn: walk block by block"
             " (accumulation_order: block) or update at the step's end (update.timing: step)"
@@ -310,7 +317,7 @@ def _others(plan: Plan) -> Iterator[str]:
         yield f"backpropagation keeps trainables in 16 or 32 bits, not {trainable.codec}; use fp32 or bf16"
     if not zeroth_order and not plan.sharded and mesh.world > 1:
         yield f"it trains on one rank, and there are {mesh.world}; use fcdp or hzp (or zero3, zeropp, mics), or start one"
-    if plan.sharded and plan.frozen.tier is not Tier.DEVICE:
+    if plan.sharded and not plan.frozen.on_device:
         yield (
             f"frozen is {plan.frozen}: where parameters are spread over ranks cache.tier: host (method fcdp) keeps their"
             f" slices in host memory; set frozen: device × {plan.frozen.codec} × {plan.frozen.group}"

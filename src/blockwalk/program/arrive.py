@@ -109,16 +109,16 @@ def _fetched(ways: Ways, unit: int, part: StateKind, residency: Residency, draft
 def _in_slices(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
     plan, entries, held = ways.places.plan, ways.pending.entries, residency.held[unit]
     own, gathered = slice_bytes(plan, ways.places.model.units[unit])
-    done = draft.op(OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=own, slot=held.slot)
+    done, stored = draft.op(OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=own, slot=held.slot), []
     if entries:
         done = draft.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=entries)
         if ways.pending.flush or not ways.gathers:
-            draft.op(OpKind.STORE, unit, Lane.STORE, [done], part=part, nbytes=own)
+            stored = [draft.op(OpKind.STORE, unit, Lane.STORE, [done], part=part, nbytes=own)]
     if ways.gathers:
         nbytes = (plan.parameter_ranks - 1) * gathered
         axes = names_of(between(make_axes(plan.mesh), 1, plan.parameter_ranks))
         done = draft.op(OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=nbytes, slot=held.slot, axes=axes)
-    return residency.arrived(unit, done)
+    return residency.arrived(unit, done, *stored)
 
 
 def _gathered(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:

@@ -19,7 +19,7 @@ def backprop(b: Builder, *, update: bool, graphs: int) -> None:
     ``graphs`` blocks keep theirs. At the end the gradients are judged, and used where they were not at the blocks' turns."""
     plan, last = b.places.plan, b.places.last
     every = list(range(plan.gradient_accumulation_steps))
-    walk = _Backprop(b, update and plan.update.timing is Timing.BLOCK, every[-1], _kept_graphs(b, graphs))
+    walk = _Backprop(b, update and plan.update.at_turn, every[-1], _kept_graphs(b, graphs))
     turns: list[Turn] = []
     for group in [[m] for m in every] if plan.accumulation_order == "micro_batch" else [every]:
         turns += [Turn(i, partial(walk.forward, i, group)) for i in range(last)]
@@ -50,6 +50,12 @@ class _Backprop:
     """The op that saved each block's input, by block and micro-batch."""
     hidden: dict[int, int] = field(default_factory=dict)
     """The op that made each micro-batch's hidden state."""
+    coming: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks and micro-batches whose inputs are still to be brought back, in the order of their backwards."""
+    loaded: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The op that brought an input back, of those that no backward has used."""
+    backwards: list[int] = field(default_factory=list)
+    """The backwards that used one."""
     complete: dict[int, int] = field(default_factory=dict)
     """The op after which each unit's gradients are complete."""
 
@@ -74,18 +80,22 @@ class _Backprop:
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
         """The loss at the epilogue's turn, or a backward; then what completes the unit's gradients and uses them."""
         b, places, cost, kept, used = self.b, self.b.places, self.b.cost(unit), unit in self.keep, []
-        block, freed = 0 < unit < places.last, self._graph(unit) if kept else self._input()
+        block, freed = 0 < unit < places.last, self._graph(unit) if kept else (*self._input(), *self._brought())
         flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
         kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
         transient = cost.backward_transient - (cost.saved if block and (kept or places.maps_graphs) else 0)
+        if unit == places.last:
+            self.coming = [(i, m) for i in range(places.last - 1, 0, -1) if i not in self.keep for m in group]
         for m in group:
             deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
             if block and not kept:
-                deps.append(self._moves_input(OpKind.LOAD, Lane.FETCH, unit, m, self.saves[unit, m]))
+                deps.append(self._load(unit, m))
             if block:
                 details |= {"keep_graph": kept, "frees": freed}
             details |= {"micro_batch": m, "last": m == self.final, "flops": flops}
             used.append(b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details))
+            if block and not kept:
+                self.backwards.append(used[-1])
         return used + self._finish(unit, used[-1], complete=group[-1] == self.final)
 
     def _claims(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
@@ -123,15 +133,34 @@ class _Backprop:
         kind, part = (OpKind.CHECK, StateKind.GRADIENT) if update else (OpKind.TOTAL, None)
         return [b.op(kind, b.places.last, Lane.COMPUTE, deps, part=part, axes=b.everyone)]
 
-    def _moves_input(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, after: int, **memory: object) -> int:
+    def _load(self, unit: int, micro_batch: int) -> int:
+        """Bring back a block's input, and with it those of the next backwards, as far as places are free: ``prefetch`` + 1,
+        each of which the backward that used it frees."""
+        places = self.b.places.plan.prefetch + 1
+        while self.coming and len(self.loaded) < places:
+            key, before = self.coming.pop(0), len(self.backwards) + len(self.loaded) - places
+            freed = [self.backwards[before]] if before >= 0 else []
+            self.loaded[key] = self._moves_input(
+                OpKind.LOAD, Lane.FETCH, *key, self.saves[key], *freed, takes=self._brought()
+            )
+        return self.loaded.pop((unit, micro_batch))
+
+    def _moves_input(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, **memory: object) -> int:
         """Write a block's input to its tier, or bring it back."""
         nbytes = sum(nbytes for pool, nbytes in self._input() if pool is not Pool.DEVICE)
         details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "nbytes": nbytes, **memory}
-        return self.b.op(kind, unit, lane, [after], **details)
+        return self.b.op(kind, unit, lane, after, **details)
 
     def _input(self) -> Bytes:
         """The memory of a block's saved input."""
         return ((activation_pool(self.b.places.plan, self.b.places.device), self.b.hidden_bytes),)
+
+    def _brought(self) -> Bytes:
+        """The device memory of an input that was brought back: a processor reads it where it lies."""
+        there = (
+            self.b.places.device == "cpu" or activation_pool(self.b.places.plan, self.b.places.device) is Pool.DEVICE
+        )
+        return () if there else ((Pool.DEVICE, self.b.hidden_bytes),)
 
     def _graph(self, unit: int) -> Bytes:
         """The memory of a block's kept graph."""

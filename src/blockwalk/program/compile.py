@@ -9,12 +9,12 @@ done with it; everything else (arrivals ahead of their turn, slots, evictions, w
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.mesh import Coordinates, work_axes
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind
@@ -64,7 +64,6 @@ def compile(
         AssertionError: an invariant of :mod:`blockwalk.program.program` does not hold.
     """
 
-    trains = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
     places = Placements(plan, model, device)
 
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
@@ -73,12 +72,12 @@ def compile(
         b = Builder(places, ways, Residency(dirty=pending.dirty), shape, costs, page_cache, coordinates)
         emit(b, step_kind, pending, graphs, batches)
         program = check(b.program(step_kind))
-        if trains and adapts(plan) and not keeps and (keeps := kept_slices(plan, model, program)):
+        if step_kind.trains and adapts(plan) and not keeps and (keeps := kept_slices(plan, model, program)):
             return lowered(graphs, keeps)
         return program
 
     fewest = most = len(model.blocks)
-    if trains and plan.recompute == "auto" and plan.budget is not None and not places.maps_graphs:
+    if step_kind.trains and plan.recompute == "auto" and plan.budget is not None and not places.maps_graphs:
         fewest = 0
     while fewest < most:  # the most graphs with which the whole program stays within the budget
         middle = (fewest + most + 1) // 2
@@ -88,13 +87,14 @@ def compile(
 
 def emit(b: Builder, step_kind: StepKind, pending: Pending, graphs: int, batches: int) -> None:
     """Emit a step of the plan's estimator."""
-    zeroth = b.places.plan.estimator is Estimator.ZEROTH_ORDER
-    in_place = zeroth and b.places.plan.zo.noise == "mezo"
+    plan = b.places.plan
+    in_place = plan.zeroth_order and plan.zo.noise == "mezo"
     if step_kind is StepKind.EVALUATE:
         b.walk(forwards(b, range(batches), [0]))
     elif step_kind is StepKind.FLUSH:
         (replay if in_place else flush)(b, pending)
-    elif zeroth and step_kind is StepKind.TRAIN:
+    elif plan.zeroth_order:
+        assert step_kind is StepKind.TRAIN, f"zeroth order has no {step_kind}"
         (mezo_original if in_place else zeroth_order)(b, pending)
     else:
         backprop(b, update=step_kind is StepKind.TRAIN, graphs=graphs)
@@ -114,6 +114,6 @@ def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tu
     return tuple(found.values())
 
 
-def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> dict[Pool, int]:
+def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> Counter[Pool]:
     """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
     return Placements(plan, model, device).resident()

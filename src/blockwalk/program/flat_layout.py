@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from blockwalk.plan.choices import Timing
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nbytes
-from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind, Tier
+from blockwalk.plan.placement import DTYPE_BYTES, Codec, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import POOLS, Pool
 from blockwalk.program.residency import compute_dtype
@@ -48,13 +47,12 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
     """The layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with a ``codec`` bytes."""
     align = ALIGN if codec is Codec.RAW else ENCODED_ALIGN
     offsets, end = [], 0
-    for param in unit.params:
-        if param.trainable == (part is StateKind.TRAINABLE):
-            offsets.append((param.name, end))
-            own = travels_as(param, dtype)
-            size = encoded_nbytes(param.shape, own, written_as(param, codec))
-            size = param.numel * DTYPE_BYTES[own] // DTYPE_BYTES[dtype] if codec is Codec.RAW else size
-            end += -(-size // align) * align
+    for param in unit.part(part is StateKind.TRAINABLE):
+        offsets.append((param.name, end))
+        own = travels_as(param, dtype)
+        size = encoded_nbytes(param.shape, own, written_as(param, codec))
+        size = param.numel * DTYPE_BYTES[own] // DTYPE_BYTES[dtype] if codec is Codec.RAW else size
+        end += -(-size // align) * align
     itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
     return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)
 
@@ -122,7 +120,7 @@ def hosts_node_slice(plan: Plan) -> bool:
     return has_node_slice(plan) and plan.cache.tier == "host"
 
 
-def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
+def sharded_resident(plan: Plan, model: ModelSpec) -> Counter[Pool]:
     """Bytes of one rank between steps, without slots and gradient buffers.
 
     On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/o + 4n/g + 2n/p, spread over o, g and p ranks.
@@ -130,8 +128,8 @@ def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
     size = DTYPE_BYTES[compute_dtype(plan, model)]
     held: Counter[Pool] = Counter()
     states = 4 * (1 + len(plan.update_rule.states))
-    in_place = accumulates(plan) and plan.gradient.tier is Tier.DEVICE
-    own_state = plan.optimizer_state.tier is Tier.DEVICE
+    in_place = accumulates(plan) and plan.gradient.on_device
+    own_state = plan.optimizer_state.on_device
     for unit in model.units:
         frozen, flat = (part_layout(plan, model, unit, part) for part in PARTS)
         node = Pool.HOST if hosts_node_slice(plan) else Pool.DEVICE
@@ -141,9 +139,9 @@ def sharded_resident(plan: Plan, model: ModelSpec) -> dict[Pool, int]:
         elif hosts_node_slice(plan) and not (size == 4 and own_state):
             held[Pool.DEVICE] += size * flat.numel // plan.optimizer_ranks
         held[POOLS[plan.optimizer_state.tier]] += states * flat.numel // plan.optimizer_ranks
-        if plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
+        if plan.update.at_turn:  # what a step that is refused goes back to
             held[Pool.DISK] += states * flat.numel // plan.optimizer_ranks
         held[Pool.DEVICE] += 4 * flat.numel // (plan.gradient_ranks if in_place else plan.optimizer_ranks)
         if accumulates(plan) and not in_place:
             held[Pool.HOST] += 4 * flat.numel // plan.gradient_ranks
-    return {pool: nbytes for pool, nbytes in held.items() if nbytes}
+    return +held

@@ -143,7 +143,7 @@ def lost_updates(program: Program) -> list[str]:
 
 def over_budget(program: Program, budget: int | None) -> list[str]:
     """The device peak stays within the budget."""
-    peak = program.peaks().get(Pool.DEVICE, 0)
+    peak = program.peaks()[Pool.DEVICE]
     if budget is None or peak <= budget:
         return []
     return [f"the step needs {human_bytes(peak)} of device memory, and the budget is {human_bytes(budget)}"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import DTYPE_BYTES
+from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Program
@@ -22,12 +22,17 @@ COUNTED = (OpKind.FORWARD, OpKind.UPDATE)
 """The kinds of op whose launches are counted: a block's."""
 
 
+def finds_copy(op: Op, plan: Plan) -> bool:
+    """Whether a forward finds its block perturbed already, for an earlier micro-batch of its pass."""
+    return plan.copies_blocks and op.kind is OpKind.FORWARD and op.micro_batch >= plan.mesh.data
+
+
 def launches(op: Op, places: Placements) -> int:
     """Launches of one op of a zeroth-order program; 0 for what is not counted."""
     plan, unit = places.plan, places.reads(op.unit)
-    if op.kind not in COUNTED or plan.estimator is not Estimator.ZEROTH_ORDER or plan.zo.noise == "mezo":
+    if op.kind not in COUNTED or not plan.zeroth_order or plan.zo.noise == "mezo":
         return 0
-    frozen, trained = ([p for p in unit.params if p.trainable is trains] for trains in (False, True))
+    frozen, trained = unit.part(False), unit.part(True)
     codes, plain = ([p for p in trained if _encoded(places, p) is encoded] for encoded in (True, False))
     if op.kind is OpKind.UPDATE:
         if plan.update_rule.linear and not plan.kind.states:
@@ -37,6 +42,8 @@ def launches(op: Op, places: Placements) -> int:
     decoded = [p for p in frozen if len(p.shape) == 2 and p.quantizable and plan.frozen.codec.encoded]
     matrices = [p for p in trained if len(p.shape) == 2 and p.quantizable]
     vectors = [p for p in plain if p not in matrices]
+    if finds_copy(op, plan):
+        matrices, vectors = [], []
     size = DTYPE_BYTES[compute_dtype(plan, places.model)]
     ranges = sum(-(-p.numel * size // DECODE_BYTES["cuda"]) for p in (*matrices, *decoded))
     return ranges + len(_dtypes(places, vectors))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.mesh import Coordinates, make_axes, names_of, work_axes
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.arrive import Residency, Ways, arrive
@@ -52,7 +51,7 @@ class Builder:
     @property
     def everyone(self) -> tuple[str, ...]:
         """The axes over which all ranks exchange scalars."""
-        share = work_axes if self.places.plan.estimator is Estimator.ZEROTH_ORDER else make_axes
+        share = work_axes if self.places.plan.zeroth_order else make_axes
         return names_of(share(self.places.plan.mesh))
 
     @property
@@ -83,11 +82,12 @@ class Builder:
                     free.append(self._evict(unit, used, turns[k + 1 :]))
 
     def _window(self, turns: Sequence[Turn], start: int) -> Iterator[int]:
-        """The turns from ``start`` on for which ``prefetch`` further units arrive; those with slots of their own do not
-        count."""
+        """The turns from ``start`` on for which ``prefetch`` further units arrive; those that stay, or have slots of their own,
+        do not count."""
         left = self.places.plan.prefetch + 1
         for k in range(start, len(turns)):
-            left -= self.places.own_slot(turns[k].unit) is None
+            unit = turns[k].unit
+            left -= bool(self.places.parts(unit)) and self.places.own_slot(unit) is None
             if left < 0:
                 return
             yield k
@@ -123,9 +123,9 @@ class Builder:
         pages = sum(places.part_bytes(places.reads(unit), p) for p in places.parts(unit) if places.mapped(p))
         sizes = ((Pool.MAPPED, pages), (Pool.DEVICE, sum(places.node_bytes(unit, part) for part in freed)))
         frees = tuple((pool, nbytes) for pool, nbytes in sizes if nbytes)
-        lane = Lane.FETCH if places.updates_behind else Lane.STORE  # no slot waits for an update's reduction
         after = [*used, *held.fills]
-        op = self.op(OpKind.EVICT, unit, lane, after, slot=held.slot, frees=frees, kept=bool(freed))
+        # On the lane of what fills the slot next: no slot waits for another unit's write-back.
+        op = self.op(OpKind.EVICT, unit, Lane.FETCH, after, slot=held.slot, frees=frees, kept=bool(freed))
         self.residency = self.residency.left(unit, op, freed)
         return held.slot
 
@@ -134,7 +134,7 @@ class Builder:
     def update(self, unit: int, after: Sequence[int]) -> list[int]:
         """Update a unit, which uses its accumulated gradients up; where its trainables are in a slot, write them back."""
         lane = Lane.STORE if self.places.updates_behind else Lane.COMPUTE
-        frees = self.places.accumulated(unit) if self.places.plan.estimator is Estimator.BACKPROP else ()
+        frees = () if self.places.plan.zeroth_order else self.places.accumulated(unit)
         done = self.op(OpKind.UPDATE, unit, lane, after, part=StateKind.TRAINABLE, frees=frees)
         if has_node_slice(self.places.plan):
             self.residency = self.residency.updated(unit)
@@ -160,9 +160,8 @@ class Builder:
     def program(self, step_kind: StepKind) -> Program:
         places, model = self.places, self.places.model
         slots, static = places.slot_sizes(), places.resident()
-        gradients = 4 * sum(places.pools.gradients) if step_kind in (StepKind.TRAIN, StepKind.GRADIENTS) else 0
-        held = sum(slots) + gradients + self.costs.scratch + self._carried(step_kind)
-        static[Pool.DEVICE] = static.get(Pool.DEVICE, 0) + held
+        gradients = 4 * sum(places.pools.gradients) if step_kind.trains else 0
+        static[Pool.DEVICE] += sum(slots) + gradients + self.costs.scratch + self._carried(step_kind)
         streamed = frozenset(u for u in range(places.last + 1) if places.parts(u))
         return Program(
             title=f"{places.plan.method} on {model.name}",
@@ -182,7 +181,7 @@ class Builder:
         """Device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the backward
         walk the hidden state's gradient) and what the prologue made for the blocks."""
         made, plan = self.cost(0).saved, self.places.plan
-        saves = plan.estimator is Estimator.BACKPROP and step_kind is not StepKind.EVALUATE
+        saves = not plan.zeroth_order and step_kind is not StepKind.EVALUATE
         if made and not (saves and activation_pool(plan, self.places.device) is Pool.DEVICE):
             made += self.hidden_bytes  # the prologue's own hidden state stays beside the walk's
         return self._walks_at_once() * made

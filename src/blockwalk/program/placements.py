@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
@@ -64,25 +63,25 @@ class Placements:
     def mapped(self, part: StateKind) -> bool:
         """True where this part is used in place through a file map: disk tier, CPU, and never rewritten in a slot."""
         placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
-        rewritten = part is StateKind.TRAINABLE and self.plan.estimator is Estimator.ZEROTH_ORDER
-        return placement.tier is Tier.DISK and self.device == "cpu" and not rewritten and not self.sharded
+        rewritten = part is StateKind.TRAINABLE and self.plan.zeroth_order
+        return placement.on_disk and self.device == "cpu" and not rewritten and not self.sharded
 
     @property
     def stays(self) -> bool:
         """True where trainables that the plan puts on another tier are on the device all the same: see ``adapters``."""
-        placed = self.plan.trainable.tier is not Tier.DEVICE and not self.mapped(StateKind.TRAINABLE)
+        placed = not self.plan.trainable.on_device and not self.mapped(StateKind.TRAINABLE)
         return placed and self.adapters and not self.sharded
 
     @property
     def sliced(self) -> bool:
         """True where ranks hold one copy of the streamed buckets together (zeroth order)."""
-        return self.plan.estimator is Estimator.ZEROTH_ORDER and self.plan.parameter_ranks > 1
+        return self.plan.zeroth_order and self.plan.parameter_ranks > 1
 
     def streams(self, unit: int, part: StateKind) -> bool:
         """True where this part of this unit is fetched from its tier when its turn comes, and once changed written back."""
         placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
         trainable = part is StateKind.TRAINABLE
-        if placement.tier is Tier.DEVICE or self.sharded or not self.reads(unit).numel(trainable=trainable):
+        if placement.on_device or self.sharded or not self.reads(unit).numel(trainable=trainable):
             return False
         if trainable and self.adapters:
             return False
@@ -91,7 +90,7 @@ class Placements:
     def fixed(self, unit: int, part: StateKind) -> bool:
         """True where a part of a unit is on the device for good, whatever its tier: at both ends of the model, and of the
         blocks that are kept. A file map stays one, and masters of backpropagation travel."""
-        travels = part is StateKind.TRAINABLE and self.plan.estimator is Estimator.BACKPROP
+        travels = part is StateKind.TRAINABLE and not self.plan.zeroth_order
         return unit in (0, self.last) or (unit in self.kept and not travels and not self.mapped(part))
 
     def parts(self, unit: int) -> list[StateKind]:
@@ -119,7 +118,7 @@ class Placements:
     @property
     def updates_behind(self) -> bool:
         """True where a unit is updated beside the walk, while the next one's backward runs."""
-        return self.sharded and self.plan.update.timing is Timing.BLOCK
+        return self.sharded and self.plan.update.at_turn
 
     @property
     def maps_graphs(self) -> bool:
@@ -194,10 +193,10 @@ class Placements:
     def part_bytes(self, unit: UnitSpec, part: StateKind) -> int:
         """Bytes of a unit's frozen or trainable parameters on their tier: encoded; in memory see :meth:`memory_bytes`."""
         if part is StateKind.FROZEN:
-            if self.plan.frozen.tier is not Tier.DISK:
+            if not self.plan.frozen.on_disk:
                 return self.memory_bytes(unit)
             return unit.nbytes(self.plan.frozen.codec, trainable=False)
-        if self.plan.estimator is Estimator.ZEROTH_ORDER:
+        if self.plan.zeroth_order:
             return bucket_bytes(self.plan, unit)
         return unit.nbytes(self.plan.trainable.codec, trainable=True)
 
@@ -205,7 +204,7 @@ class Placements:
         """Bytes of a unit's frozen parameters in memory (slot or resident): experts that are not encoded take the compute
         dtype."""
         codec = self.plan.frozen.codec
-        dense = [p for p in unit.params if not p.trainable and not p.stored_in(codec).encoded]
+        dense = [p for p in unit.part(False) if not p.stored_in(codec).encoded]
         whole = [p for p in dense if p.assembled or len(p.shape) > 2]
         encoded = replace(unit, params=tuple(p for p in unit.params if p not in whole))
         return self._whole(whole) + encoded.nbytes(self.plan.frozen.codec, trainable=False)
@@ -227,7 +226,7 @@ class Placements:
         nbytes = 0 if self.sharded else 4 * of.numel(trainable=True)
         return ((self.gradient_pool, nbytes),) if nbytes else ()
 
-    def resident(self) -> dict[Pool, int]:
+    def resident(self) -> Counter[Pool]:
         """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
         if self.sharded:
             return sharded_resident(self.plan, self.model)
@@ -243,16 +242,16 @@ class Placements:
                     held[Pool.MAPPED] += nbytes
                 else:
                     held[Pool.DEVICE] += nbytes
-                    if placement.tier is Tier.DISK:
+                    if placement.on_disk:
                         held[Pool.DISK] += nbytes
-        if self.plan.estimator is Estimator.BACKPROP:  # else buckets hold what the rule keeps
+        if not self.plan.zeroth_order:  # else buckets hold what the rule keeps
             tier, cpu = self.plan.optimizer_state.tier, self.device == "cpu"
             moments = len(self.plan.update_rule.states) * 4 * self.model.numel(trainable=True)
             held[Pool.MAPPED if tier is Tier.DISK and cpu else POOLS[tier]] += moments
-            if self.plan.update.timing is Timing.BLOCK:  # what a step that is refused goes back to
+            if self.plan.update.at_turn:  # what a step that is refused goes back to
                 masters = sum(unit.nbytes(self.plan.trainable.codec, trainable=True) for unit in self.model.units)
                 held[Pool.MAPPED if cpu else Pool.DISK] += masters + moments
-        return {pool: nbytes for pool, nbytes in held.items() if nbytes}
+        return +held
 
 
 def evenly(count: int) -> list[int]:

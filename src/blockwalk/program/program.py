@@ -95,6 +95,11 @@ class StepKind(StrEnum):
     EVALUATE = "evaluate"
     FLUSH = "flush"
 
+    @property
+    def trains(self) -> bool:
+        """True where losses are turned into a direction, whether it is used or not."""
+        return self in (StepKind.TRAIN, StepKind.GRADIENTS)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -185,7 +190,7 @@ class Program:
     slot_bytes: int = 0
     dirty: frozenset[int] = frozenset()
     """Sharded over ranks: units whose node slices are out of date when the program has run."""
-    _peaks: dict[Pool, int] = field(default_factory=dict, compare=False, repr=False)
+    _peaks: Counter[Pool] = field(default_factory=Counter, compare=False, repr=False)
 
     def bytes_by_lane(self) -> dict[Lane, int]:
         """Bytes that each lane moves in one run."""
@@ -195,8 +200,9 @@ class Program:
                 total[op.lane] += op.nbytes
         return dict(total)
 
-    def peaks(self) -> dict[Pool, int]:
-        """Peak bytes of each pool if every op started as early as its place in the list: an upper bound of any run."""
+    def peaks(self) -> Counter[Pool]:
+        """Peak bytes of each pool (0 of one that is not used) if every op started as early as its place in the list: an upper
+        bound of any run."""
         if not self._peaks:
             peak = Counter(dict(self.static))
             for op, held in self._holding():
@@ -204,7 +210,7 @@ class Program:
                     transient = op.transient if pool is Pool.DEVICE else 0
                     peak[pool] = max(peak[pool], held[pool] + transient)
             self._peaks.update({Pool(pool): int(nbytes) for pool, nbytes in peak.items()})
-        return dict(self._peaks)
+        return Counter(self._peaks)
 
     def device_bytes(self) -> list[int]:
         """Bytes held on the device while each op runs, transients included, under the assumption of :meth:`peaks`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec, encoded_nbytes
-from blockwalk.plan.placement import Codec, Tier
+from blockwalk.plan.placement import Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.program import POOLS, Pool
@@ -40,15 +39,10 @@ def slice_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
 def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     """Bytes of a unit's trainables in their codec, and of the states beside them, each tensor aligned."""
     codec, weights, states = plan.trainable.codec, 0, 0
-    for p in unit.params:
-        if p.trainable:
-            written_as = codec if p.quantizable or not codec.encoded else Codec.RAW
-            weights += _aligned(encoded_nbytes(p.shape, p.dtype, written_as))
-            kept = (
-                encoded_nbytes(p.shape, "float32", state)
-                for state, _ in states_beside(plan.zo, plan.optimizer).values()
-            )
-            states += sum(map(_aligned, kept))
+    beside = [state for state, _ in states_beside(plan.zo, plan.optimizer).values()]
+    for p in unit.part(True):
+        weights += _aligned(encoded_nbytes(p.shape, p.dtype, p.stored_in(codec)))
+        states += sum(_aligned(encoded_nbytes(p.shape, "float32", state)) for state in beside)
     return weights, states
 
 
@@ -65,7 +59,7 @@ def computes_in(plan: Plan, stored: str) -> str:
     one are computed in bfloat16, which has float32's range: in float16 most of them lie below its smallest number."""
     if plan.compute_dtype != "auto":
         return plan.compute_dtype
-    return "bfloat16" if stored == "float16" and plan.estimator is Estimator.BACKPROP else stored
+    return "bfloat16" if stored == "float16" and not plan.zeroth_order else stored
 
 
 def activation_pool(plan: Plan, device: str) -> Pool:

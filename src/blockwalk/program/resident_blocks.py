@@ -50,7 +50,7 @@ def settled(
     def peak(resident: int) -> int:
         least = replace(plan, resident=resident, recompute="all" if plan.recompute == "auto" else plan.recompute)
         program = compile(least, model, StepKind.TRAIN, shape, costs=costs, device=device, **inputs)
-        return program.peaks().get(Pool.DEVICE, 0)
+        return program.peaks()[Pool.DEVICE]
 
     none = held(0)
     room, block = budget - (peak(0) - none), max((held(every) - none) // every, 1)  # blocks are about equal

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from blockwalk.plan.choices import Timing
 from blockwalk.plan.mesh import forwards_at, micro_batches_at
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.costs import Pending
@@ -16,7 +15,7 @@ from blockwalk.program.program import Lane, OpKind
 def zeroth_order(b: Builder, pending: Pending) -> None:
     """Every forward of the step while the unit is on the device; the last step's update first, where it is deferred."""
     plan = b.places.plan
-    deferred = plan.update.timing is Timing.DEFERRED
+    deferred = plan.update.deferred
     passes = forwards_at(plan.mesh, dict(b.coordinates), plan.forward_passes)
     b.walk(forwards(b, own_micro_batches(b), passes, pending if deferred else Pending()))
     done = exchange(b)
@@ -47,8 +46,8 @@ def forwards(
         deps = [*after, *used[:1]]
         return used + [
             b.op(kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, **details)
+            for p in passes  # one perturbed copy of the unit serves all micro-batches of a pass
             for m in micro_batches
-            for p in passes
         ]
 
     return [Turn(unit, partial(work, unit)) for unit in range(b.places.last + 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.parsing import flat
 from blockwalk.ranks.groups import all_gather
+from blockwalk.system.paths import StrPath
 from blockwalk.system.versions import installed
 
 _CHUNK = 16 << 20
@@ -105,7 +105,7 @@ def files_digest(folder: Path) -> str:
     return hashlib.blake2b(repr((names, total)).encode(), digest_size=8).hexdigest()
 
 
-def model_digest(model: str | os.PathLike[str] | nn.Module) -> str:
+def model_digest(model: StrPath | nn.Module) -> str:
     """A digest of a model's weights: of the files in its folder, or of a module's parameters and buffers. Every rank calls this
     together."""
     if not isinstance(model, nn.Module):

@@ -83,6 +83,8 @@ class Watch:
         self._here, self._rank = here, here.rank
         self._done = threading.Event()
         self._progress: float | None = None
+        self._finished: Callable[[], int] = int
+        self._count = 0
         self._began = 0.0
         self._steps: list[float] = []
         self._about = f"blockwalk/watch-{Watch._made}"
@@ -144,8 +146,18 @@ class Watch:
         )
         return f"{who} did not come within {timeout:g} s (start_timeout): not started, stopped, or unable to reach the others"
 
-    def begin_step(self) -> None:
+    def begin_step(self, finished: Callable[[], int] = int) -> None:
+        """Watch a step of which so many ops have ``finished``: on an accelerator one that is issued can still be stuck, and a
+        thread that waits for the device issues none."""
+        self._finished, self._count = finished, 0
         self._began, self._progress = time.monotonic(), self._lived
+
+    def _count_finished(self) -> None:
+        """Note whether ops were done since this was last asked."""
+        count = self._finished() if self._progress is not None else self._count
+        if count != self._count:
+            self._count = count
+            self.progress()
 
     def progress(self) -> None:
         """An op is done."""
@@ -211,6 +223,7 @@ class Watch:
             now = time.monotonic()
             self._lived += min(now - before, self.interval)
             before = now
+            self._count_finished()
             message = self.unheard() or self.stuck()
             if message is not None and not self._done.is_set():
                 self.end(message)

@@ -45,7 +45,7 @@ def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     if (best := next(fits, None)) is None:
         alone = ", or train adapters (lora.rank: 8)" if run.lora is None else ""
         return f"; no plan of this model fits {human_bytes(room)}: lower batch_size or data.max_length{alone}"
-    held = best.peaks.get(Pool.DEVICE, 0) + (best.peaks.get(Pool.HOST, 0) if device == "cpu" else 0)
+    held = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
     return f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)} of tensors"
 
 

@@ -68,7 +68,7 @@ class Forecast:
     def host_bytes(self) -> int:
         """Bytes of tensors in a processor's own memory at a step's peak."""
         peaks = self.program.peaks()
-        return peaks.get(Pool.HOST, 0) + (peaks.get(Pool.DEVICE, 0) if self.device == "cpu" else 0)
+        return peaks[Pool.HOST] + (peaks[Pool.DEVICE] if self.device == "cpu" else 0)
 
     def process_bytes(self, before: int, opened: int | None = None) -> int:
         """Bytes of the whole process at a step's peak, on a processor, where it held ``before`` without the model and
@@ -106,7 +106,7 @@ class Forecast:
             Row("trainable", trainable, self._stored(plan.trainable, trainable=True), f"{trained:,} parameters{small}"),
         ]
         if not plan.zeroth_order:
-            at_turn = plan.update.timing is Timing.BLOCK
+            at_turn = plan.update.at_turn
             most = max(unit.numel(trainable=True) for unit in model.units) if at_turn else trained
             note = "of one unit: used at its turn" if at_turn else "accumulated to the step's end"
             rows.append(Row("gradient", plan.gradient, 4 * most, note))
@@ -148,11 +148,11 @@ class Forecast:
 
     def pools(self) -> Iterator[str]:
         """The tensors' bytes at a step's peak, by where they lie: a processor's device and host are one memory."""
-        peaks = dict(self.program.peaks())
+        peaks = self.program.peaks()
         if self.device == "cpu":
             yield f"memory {human_bytes(peaks.pop(Pool.DEVICE, 0) + peaks.pop(Pool.HOST, 0))}"
         names = {Pool.MAPPED: "file maps (pages that the kernel may drop)"}
-        yield from (f"{names.get(pool, pool)} {human_bytes(peaks[pool])}" for pool in Pool if peaks.get(pool))
+        yield from (f"{names.get(pool, pool)} {human_bytes(peaks[pool])}" for pool in Pool if peaks[pool])
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -166,7 +166,7 @@ class Forecast:
         Raises:
             DoesNotFit: the predicted peak on the device is above ``plan.budget``.
         """
-        peak, plan, program = self.program.peaks().get(Pool.DEVICE, 0), self.plan, self.program
+        peak, plan, program = self.program.peaks()[Pool.DEVICE], self.plan, self.program
         if plan.budget is None or peak <= plan.budget:
             return
         other = "or move state to another tier (frozen: disk × int4a)"

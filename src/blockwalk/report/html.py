@@ -47,6 +47,9 @@ text{font:11px system-ui,sans-serif;fill:var(--dim,#57606a)}.grid{stroke:var(--g
 @media(max-width:500px){text{font-size:16px}}
 """
 
+Lines = Sequence[dict[str, Any]]
+"""The lines of a log that a run wrote."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -202,7 +205,7 @@ def timeline(title: str, trace: dict[str, Any]) -> str:
     return f"<h2>{label}</h2>{picture}<p>{legend}</p>"
 
 
-def _level(steps: Sequence[dict[str, Any]], value: float | None, scale: float) -> list[Series]:
+def _level(steps: Lines, value: float | None, scale: float) -> list[Series]:
     """The foreseen value as a level line; empty where none is foreseen."""
     if not value:
         return []
@@ -221,7 +224,7 @@ def _object(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")).items()) if path.is_file() else {}
 
 
-def _series(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> Series:
+def _series(name: str, lines: Lines, key: str, scale: float = 1.0) -> Series:
     points = [
         (float(line["step"]), float(line[key]) * scale)
         for line in lines
@@ -234,7 +237,7 @@ def _series(name: str, lines: Sequence[dict[str, Any]], key: str, scale: float =
     return Series(name, tuple(thin))
 
 
-def _losses(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> list[Series]:
+def _losses(steps: Lines, evaluations: Lines) -> list[Series]:
     return [_series("training", steps, "loss"), _series("held out", evaluations, "loss")]
 
 
@@ -249,7 +252,7 @@ def _header(config: str, metrics: Path) -> Iterator[str]:
     yield time.strftime("%d %B %Y %H:%M", time.localtime(metrics.stat().st_mtime))
 
 
-def _moved(steps: Sequence[dict[str, Any]]) -> Iterator[Series]:
+def _moved(steps: Lines) -> Iterator[Series]:
     for lane in sorted({lane for step in steps for lane in step.get("bytes_moved", {})}):
         with_lane = [
             {"step": s["step"], "moved": s["bytes_moved"][lane]} for s in steps if lane in s.get("bytes_moved", {})
@@ -258,9 +261,7 @@ def _moved(steps: Sequence[dict[str, Any]]) -> Iterator[Series]:
             yield _series(lane, with_lane, "moved", 1e-6)
 
 
-def _summary(
-    steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], forecast: dict[str, Any]
-) -> Iterator[tuple[str, str]]:
+def _summary(steps: Lines, evaluations: Lines, forecast: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps[-1]['step']}"
     yield "training loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}"
     if evaluations:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockwalk.checkpoints import run_checkpoint
-from blockwalk.plan.placement import Tier
 from blockwalk.program.program import human_bytes
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
@@ -94,11 +93,11 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     rows = {row.kind: row for row in forecast.rows()}
     trained, state = rows["trainable"].nbytes, rows["optimizer"].nbytes
     zeroth_order = run.plan.zeroth_order
-    streamed = zeroth_order and rows["trainable"].placement.tier is Tier.DISK
+    streamed = zeroth_order and rows["trainable"].placement.on_disk
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
     kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
     final = trained if run.lora is not None else sum(unit.nbytes() for unit in forecast.model.units)
-    on_disk = [row for row in rows.values() if row.placement.tier is Tier.DISK and row.kind != "frozen"]
+    on_disk = [row for row in rows.values() if row.placement.on_disk and row.kind != "frozen"]
     scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
     if run.plan.frozen.codec.encoded and not is_store(run.model):  # it is packed first
         scratch += rows["frozen"].nbytes

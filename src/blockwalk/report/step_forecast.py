@@ -75,7 +75,7 @@ class StepForecast:
             now, more = human_bytes(self.held_bytes), human_bytes(self.process_bytes - self.held_bytes)
             yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
             yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
-            if mapped := self.program.peaks().get(Pool.MAPPED):
+            if mapped := self.program.peaks()[Pool.MAPPED]:
                 yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
             if hardware.of_this_machine(self.forecast.device).name == hardware.UNMEASURED:
                 yield f"  {process_memory.GUESSED}"
@@ -103,7 +103,7 @@ class StepForecast:
         """The forecast as ``forecast.json`` holds it."""
         peaks = self.program.peaks()
         return {
-            "peaks": {str(pool): peaks[pool] for pool in Pool if peaks.get(pool)},
+            "peaks": {str(pool): peaks[pool] for pool in Pool if peaks[pool]},
             "tensor_bytes": self.tensor_bytes,
             "process_bytes": self.process_bytes,
             "bytes_moved": {str(lane): nbytes for lane, nbytes in self.program.bytes_by_lane().items()},

@@ -7,15 +7,15 @@ The model, its costs and the machine are values that are handed in (:func:`block
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from blockwalk.plan.choices import Timing
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.model_spec import ModelSpec
-from blockwalk.plan.placement import NOBODY, Tier
+from blockwalk.plan.placement import NOBODY
 from blockwalk.plan.plan import AUTO, Plan
 from blockwalk.program.compile import compile_ranks, resident
 from blockwalk.program.costs import Costs, Pending
@@ -62,7 +62,7 @@ class Candidate:
 
     plan: Plan
     label: str
-    peaks: Mapping[Pool, int]
+    peaks: Counter[Pool]
     simulation: Simulation | None = None
     refused: str = ""
 
@@ -75,7 +75,7 @@ class Candidate:
 
     def line(self) -> str:
         """The candidate as a row of a table."""
-        held = f"{human_bytes(self.peaks.get(Pool.DEVICE, 0)):>9} {human_bytes(self.peaks.get(Pool.HOST, 0)):>9}"
+        held = f"{human_bytes(self.peaks[Pool.DEVICE]):>9} {human_bytes(self.peaks[Pool.HOST]):>9}"
         if self.simulation is None:
             return f"{self.label:<44} {held}  {self.refused}"
         found = self.simulation
@@ -142,7 +142,7 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     elif not row.zeroth_order:
         for recompute in ("none", "all"):
             yield f", recompute {recompute}", {"recompute": recompute}
-    elif row.trainable.tier is Tier.DEVICE:
+    elif row.trainable.on_device:
         yield "", {}
     else:
         codecs = ("raw",) if task.adapters else ("raw", "fp8")
@@ -193,7 +193,7 @@ def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
 def steady(plan: Plan, model: ModelSpec) -> Pending:
     """The updates that a step of a long run finds pending: the last step's where it is deferred, and every node slice out of
     date."""
-    if plan.update.timing is Timing.DEFERRED:
+    if plan.update.deferred:
         return Pending(1, flush=True)
     if plan.sharded:
         return Pending(dirty=frozenset(i for i, unit in enumerate(model.units) if unit.numel(trainable=True)))
@@ -223,7 +223,7 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     programs, costs = programs_of(task, plan)
     held = programs[0].peaks()
     if refused := _too_large(task, held, plan.mesh.world):
-        if held.get(Pool.DEVICE, 0) > task.room:
+        if held[Pool.DEVICE] > task.room:
             refused += "; fewer tokens a micro-batch would fit"
             refused += ", or recompute: all" if plan.recompute == "none" else ""
         return Candidate(plan, label, held, None, refused)
@@ -245,19 +245,26 @@ def rank(task: Task) -> Ranking:
 
 
 def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | None:
-    """A streamed plan with the fewest micro-batches whose forwards take as long as its fetches: all of them pass through a
-    block while it is there. None where they do so already, or would not with ``most`` of them."""
-    if candidate.simulation is None:
-        return None
-    spans = candidate.simulation.spans
-    fetches = sum(span.seconds for span in spans if span.op.lane is Lane.FETCH)
-    forwards = sum(span.seconds for span in spans if span.op.kind in COMPUTES)
-    others = sum(span.seconds for span in spans if span.op.lane is Lane.COMPUTE) - forwards
-    steps = candidate.plan.gradient_accumulation_steps * math.ceil((fetches - others) / forwards)
-    if not candidate.plan.gradient_accumulation_steps < steps <= most:
-        return None
-    plan = replace(candidate.plan, gradient_accumulation_steps=steps)
-    return look_at(task, f"{candidate.label}, {steps} micro-batches", plan)
+    """A streamed plan with the fewest micro-batches whose step computes as long as it fetches: all of them pass through a block
+    while it is there. None where they do so already, or would not with ``most`` of them: a step of so many more sequences is
+    for its user to decide."""
+    found, steps = candidate, candidate.plan.gradient_accumulation_steps
+    label = candidate.label.removesuffix(f", {candidate.plan.resident} blocks stay")
+    while found.simulation is not None:
+        spans = found.simulation.spans
+        fetches = sum(span.seconds for span in spans if span.op.lane is Lane.FETCH)
+        computes = sum(span.seconds for span in spans if span.op.lane is Lane.COMPUTE)
+        if fetches <= computes:
+            return None if found is candidate else found
+        forwards = sum(span.seconds for span in spans if span.op.kind in COMPUTES)
+        # Too few where a pass's noise is drawn once for all of them.
+        steps += math.ceil((fetches - computes) * steps / forwards)
+        if steps > most:
+            return None
+        resident = AUTO if candidate.plan.resident else 0
+        plan = replace(candidate.plan, gradient_accumulation_steps=steps, resident=resident)
+        found = look_at(task, f"{label}, {steps} micro-batches", plan)
+    return None
 
 
 def choose(task: Task, *, world: int = 1) -> Plan:
@@ -271,7 +278,7 @@ def choose(task: Task, *, world: int = 1) -> Plan:
         if candidate.plan.mesh.world == world:
             return candidate.plan
     refused = [c for c in found.refused if c.plan.mesh.world == world]
-    nearest = min(refused, key=lambda c: c.peaks.get(Pool.DEVICE, 0))
+    nearest = min(refused, key=lambda c: c.peaks[Pool.DEVICE])
     raise ValueError(f"no method fits {task.hardware.name}; the nearest, {nearest.label}, {nearest.refused}")
 
 
@@ -291,16 +298,16 @@ def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
     return low
 
 
-def _too_large(task: Task, held: Mapping[Pool, int], ranks: int) -> str:
+def _too_large(task: Task, held: Counter[Pool], ranks: int) -> str:
     """The reason why these peaks do not fit, or ""."""
     hardware = task.hardware
-    device, host = held.get(Pool.DEVICE, 0), held.get(Pool.HOST, 0) * min(ranks, hardware.devices_per_node)
+    device, host = held[Pool.DEVICE], held[Pool.HOST] * min(ranks, hardware.devices_per_node)
     if hardware.device == "cpu":
         device, host = device + host, 0
     for what, needed, there in (
         ("on the device", device, task.room),
         ("of host memory", host, hardware.host_bytes),
-        ("of disk", held.get(Pool.DISK, 0) + held.get(Pool.MAPPED, 0), hardware.disk_bytes),
+        ("of disk", held[Pool.DISK] + held[Pool.MAPPED], hardware.disk_bytes),
     ):
         if needed > there:
             return f"needs {human_bytes(needed)} {what}, which has {human_bytes(there)}"

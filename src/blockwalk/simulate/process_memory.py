@@ -6,6 +6,8 @@ use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothin
 
 from __future__ import annotations
 
+from collections import Counter
+
 from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import OpKind, Pool, Program
@@ -33,13 +35,13 @@ def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
 def tensors(program: Program) -> int:
     """Bytes of tensors in a processor's own memory at the step's peak."""
     peaks = program.peaks()
-    return peaks.get(Pool.DEVICE, 0) + peaks.get(Pool.HOST, 0)
+    return peaks[Pool.DEVICE] + peaks[Pool.HOST]
 
 
 def transients(program: Program) -> int:
     """Those that come and go within the step."""
-    held = dict(program.static)
-    return tensors(program) - held.get(Pool.DEVICE, 0) - held.get(Pool.HOST, 0)
+    held = Counter(dict(program.static))
+    return tensors(program) - held[Pool.DEVICE] - held[Pool.HOST]
 
 
 def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool, process: int = 0) -> int:

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from blockwalk.plan.choices import Timing
 from blockwalk.plan.mesh import ranks_over
 from blockwalk.plan.model_spec import ModelSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from blockwalk.program.costs import NOTHING, Costs, Work
+from blockwalk.program.launches import finds_copy
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.residency import compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import Hardware, Link
@@ -126,11 +126,10 @@ class CostModel:
             return hw.op_seconds + max(op.entries, 1) * once
         if op.kind is OpKind.UPDATE:
             share = self.plan.optimizer_ranks if self.plan.sharded else 1
-            params = [p for p in self.model.units[op.unit].params if p.trainable]
-            starts = UPDATE_STARTS * len(params) * self._start
+            starts = UPDATE_STARTS * len(self.model.units[op.unit].part(True)) * self._start
             narrowed = self._narrowed("round" if self.plan.update.rounding == "stochastic" else "lift", trained / share)
             seconds = hw.op_seconds + starts + self._updated(trained / share) + narrowed
-            if self.plan.update.timing is Timing.BLOCK:  # the old values are copied first
+            if self.plan.update.at_turn:  # the old values are copied first
                 seconds += 8 * (1 + len(self.plan.update_rule.states)) * trained / share / hw.memory_bandwidth
             return seconds
         if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
@@ -178,7 +177,8 @@ class CostModel:
             times = self._token_chunks()
         if codes := unit.decoded(self.plan.frozen.codec):
             seconds += times * codes / hw.decode_rate
-        if self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank"):
+        drawn = self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank")
+        if drawn and not finds_copy(op, self.plan):
             seconds += unit.numel(trainable=True) / hw.noise_rate
         return seconds
 

@@ -47,7 +47,7 @@ class Simulation:
     seconds: float
     tokens: int
     """Tokens of one step, over all ranks."""
-    peaks: dict[Pool, int]
+    peaks: Counter[Pool]
     """Bytes of one rank."""
     bytes_by_lane: dict[Lane, int]
     """Bytes of one rank."""
@@ -103,7 +103,7 @@ def simulate(
         spans=spans[0],
         seconds=max((span.ended for its in spans for span in its), default=0.0),
         tokens=program.shape.tokens * plan.gradient_accumulation_steps * ranks,
-        peaks=dict(highest),
+        peaks=highest,
         bytes_by_lane=program.bytes_by_lane(),
         useful_flops=sum(op.flops for op in program.ops) - recomputed,
         peak_flops=hardware.peak_of(model_of.dtype),

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import yaml
+
+from blockwalk.system.paths import StrPath
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
 
 
-def fsync(path: str | os.PathLike[str]) -> None:
+def fsync(path: StrPath) -> None:
     """Make the names in a folder, or the bytes of a file, durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -53,7 +56,7 @@ def make_folder(path: Path) -> None:
         fsync(path.parent)
 
 
-def fsync_tree(path: str | os.PathLike[str]) -> None:
+def fsync_tree(path: StrPath) -> None:
     """Make every file below a folder, and every folder's names, durable."""
     for root, _, names in os.walk(path):
         for name in names:
@@ -62,20 +65,23 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str], nbytes: int | None = None) -> Iterator[None]:
-    """Add to an error about a full disk the file's path, the bytes that it was to have, and the bytes that are free."""
+def naming(path: StrPath, nbytes: int | None = None) -> Iterator[None]:
+    """Add to an error about a full disk the file's path, the bytes that it was to have, and the bytes that are free. Libraries
+    in Rust, such as safetensors and tokenizers, have errors of their own for it, with the number in their text."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in NO_ROOM or error.filename is not None:
+    except Exception as error:
+        in_rust = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(in_rust[1]) if in_rust else None
+        if number not in NO_ROOM or getattr(error, "filename", None) is not None:
             raise
         size, free = "" if nbytes is None else f" of {nbytes / 1e6:.3g} MB", shutil.disk_usage(Path(path).parent).free
-        text = f"{os.strerror(error.errno)} for a file{size} where {free / 1e6:.3g} MB are free"
-        raise OSError(error.errno, text, os.fspath(path)) from error
+        text = f"{os.strerror(number)} for a file{size} where {free / 1e6:.3g} MB are free"
+        raise OSError(number, text, os.fspath(path)) from error
 
 
 @contextmanager
-def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_open(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises.
 
     ``mode`` is "wb", "w" (UTF-8 text) or "w+b". The file is synced before it takes its name.
@@ -96,13 +102,13 @@ def atomic_open(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
     fsync(path.parent)
 
 
-def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
+def write_bytes(path: StrPath, data: bytes | bytearray | memoryview) -> None:
     """Replace ``path`` by ``data``, atomically and durably."""
     with atomic_open(path) as file:
         file.write(data)
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: StrPath, value: Any) -> None:
     """Replace ``path`` by ``value`` as indented JSON, atomically and durably. NaN and infinity are refused."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
@@ -113,7 +119,7 @@ class Damaged(ValueError):
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+def reading(path: StrPath) -> Iterator[None]:
     """Turn what fails while a file's values are taken apart into a :class:`Damaged` that names the file: whoever made it may
     have been careless, or mean harm."""
     try:
@@ -157,12 +163,12 @@ def unseal(sealed: str, before: str = "") -> tuple[dict[str, Any], str]:
     return found, digest
 
 
-def write_sealed(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
+def write_sealed(path: StrPath, value: dict[str, Any]) -> None:
     """Replace ``path`` by ``value`` as sealed, indented JSON, atomically and durably."""
     write_bytes(path, (seal(json.dumps(value, indent=1))[0] + "\n").encode())
 
 
-def read_sealed(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_sealed(path: StrPath) -> dict[str, Any]:
     """The JSON object in a file of :func:`write_sealed`, compared with its digest.
 
     Raises:
@@ -180,7 +186,7 @@ def read_sealed(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
     """Build a folder beside ``path``, which takes that name, synced, when the block ends well and goes when it raises.
 
     Args:
@@ -213,14 +219,14 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = False) -> Ite
     fsync(path.parent)
 
 
-def refuse_existing(path: str | os.PathLike[str]) -> None:
+def refuse_existing(path: StrPath) -> None:
     """Raise ValueError where an output exists already."""
     if os.path.lexists(path):
         raise ValueError(f"{os.fspath(path)} exists already and is not overwritten: choose another output or remove it")
 
 
 @contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+def locked(folder: StrPath) -> Iterator[None]:
     """Hold a folder, made where it is not there, against every other process. The lock ends with this process, however that
     ends; what was made here of it and of the folders around it, and stays empty, goes again.
 
@@ -265,7 +271,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
             return
 
 
-def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+def remove_leftovers(folder: StrPath) -> list[Path]:
     """Remove what killed writers left in ``folder``, and return it. Call it only where no other writer is at work."""
     leftovers = [p for p in Path(folder).iterdir() if p.name.startswith(".") and p.name.endswith(PARTIAL)]
     for path in leftovers:
@@ -281,7 +287,7 @@ def nearest(path: Path) -> Path:
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
-def require_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
+def require_space(path: StrPath, nbytes: int, what: str) -> None:
     """Raise ValueError where the disk of ``path`` (which need not exist yet) has less than ``nbytes`` bytes free."""
     folder = nearest(Path(path))
     free = shutil.disk_usage(folder).free
@@ -293,16 +299,23 @@ def require_space(path: str | os.PathLike[str], nbytes: int, what: str) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines up to one that a kill or a loss of power left torn; none where there is no file."""
+    """The file's lines of JSON, each with its step, up to one that a kill or a loss of power left torn; none where there is
+    no file. Lines of a log that has seals are compared with them.
+
+    Raises:
+        Damaged: another line than the last is torn, or one is not as it was written.
+    """
+    *texts, last = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
+    sealed = any(_SEAL in text for text in (*texts, last))
     lines: list[dict[str, Any]] = []
-    if not path.is_file():
-        return lines
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    for number, text in enumerate([*texts, last[: last.rfind("}") + 1]], 1):
         try:
-            line = json.loads(text) if text.endswith("\n") else None
-        except ValueError:
-            break
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
+            line = unseal(text)[0] if sealed else json.loads(text)
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                raise ValueError("it does not tell its step")
+        except ValueError as error:
+            if number > len(texts) or "\0\0" in text:  # a hole that a loss of power left
+                break
+            raise Damaged(f"{path} is damaged: line {number}: {error}") from None
         lines.append(line)
     return lines

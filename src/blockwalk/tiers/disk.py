@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from blockwalk.system.atomic_files import naming
+from blockwalk.system.paths import StrPath
 
 PAGE = mmap.PAGESIZE
 _WILLNEED, _DONTNEED, _POPULATE_READ = 3, 4, 22
@@ -67,7 +68,7 @@ class MappedFile:
         ValueError: the file is empty, or ``length`` without ``writable``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, writable: bool = False, length: int | None = None) -> None:
+    def __init__(self, path: StrPath, *, writable: bool = False, length: int | None = None) -> None:
         self.path = Path(path)
         if length is not None and not writable:
             raise ValueError("a length creates the file, which needs writable=True")

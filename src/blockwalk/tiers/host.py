@@ -7,6 +7,7 @@ behind the last step's store.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -56,7 +57,8 @@ class HostTier:
 class Staged:
     """A tier of CPU buffers behind an accelerator: two pinned buffers on the way in, one on the way out.
 
-    The lane's thread waits for the device where it must; the thread that computes never does.
+    A unit has left its slot when it is in the latter; a thread of its own waits for that and for the tier, so that no slot
+    waits for a disk. An error of the tier's is raised for the next unit that is written, or for whoever reads this one.
     """
 
     def __init__(self, tier: UnitTier, largest: int, device: torch.device) -> None:
@@ -64,11 +66,22 @@ class Staged:
         *self._inward, self._outward = host_buffers([largest] * 3, device)
         self._copied: list[torch.Event | None] = [None, None]
         self._turn = 0
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blockwalk writer")
+        self._leaving: tuple[int, int, Future[None]] | None = None
+        """The unit that was last written, its step, and the end of its writing."""
 
     def step(self, unit: int) -> int:
-        return self._tier.step(unit)
+        leaving = self._leaving
+        return leaving[1] if leaving is not None and leaving[0] == unit else self._tier.step(unit)
+
+    def _settle(self) -> None:
+        """Wait until the tier has what was written to it."""
+        if self._leaving is not None:
+            self._leaving[2].result()
 
     def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+        if self._leaving is not None and self._leaving[0] == unit:
+            self._settle()
         self._turn = 1 - self._turn
         copied, staging_P = self._copied[self._turn], self._inward[self._turn][: len(out_P)]
         if copied is not None:
@@ -79,13 +92,21 @@ class Staged:
         return step
 
     def bucket(self, unit: int) -> torch.Tensor | None:
+        self._settle()
         return self._tier.bucket(unit)
 
     def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+        self._settle()
         staging_P = self._outward[: len(data_P)]
         staging_P.copy_(data_P, non_blocking=True)
-        recorded(self._device).synchronize()
-        self._tier.write_unit(unit, staging_P, step)
+        copied = recorded(self._device)
+
+        def write() -> None:
+            copied.synchronize()
+            self._tier.write_unit(unit, staging_P, step)
+
+        self._leaving = unit, step, self._writer.submit(write)
 
     def close(self) -> None:
+        self._writer.shutdown(wait=True)
         self._tier.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from blockwalk.numerics.device import host_buffers, is_cpu
 from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import side_by_side
 from blockwalk.system.atomic_files import PARTIAL
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
 
 _ALIGN = 64
@@ -28,7 +30,7 @@ _ALIGN = 64
 class ScratchMaps:
     """Tensors in shared maps of unlinked files, in one folder. All of them read zero at first."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: StrPath) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[Hashable, list[MappedFile]] = {}
@@ -85,13 +87,14 @@ class ScratchMaps:
 
 
 class Activations:
-    """The activation checkpoints of one step, on one tier. Buffers are kept from step to step and grow when they must."""
+    """The activation checkpoints of one step, on one tier. Buffers are kept from step to step and grow when they must. An
+    input that is brought back to an accelerator lies in the next of so many ``places``, whose last reader it waits for."""
 
-    def __init__(self, tier: Tier, device: torch.device, scratch: ScratchMaps) -> None:
+    def __init__(self, tier: Tier, device: torch.device, scratch: ScratchMaps, places: int) -> None:
         self._tier, self._device, self._scratch = tier, device, scratch
+        self._places = deque([torch.empty(0, dtype=torch.uint8, device=device)] * places)
         self._buffers: dict[Hashable, torch.Tensor] = {}
         self._held: dict[Hashable, torch.Tensor] = {}
-        self._reader: torch.Stream | None = None
 
     def save(self, key: Hashable, hidden_BSD: torch.Tensor) -> None:
         """Copy a block's input to its tier; on the device tier it is kept as it is."""
@@ -112,15 +115,18 @@ class Activations:
 
     def load(self, key: Hashable) -> torch.Tensor:
         """The saved input on the device. On a CPU it is the map itself: valid until the key is saved again."""
-        loaded = self._held.pop(key).to(self._device, non_blocking=True)
-        if self._reader is not None and self._tier is not Tier.DEVICE:  # let go of when the block's backward is issued
-            loaded.record_stream(self._reader)
-        return loaded
+        held = self._held.pop(key)
+        if is_cpu(self._device) or self._tier is Tier.DEVICE:
+            return held
+        place, nbytes = self._places.popleft(), held.numel() * held.element_size()
+        if place.numel() < nbytes:
+            place = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._places.append(place)
+        return place[:nbytes].view(held.dtype).view(held.shape).copy_(held, non_blocking=True)
 
     def clear(self) -> None:
-        """Begin a step on the calling thread's stream, which will read what is loaded; forget what a failed one has left."""
+        """Begin a step: forget what a failed one has left."""
         self._held.clear()
-        self._reader = None if is_cpu(self._device) else torch.accelerator.current_stream(self._device)
 
 
 _PIECE = 8 << 20

@@ -63,7 +63,7 @@ class HeldOut:
     batches: int = 1
     """Batches that a visit of a block computes."""
     tokenizer: Tokenizer = None
-    """The tokenizer that reads generated answers."""
+    """The tokenizer that reads generated answers; None where none are generated."""
 
     @staticmethod
     def read(
@@ -75,7 +75,7 @@ class HeldOut:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
         rows, count = held_out_set(settings, tokenizer, limit)
-        return HeldOut(rows, batch_size, settings, count, batches, tokenizer)
+        return HeldOut(rows, batch_size, settings, count, batches, tokenizer if isinstance(rows, Answers) else None)
 
     @property
     def encoded(self) -> Encoded:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -32,7 +34,6 @@ from blockwalk.data.batching import Batch, LabelWordBatch, label_word_batch, los
 from blockwalk.data.encode import first_example
 from blockwalk.engine.open_model import refuse_rounded, require_weights
 from blockwalk.numerics.device import is_cpu
-from blockwalk.plan.placement import Tier
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
@@ -44,6 +45,7 @@ from blockwalk.report.room import check_budget, check_disks, check_memory, close
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
+from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.tiers.model_folder.identity import weights_digest
@@ -134,7 +136,16 @@ def train(
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
         first(lambda: check_disks(run, foreseen, ready.total - (loop.saved.step if loop.saved else 0)))
         ledger = start.ledger if plan.zeroth_order else None
-        scratch, opened_at = output_dir / run_checkpoint.SCRATCH, process_bytes()
+        shown = first_example(ready.rows, ready.tokenizer)
+        scratch = output_dir / run_checkpoint.SCRATCH
+        atomic_files.make_folder(scratch)
+        if place.place().rank == 0:
+            away = tempfile.TemporaryDirectory(prefix=".tokenizer-", suffix=atomic_files.PARTIAL, dir=scratch)
+            loop.tokenizer = Path(folder.enter_context(away))
+            ready.tokenizer.save_pretrained(loop.tokenizer)
+        loop.ready = ready = ready.put_away(scratch)
+        give_back()
+        opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.lora, workdir=scratch, ledger=ledger) as walker:
             step_forecast = StepForecast.of(walker, foreseen.program.shape, before=opened_at)
             stop.noted = True
@@ -147,7 +158,7 @@ def train(
                 for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
-                    progress.show_learnt("first record", first_example(ready.rows, ready.tokenizer))
+                    progress.show_learnt("first record", shown)
                 try:
                     return loop.run(progress)
                 except OSError as error:
@@ -206,6 +217,8 @@ class _Loop:
     """A run in progress."""
 
     walker: Walker
+    tokenizer: Path
+    """The folder of the tokenizer's files, on rank 0."""
     step_forecast: StepForecast
     progress: Progress
     metrics: MetricsLog
@@ -447,7 +460,7 @@ class _Loop:
 
         Weights that a zeroth-order run keeps on disk are not written again: with the ledger they are saved in every step.
         """
-        on_disk = self.walker.ledger is not None and self.walker.plan.trainable.tier is Tier.DISK
+        on_disk = self.walker.ledger is not None and self.walker.plan.trainable.on_disk
         self.metrics.sync()
         data = {"batches": self.ready.batches.state_dict(), "weights": self.weights}
         settings, step = self.config.to_mapping(), self.walker.steps_done
@@ -487,7 +500,7 @@ class _Loop:
             with atomic_files.atomic_folder(saved_to, replace=True) if first_rank else nullcontext(saved_to) as folder:
                 self.walker.save_pretrained(folder)
                 if first_rank:
-                    self.ready.tokenizer.save_pretrained(folder)
+                    shutil.copytree(self.tokenizer, folder, dirs_exist_ok=True)
         began, ended = self.metrics.first_line, self.metrics.last_line
         before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(

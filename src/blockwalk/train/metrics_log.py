@@ -13,7 +13,7 @@ from blockwalk.system.atomic_files import whole_lines
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object a line, one line a step, readable while the run goes on.
+    """``metrics.jsonl``: one JSON object a line, with its digest, one line a step, readable while the run goes on.
 
     Args:
         path: the file; made if it is not there.
@@ -25,7 +25,7 @@ class MetricsLog:
         with atomic_files.reading(source or path):
             kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
         with atomic_files.atomic_open(path, "w") as file:
-            file.writelines(f"{json.dumps(line)}\n" for line in kept)
+            file.writelines(f"{atomic_files.seal(json.dumps(line))[0]}\n" for line in kept)
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
         self.last_line: Mapping[str, Any] | None = kept[-1] if kept else None
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -39,7 +39,7 @@ class MetricsLog:
         """Append one line; it is readable at once and safe after the next :meth:`sync`. Every figure is finite: JSON has no
         other."""
         with atomic_files.naming(self._file.name):
-            self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
+            self._file.write(f"{atomic_files.seal(json.dumps(line, allow_nan=False))[0]}\n")
         self.first_line, self.last_line = self.first_line or line, line
 
     def sync(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Ready:
     """A run that has been read and not begun: its data as tokens, and the forecast of its longest step."""
 
     tokenizer: Tokenizer
+    """None once it is put away."""
     rows: Encoded
     choices: Choices | None
     batches: Batches
@@ -42,6 +44,12 @@ class Ready:
     held_bytes: int
     """Bytes that the process holds before the model is opened."""
     foreseen: Forecast
+
+    def put_away(self, folder: Path) -> Ready:
+        """The run without its tokenizer, which steps do not ask, and with the training data in maps of nameless files in
+        ``folder``."""
+        rows = self.batches.dataset = self.rows.mapped(folder)
+        return replace(self, tokenizer=None, rows=rows)
 
 
 def prepare(run: RunConfig) -> Ready:

@@ -6,7 +6,6 @@ A prefix is a cache itself, which PEFT hands to the layers in place of any other
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from blockwalk.cutting.skeleton import load_config
 from blockwalk.data.encode import Tokenizer
 from blockwalk.engine.engine import Engine
 from blockwalk.models.folder import model_folder
+from blockwalk.system.paths import StrPath
 
 
 class Speaks(Protocol):
@@ -95,7 +95,7 @@ def generate(
     return written_BS
 
 
-def stop_ids(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> set[int]:
+def stop_ids(folder: StrPath, tokenizer: Tokenizer) -> set[int]:
     """The tokens that end a text: the tokenizer's own, and those that the model's folder names for generation, as the end of
     a turn (``generation_config.json``, else ``config.json``)."""
     from transformers import GenerationConfig

@@ -34,6 +34,10 @@ class Mark:
     """Host seconds (``time.perf_counter``): of the work on a CPU, of its issue on an accelerator."""
     ended: float = 0.0
 
+    def passed(self) -> bool:
+        """Whether the op is done, on the device too; nothing waits for the answer."""
+        return self.ended > 0 and (self.event is None or self.event.query())
+
 
 @dataclass(slots=True)
 class Lanes:
@@ -46,6 +50,7 @@ class Lanes:
     _streams: dict[Lane, torch.Stream] = field(default_factory=dict)
     _start: torch.Event | None = None
     _began: float = 0.0
+    _marks: list[Mark] = field(default_factory=list)
 
     def submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark]) -> Mark:
         """Run ``work`` on a lane once the ops of ``after`` are done. The compute lane runs it before returning.
@@ -54,6 +59,7 @@ class Lanes:
             Exception: whatever an op that this one waits for raised.
         """
         mark, after = Mark(), tuple(after)
+        self._marks.append(mark)
         if lane is Lane.COMPUTE or (lane in _ISSUED_BY_CALLER and not is_cpu(self.device)):
             self._run(lane, work, after, mark)
         else:
@@ -62,6 +68,7 @@ class Lanes:
 
     def begin(self) -> None:
         """Every lane's next op comes after what the caller has issued so far."""
+        self._marks = []
         if not is_cpu(self.device):
             self._start = recorded(self.device, timing=self.timed)
             self._began = time.perf_counter()
@@ -75,6 +82,10 @@ class Lanes:
         for error in errors:
             if error is not None:
                 raise error
+
+    def finished(self) -> int:
+        """The ops since :meth:`begin` that are done, not only issued. Any thread may ask."""
+        return sum(mark.passed() for mark in list(self._marks))
 
     def seconds(self, marks: Iterable[Mark]) -> list[tuple[float, float]]:
         """The beginning and the end of each op, in host seconds; on an accelerator by its events, which are waited for."""

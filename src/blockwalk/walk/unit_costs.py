@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
@@ -31,10 +30,9 @@ from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
-from blockwalk.plan.choices import Estimator
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.placement import DTYPE_BYTES, Codec, Tier
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program import costs as work
@@ -44,6 +42,7 @@ from blockwalk.program.loss_costs import ChunkedLoss, own_loss_work
 from blockwalk.program.program import Shape
 from blockwalk.program.residency import computes_in, epilogue_reads
 from blockwalk.system import cache
+from blockwalk.system.paths import StrPath
 from blockwalk.walk import meter as metering
 from blockwalk.walk.meter import Meter
 
@@ -69,9 +68,9 @@ class UnitCosts:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Any,
+        model: StrPath | Any,
         *,
-        lora: LoraSettings | str | os.PathLike[str] | Any = None,
+        lora: LoraSettings | StrPath | Any = None,
         device: str = "cpu",
         padded: bool = False,
     ) -> None:
@@ -180,12 +179,13 @@ class _Traits:
     """Whether its kind keeps states, which shape the direction."""
     linear: bool = True
     """Whether the update rule is."""
-    compiled: bool = False
+    copied: bool = False
+    """Whether blocks are perturbed whole."""
 
 
 def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
     """The traits of a plan for a model whose weights are stored in this dtype, or lie in a codec that they are read in."""
-    codec, zeroth = plan.frozen.codec, plan.estimator is Estimator.ZEROTH_ORDER
+    codec, zeroth = plan.frozen.codec, plan.zeroth_order
     if codec is Codec.RAW and lies_in is not None:
         codec = lies_in
     return _Traits(
@@ -193,12 +193,12 @@ def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
         computes_in(plan, stored),
         plan.loss == "chunked",
         codec,
-        plan.frozen.tier is Tier.DEVICE and not codec.encoded,
+        plan.frozen.on_device and not codec.encoded,
         plan.trainable.codec,
         noise=plan.zo.noise if zeroth else "gaussian",
         shaped=zeroth and bool(plan.kind.states),
         linear=not zeroth or plan.update_rule.linear,
-        compiled=zeroth and plan.compile,
+        copied=zeroth and (plan.compile or plan.copies_blocks),
     )
 
 
@@ -261,14 +261,14 @@ class _Bench:
 
     def copies(self, unit: UnitSpec) -> int:
         """Bytes of a unit's trainables in the compute dtype, where autograd needs them in it and masters are not."""
-        copied = [p for p in unit.params if p.trainable and self.backprop and self.master_dtype(p) != self.dtype]
+        copied = [p for p in unit.part(True) if self.backprop and self.master_dtype(p) != self.dtype]
         return sum(p.numel for p in copied) * self.dtype.itemsize
 
     def masters(self, unit: UnitSpec) -> dict[str, torch.Tensor]:
         if not self.backprop:
             return {}
-        wanted = [p for p in unit.params if p.trainable]
-        return {p.name: torch.empty(p.shape, dtype=self.master_dtype(p), device=self.device) for p in wanted}
+        device = self.device
+        return {p.name: torch.empty(p.shape, dtype=self.master_dtype(p), device=device) for p in unit.part(True)}
 
     def live(self, index: int, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind_trainables` does."""
@@ -445,14 +445,14 @@ def _scratch(bench: _Bench, device: str) -> int:
         largest += 2 * largest * 4 // size  # the direction in float32, and what it is made with
     if bench.backprop:
         return largest
-    if traits.compiled:  # a block's trainables whole, under a perturbation
-        largest += max(sum(p.numel * size for p in unit.params if p.trainable) for unit in spec.blocks)
-    narrow = any(p.trainable and bench.master_dtype(p) != torch.float32 for p in spec.params())
+    if traits.copied:  # a block's trainables whole, under a perturbation
+        largest += max(unit.numel(trainable=True) * size for unit in spec.blocks)
+    narrow = any(bench.master_dtype(p) != torch.float32 for p in spec.params(trainable=True))
     pieces = narrow + (not traits.linear or made) * 2
     if device != "cpu" and traits.linear and not made:  # an update in one launch
         pieces = 0
     if traits.noise == "torch":  # a parameter's draws lie whole
-        largest += max((p.numel * DTYPE_BYTES[p.dtype] for p in spec.params() if p.trainable), default=0)
+        largest += max((p.nbytes for p in spec.params(trainable=True)), default=0)
     return largest + 4 * UPDATE_ELEMENTS[device] * pieces + (loss.memory.buffers if chunked else 0)
 
 

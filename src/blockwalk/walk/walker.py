@@ -28,7 +28,6 @@ from blockwalk.estimators.zeroth_order.ledger_header import header, run_of
 from blockwalk.estimators.zeroth_order.mezo_original import MezoOriginal
 from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.numerics.device import chosen, is_cpu, sent
-from blockwalk.plan.choices import Estimator, Timing
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.schedules import make_schedule
 from blockwalk.program.compile import compile, compile_ranks
@@ -39,6 +38,7 @@ from blockwalk.ranks.agreement import facts_of, gather_json, model_digest, requi
 from blockwalk.ranks.groups import started
 from blockwalk.ranks.shared_forwards import first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch
+from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import page_cache
 from blockwalk.walk import generation
 from blockwalk.walk.lanes import Lanes, Mark
@@ -112,17 +112,17 @@ class Walker:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | nn.Module,
+        model: StrPath | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | Mapping[str, Any] | LoraConfig | str | os.PathLike[str] | None = None,
+        lora: LoraSettings | Mapping[str, Any] | LoraConfig | StrPath | None = None,
         device: str | torch.device | None = None,
-        workdir: str | os.PathLike[str] | None = None,
+        workdir: StrPath | None = None,
         training: bool = True,
-        ledger: str | os.PathLike[str] | None = None,
+        ledger: StrPath | None = None,
         objective: Callable[[torch.Tensor, Batch], Any] | None = None,
     ) -> None:
-        if objective is not None and plan.estimator is Estimator.BACKPROP:
+        if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
         self.plan = plan = as_it_comes(plan, model)
         rate = plan.optimizer
@@ -132,7 +132,6 @@ class Walker:
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
-        zeroth_order = plan.estimator is Estimator.ZEROTH_ORDER
         started(plan.mesh)
         self._begins_watch = plan.mesh.world > 1 and Watch.current is None
         self._watch = begin_watch(plan.mesh) if self._begins_watch else Watch.current
@@ -149,19 +148,19 @@ class Walker:
         run = first(lambda: run_of(ledger))
         opened = OpenedModel(model, plan, lora=lora, device=self.device, workdir=folder, packs=packs, training=training)
         self.engine = Engine(opened, run, self.ranks)
-        if self.ranks.world > 1 and zeroth_order:
+        if self.ranks.world > 1 and plan.zeroth_order:
             require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
         self.lanes = Lanes(self.device)
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
         """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
-        self._costs: dict[tuple[Shape, bool], Costs] = {}
+        self._costs: dict[Shape, Costs] = {}
         self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
         self.steps_done = 0
         self._saver: Saver | None = None
         self.ledger: Ledger | None = None
         self.estimator: Backprop | ZerothOrder
-        if plan.estimator is Estimator.ZEROTH_ORDER:
+        if plan.zeroth_order:
             function = None if objective is None else as_objective(objective)
             make = MezoOriginal if plan.zo.noise == "mezo" else ZerothOrder
             self.estimator = estimator = make(self.engine, function, self.ranks)
@@ -203,13 +202,13 @@ class Walker:
             )
         if learning_rate is None:
             learning_rate = self._schedule(self.steps_done)
-        if self.plan.update.timing is not Timing.DEFERRED:
+        if not self.plan.update.deferred:
             self._catch_up()  # nothing to do, unless a zeroth-order run was taken up again
         words = None
         if isinstance(batch, LabelWordBatch):
             words, batch = batch, batch.batch
         if self._watch is not None:
-            self._watch.begin_step()
+            self._watch.begin_step(self.lanes.finished)
         asked = Asked(self.steps_done + 1, learning_rate, training=True, seed=seed, words=words)
         program = self._run(StepKind.TRAIN, batch, asked)
         state = self.estimator.state
@@ -256,7 +255,7 @@ class Walker:
         Raises:
             ValueError: the method does not differentiate.
         """
-        if self.plan.estimator is not Estimator.BACKPROP:
+        if self.plan.zeroth_order:
             raise ValueError(f"method {self.plan.method!r} is zeroth-order: it has no gradients; use plain or mebp")
         self._run(StepKind.GRADIENTS, batch, Asked(self.steps_done + 1, training=True))
         return self.engine.gradients.take()
@@ -303,16 +302,16 @@ class Walker:
 
     # ---- the executor -----------------------------------------------------------------------------------------------
 
-    def costs(self, shape: Shape, *, padded: bool = True) -> Costs:
+    def costs(self, shape: Shape) -> Costs:
         """Costs of each kind of unit while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
         weights."""
-        if (shape, padded) not in self._costs:
+        if shape not in self._costs:
             from blockwalk.walk.unit_costs import UnitCosts
 
             config, device = self.engine.cut.base.config, self.device.type
-            units = UnitCosts(config, lora=self._lora, device=device, padded=padded)
-            self._costs[shape, padded] = units(self.plan, shape)
-        return self._costs[shape, padded]
+            units = UnitCosts(config, lora=self._lora, device=device, padded=True)
+            self._costs[shape] = units(self.plan, shape)
+        return self._costs[shape]
 
     def program(self, step_kind: StepKind, shape: Shape, *, foresee: bool = False, batches: int = 1) -> Program:
         """The program of one kind of step at the shape of one micro-batch (of which an evaluation has ``batches``), as the
@@ -332,10 +331,9 @@ class Walker:
         """Inputs of the compiler beside plan, model and the rank's place, by name."""
         graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device.type)
         spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
-        training = step_kind in (StepKind.TRAIN, StepKind.GRADIENTS)
-        costs = self.costs(shape) if training and (foresee or spends) else Costs()
+        costs = self.costs(shape) if step_kind.trains and (foresee or spends) else Costs()
         pending = Pending()
-        if self.plan.update.timing is Timing.DEFERRED:
+        if self.plan.update.deferred:
             entries = self.estimator.waiting()
             pending = Pending(entries, flush=entries >= self.plan.update.flush_every)
         elif step_kind is StepKind.FLUSH:
@@ -375,8 +373,6 @@ class Walker:
             for op in program.ops:
                 prepare = self.engine.prepare if op.kind in MOVES else self.estimator.prepare
                 marks.append(self.lanes.submit(op.lane, prepare(op), (marks[dep] for dep in op.deps)))
-                if self._watch is not None:
-                    self._watch.progress()
         finally:
             self.lanes.drain(marks)
         self.engine.dirty = program.dirty
@@ -434,9 +430,7 @@ class Walker:
         self.engine.load_state_dict({key: value for key, value in state.items() if key != "steps_done"})
         self.steps_done = steps if self.ledger is None else self.ledger.steps
 
-    def save_state(
-        self, folder: str | os.PathLike[str], *, wait: bool = True, beside: Mapping[str, str] | None = None
-    ) -> None:
+    def save_state(self, folder: StrPath, *, wait: bool = True, beside: Mapping[str, str] | None = None) -> None:
         """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
         False it is written behind the next steps; ``beside`` are further files of it, by name. See
         :class:`blockwalk.checkpoints.distributed.Saver`."""
@@ -449,12 +443,12 @@ class Walker:
         if self._saver is not None:
             self._saver.wait()
 
-    def load_state(self, folder: str | os.PathLike[str]) -> None:
+    def load_state(self, folder: StrPath) -> None:
         """First order: go on from what :meth:`save_state` wrote, on any mesh."""
         self.steps_done = self._state_saver().load(folder)
 
     def _state_saver(self) -> Saver:
-        if self.plan.estimator is not Estimator.BACKPROP:
+        if self.plan.zeroth_order:
             raise ValueError(f"method {self.plan.method!r} is zeroth-order: its ledger is its checkpoint")
         if self._saver is None:
             from blockwalk.checkpoints.distributed import Saver
@@ -462,7 +456,7 @@ class Walker:
             self._saver = Saver(self.engine)
         return self._saver
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: StrPath) -> None:
         """Write what was trained: an adapter in PEFT's format, or the whole model as safetensors.
 
         Raises:

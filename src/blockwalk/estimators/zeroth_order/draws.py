@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 
 from blockwalk.estimators.zeroth_order.stream import Streams
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, derive_seed
-from blockwalk.numerics.noise.noise import fill_
+from blockwalk.numerics.noise.noise import Where, fill_
 from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.model_spec import ParamSpec
 
@@ -30,9 +30,7 @@ from blockwalk.plan.model_spec import ParamSpec
 class Noise(Protocol):
     """The z of one parameter at one query of one step."""
 
-    def fill_(
-        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
         """``out`` (float32) = that range of z, whose place the arguments say as in :mod:`blockwalk.numerics.noise.noise`."""
         ...
 
@@ -44,10 +42,8 @@ class Elementwise:
     key: NoiseKey
     kind: NoiseKind
 
-    def fill_(
-        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return fill_(out, self.key, start, self.kind, pitch=pitch, rows=rows)
+    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
+        return fill_(out, self.key, start, self.kind, **where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +67,10 @@ class LowRank:
             fill_(a_Rr, self.left, 0, pitch=self.rank, rows=rows)
         return a_Rr.mul_(self.rank**-0.5), fill_(b_Dr, self.right, columns.start * self.rank)
 
-    def fill_(
-        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
         row, column = divmod(start, self.columns)
-        if pitch is not None:
-            lines = range(row, row + len(out)) if rows is None else rows
+        if where.get("pitch") is not None:
+            lines = range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
             self._outer(out, *self.factors(lines, range(column, column + out.shape[1]), out.device))
             return out
         last = -(-(start + out.numel()) // self.columns)

@@ -28,13 +28,12 @@ from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight, perturbed_at_once
 from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve, trained_in_order
-from blockwalk.numerics.codecs.weights import Value, Weight
+from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.plan.zeroth_order_kinds import AT_REST
 from blockwalk.program.program import Op
@@ -66,6 +65,8 @@ class ZerothOrder:
         """Scratch of updates to slices, which run beside the forwards."""
         self.loss_scratch = ScratchArena()
         self.state: Step | None = None
+        self._bound: tuple[tuple[int, int], dict[str, Value]] | None = None
+        """The trainables of the unit and pass that last computed."""
         self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
         self._reserve()
 
@@ -137,6 +138,7 @@ class ZerothOrder:
             ValueError: no label of the step counts towards the loss.
         """
         self.engine.module.eval()
+        self._bound = None
         counted = tuple(int((each[:, 1:] != IGNORE).sum()) for each in labels)
         asked.require_labels(sum(counted))
         ranks = asked.training and self.plan.zo.objective != "loss" and self.function is None
@@ -161,7 +163,7 @@ class ZerothOrder:
 
     @torch.no_grad()
     def _prologue(self, op: Op, state: Step) -> None:
-        self._bind(0, self._perturbation(op, state))
+        self._bind(op, state)
         key = (op.micro_batch, op.forward_pass)
         prologue = self.engine.cut.prologue(state.batches[op.micro_batch])
         state.prologues[key], state.hidden[key] = prologue, prologue.hidden_BSD
@@ -169,7 +171,7 @@ class ZerothOrder:
 
     @torch.no_grad()
     def _forward(self, op: Op, state: Step) -> None:
-        self._bind(op.unit, self._perturbation(op, state))
+        self._bind(op, state)
         key = (op.micro_batch, op.forward_pass)
         call = state.prologues[key].calls[op.unit - 1]
         state.hidden[key] = self.engine.cut.forward(call, state.hidden[key])
@@ -180,7 +182,7 @@ class ZerothOrder:
         m, cut, training = op.micro_batch, self.engine.cut, state.asked.training
         key, batch = (m, op.forward_pass), state.batches[m]
         perturbation = self._perturbation(op, state)
-        self._bind(op.unit, perturbation)
+        self._bind(op, state)
         objective = self.function if training else None
         ending = Ending(
             cut,
@@ -205,19 +207,32 @@ class ZerothOrder:
         query, sign = state.passes[op.forward_pass]
         return Perturbation(state.seed, state.asked.step, query, sign * self.plan.zo.epsilon)
 
-    def _bind(self, unit: int, perturbation: Perturbation) -> None:
-        """Put a unit's trainables in their places, perturbed, in the compute dtype: matrices as they are read, the rest as
-        copies; those of a compiled block all whole, in buffers that blocks share."""
-        whole = self.plan.compile and 0 < unit < self.engine.cut.epilogue_index
+    def _bind(self, op: Op, state: Step) -> None:
+        """Put a unit's trainables in their places, perturbed, in the compute dtype. They are made for the first micro-batch of
+        a pass and serve all."""
+        if self._bound is None or self._bound[0] != (op.unit, op.forward_pass):
+            self._bound = (op.unit, op.forward_pass), self._values(op.unit, self._perturbation(op, state), state)
+        self.engine.cut.bind(op.unit, self._bound[1])
+
+    def _values(self, unit: int, perturbation: Perturbation, state: Step) -> dict[str, Value]:
+        """A unit's trainables under a perturbation: matrices as they are read, the rest as copies; those of a block that is
+        compiled, or that several micro-batches go through, all whole, in buffers that blocks share."""
+        block = 0 < unit < self.engine.cut.epilogue_index
+        whole = block and (self.plan.compile or (state.asked.training and self.plan.copies_blocks))
         trainables = list(self.engine.trainables(unit))
         values: dict[str, Value] = {}
-        if not whole and not is_cpu(self.engine.device) and perturbation.scale and self.rule.kind.direction_ is None:
+        if (
+            not (block and self.plan.compile)
+            and not is_cpu(self.engine.device)
+            and perturbation.scale
+            and self.rule.kind.direction_ is None
+        ):
             weights = [self._perturbed(p.name, perturbation) for p in trainables if not read_in_ranges(p)]
             values |= perturbed_at_once(weights)
         for i, p in enumerate(trainables):
             if p.name not in values:
                 values[p.name] = self._value(p, perturbation, f"whole {i}" if whole else None)
-        self.engine.cut.bind(unit, values)
+        return values
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
         """A trainable under a perturbation: whole in the named buffer, or in whatever form takes the least."""
@@ -229,7 +244,10 @@ class ZerothOrder:
             return weight.lazily() if read_in_ranges(param) else weight.whole()
         out = self.scratch.take(buffer, *param.shape, like=master.bytes_P, dtype=weight.dtype)
         weight.into(out.view(weight.shape))
-        return out
+        ranges = (
+            read_in_ranges(param) and not self.plan.compile
+        )  # products by range, whose bits are the same in any copy
+        return DenseWeight(out, weight.dtype) if ranges else out
 
     def _readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
         """Functions that read the head's matrices and vectors, perturbed where they are trained."""
@@ -276,7 +294,7 @@ class ZerothOrder:
             curvatures=curvatures,
         )
         self.record(state.entry)
-        self.ranks.confirm(state.asked.step, state.entry, wait=self.plan.trainable.tier is Tier.DISK)
+        self.ranks.confirm(state.asked.step, state.entry, wait=self.plan.trainable.on_disk)
 
     def _losses(self, state: Step) -> tuple[float, ...]:
         """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""

@@ -42,5 +42,5 @@ def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
         **codecs_of(plan.zo),
         "lora": settings,
         "seed": plan.seed,
-        "parameters": [(p.name, p.shape, p.dtype) for p in engine.spec.params() if p.trainable],
+        "parameters": [(p.name, p.shape, p.dtype) for p in engine.spec.params(trainable=True)],
     }

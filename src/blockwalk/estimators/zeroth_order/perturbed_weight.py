@@ -19,7 +19,7 @@ from blockwalk.numerics.codecs.weights import LowRankSum, Weight
 from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
-from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.plan.sizes import DECODE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class PerturbedWeight:
     def into(self, out_RD: torch.Tensor) -> torch.Tensor:
         """All of it into ``out_RD`` [R, D], a range at a time; returns it."""
         rows, columns = self.shape
-        some = max(1, UPDATE_ELEMENTS[out_RD.device.type] // max(1, columns))
+        some = max(1, DECODE_BYTES[out_RD.device.type] // max(1, columns * self.dtype.itemsize))
         for first in range(0, rows, some):
             self._some_rows(first, min(first + some, rows), out_RD[first : first + some])
         return out_RD

@@ -12,9 +12,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
+from blockwalk.numerics.noise.noise import Where
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ParamSpec
 
@@ -76,11 +78,10 @@ class StreamNoise:
     seed: int
     place: int
 
-    def fill_(
-        self, out: torch.Tensor, start: int = 0, *, pitch: int | None = None, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
         with self.streams.lock:  # slices are updated in a thread of their own
             whole_P = self.streams.whole(self.seed, self.place, out.device)
+            pitch, rows = where.get("pitch"), where.get("rows")
             if pitch is None:
                 return out.copy_(whole_P[start : start + out.numel()].view(out.shape))
             if rows is None:

@@ -89,7 +89,7 @@ class ZerothOrderRule:
 def trained_in_order(cut: CutModel, spec: ModelSpec) -> dict[str, ParamSpec]:
     """The trainables of a model by canonical name, in the order of the deduplicated ``named_parameters()``: that of torch's
     draws. Those that are none of its modules', as prefixes, come last."""
-    trained = {p.name: p for p in spec.params() if p.trainable}
+    trained = {p.name: p for p in spec.params(trainable=True)}
     named = [canonical_name(name, cut.adapters) for name, _ in cut.model.named_parameters()]
     return {name: trained[name] for name in (*(n for n in named if n in trained), *trained)}
 

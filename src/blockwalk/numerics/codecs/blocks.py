@@ -10,17 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.matrix_codec import MatrixCodec, columns_of, groups_of
+from blockwalk.numerics.codecs.matrix_codec import MatrixCodec
 
 
 def block_codec(values_of: Callable[[torch.Tensor], torch.Tensor], native: int | None = None) -> MatrixCodec:
     """A codec that is only read: ``values_of`` answers the values, float32 [R, G, elements], of blocks, uint8 [R, G, bytes]."""
-
-    def decode(scales: torch.Tensor, codes: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
-        return columns_of(values_of(codes[:, groups_of(layout, first, last)]), layout, first, last)
-
-    return MatrixCodec(None, decode, native=native)
+    return MatrixCodec(None, lambda coded: coded.columns(values_of(coded.codes[:, coded.groups])), native=native)
 
 
 def half(blocks: torch.Tensor, start: int) -> torch.Tensor:

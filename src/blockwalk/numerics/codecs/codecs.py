@@ -24,7 +24,7 @@ import torch
 
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.codecs.layout import Bytes, Layout
-from blockwalk.numerics.codecs.matrix_codec import Rounding, matrix_codec
+from blockwalk.numerics.codecs.matrix_codec import Coded, Rounding, matrix_codec
 from blockwalk.numerics.codecs.readers import Index
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.device import sent as to_device
@@ -153,8 +153,8 @@ def decode_rows(
     for a in range(start, stop, piece):
         b = min(a + piece, stop)
         rows = slice(a, b) if order is None else order[a - start : b - start]
-        values = matrix_codec(layout.codec).decode(scales[rows], codes[rows], layout, first, last)
-        out[a - start : b - start].copy_(values)
+        coded = Coded(scales[rows], codes[rows], layout, first, last)
+        out[a - start : b - start].copy_(matrix_codec(layout.codec).decode(coded))
     return out
 
 
@@ -184,7 +184,8 @@ def gather_rows(
         return out.copy_(codes[index])
     # index_select does not know float8: its rows are taken as bytes.
     chosen = codes.view(torch.uint8)[index].view(layout.code_dtype)
-    return out.copy_(matrix_codec(layout.codec).decode(layout.scales(buffer)[index], chosen, layout, 0, layout.columns))
+    coded = Coded(layout.scales(buffer)[index], chosen, layout, 0, layout.columns)
+    return out.copy_(matrix_codec(layout.codec).decode(coded))
 
 
 def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: torch.Tensor) -> torch.Tensor:

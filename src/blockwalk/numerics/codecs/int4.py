@@ -11,8 +11,7 @@ import math
 
 import torch
 
-from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.matrix_codec import Grid, MatrixCodec, columns_of, groups_of, on_grid
+from blockwalk.numerics.codecs.matrix_codec import Grid, grid_codec
 
 
 def _fit(x_RGK: torch.Tensor) -> torch.Tensor:
@@ -30,12 +29,4 @@ def _values(codes_RGK: torch.Tensor, scales_RG: torch.Tensor) -> torch.Tensor:
     return codes_RGK.float().sub_(8).mul_(scales_RG.float().unsqueeze(2))
 
 
-def decode(scales_RG: torch.Tensor, codes: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
-    groups = groups_of(layout, first, last)
-    bytes_RGH = codes.view(len(codes), layout.groups, layout.group_size // 2)[:, groups]
-    nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
-    return columns_of(_values(nibbles_RGK, scales_RG[:, groups]), layout, first, last)
-
-
-_GRID = Grid(_fit, _nearest, _values)
-CODEC = MatrixCodec(on_grid(_GRID), decode, limit=8 * torch.finfo(torch.float16).max, native=2, grid=_GRID)
+CODEC = grid_codec(Grid(_fit, _nearest, _values), limit=8 * torch.finfo(torch.float16).max, native=2)

@@ -10,8 +10,7 @@ import math
 
 import torch
 
-from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.matrix_codec import Grid, MatrixCodec, columns_of, groups_of, on_grid
+from blockwalk.numerics.codecs.matrix_codec import Grid, grid_codec
 
 
 def _fit(x_RGK: torch.Tensor) -> torch.Tensor:
@@ -30,12 +29,4 @@ def _values(codes_RGK: torch.Tensor, scales_RG2: torch.Tensor) -> torch.Tensor:
     return codes_RGK.float().mul_(d_RG1).add_(low_RG1)
 
 
-def decode(scales_RG2: torch.Tensor, codes_RGH: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
-    groups = groups_of(layout, first, last)
-    bytes_RGH = codes_RGH[:, groups]
-    nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
-    return columns_of(_values(nibbles_RGK, scales_RG2[:, groups]), layout, first, last)
-
-
-_GRID = Grid(_fit, _nearest, _values)
-CODEC = MatrixCodec(on_grid(_GRID), decode, limit=torch.finfo(torch.float16).max, native=4, grid=_GRID)
+CODEC = grid_codec(Grid(_fit, _nearest, _values), limit=torch.finfo(torch.float16).max, native=4)

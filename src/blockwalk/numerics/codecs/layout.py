@@ -94,11 +94,11 @@ class Layout:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return _dtype(self.codec.facts.scales[0]) if self.codec.facts.scales else torch.float32
+        return dtype_of(self.codec.facts.scales[0]) if self.codec.facts.scales else torch.float32
 
     @property
     def code_dtype(self) -> torch.dtype:
-        return _dtype(self.codec.facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype))
+        return dtype_of(self.codec.facts.codes if self.codec.encoded else self.codec.dtype_of(self.dtype))
 
     @property
     def code_columns(self) -> int:
@@ -153,6 +153,7 @@ class Layout:
         return buffer.view(self.rows, self.groups, size)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's dtype by its name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -29,8 +29,36 @@ class Rounding:
 Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, Rounding | None], None]
 """(values float32 [R, D], scales, codes, layout, rounding): writes scales and codes, views of the rows' bytes."""
 
-Decode = Callable[[torch.Tensor, torch.Tensor, Layout, int, int], torch.Tensor]
-"""(scales, codes, layout, first column, last column): the values of those columns, float32 [R, last − first]."""
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Rows of scales and codes, and the columns ``first:last`` of them that are asked for."""
+
+    scales: torch.Tensor
+    codes: torch.Tensor
+    layout: Layout
+    first: int
+    last: int
+
+    @property
+    def groups(self) -> slice:
+        """The groups of a row that the columns touch."""
+        size = self.layout.group_size
+        return slice(self.first // size, -(-self.last // size))
+
+    def bytes_of_groups(self) -> torch.Tensor:
+        """The codes of four bits of those groups, uint8 [R, groups, group / 2]."""
+        layout = self.layout
+        return self.codes.view(len(self.codes), layout.groups, layout.group_size // 2)[:, self.groups]
+
+    def columns(self, values_RGK: torch.Tensor) -> torch.Tensor:
+        """The columns out of the values of those groups, [R, last − first]."""
+        start = self.groups.start * self.layout.group_size
+        return values_RGK.flatten(1)[:, self.first - start : self.last - start]
+
+
+Decode = Callable[[Coded], torch.Tensor]
+"""The values of the columns that are asked for, float32 [R, last − first]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +96,8 @@ def matrix_codec(codec: Codec) -> MatrixCodec:
     return found
 
 
-def on_grid(grid: Grid) -> Encode:
-    """The encoder that rounds each group to its nearest codes."""
+def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
+    """The codec that rounds each group to its nearest codes on a grid; the others as :class:`MatrixCodec` has them."""
 
     def encode(
         x_RD: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, layout: Layout, rounding: Rounding | None
@@ -79,7 +107,12 @@ def on_grid(grid: Grid) -> Encode:
         scales.copy_(fitted)
         codes.copy_(halves(grid.nearest(x_RGK, fitted)).view_as(codes))
 
-    return encode
+    def decode(coded: Coded) -> torch.Tensor:
+        bytes_RGH = coded.bytes_of_groups()
+        nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
+        return coded.columns(grid.values(nibbles_RGK, coded.scales[:, coded.groups]))
+
+    return MatrixCodec(encode, decode, limit, native, grid)
 
 
 def halves(codes_RGK: torch.Tensor) -> torch.Tensor:
@@ -93,14 +126,3 @@ def grouped(x_RD: torch.Tensor, layout: Layout) -> torch.Tensor:
     padding = layout.groups * layout.group_size - layout.columns
     padded = torch.nn.functional.pad(x_RD, (0, padding)) if padding else x_RD
     return padded.view(x_RD.shape[0], layout.groups, layout.group_size)
-
-
-def columns_of(values_RGK: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
-    """Columns ``first:last`` of groups that begin with the one that holds ``first``, [R, last − first]."""
-    start = first // layout.group_size * layout.group_size
-    return values_RGK.flatten(1)[:, first - start : last - start]
-
-
-def groups_of(layout: Layout, first: int, last: int) -> slice:
-    """The groups of a row that columns ``first:last`` touch."""
-    return slice(first // layout.group_size, -(-last // layout.group_size))

@@ -12,7 +12,7 @@ import math
 import torch
 
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.matrix_codec import MatrixCodec, Rounding, columns_of, grouped, groups_of
+from blockwalk.numerics.codecs.matrix_codec import Coded, MatrixCodec, Rounding, grouped
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -34,12 +34,11 @@ def encode(
     codes.copy_((nibbles_RGK[..., ::2] << 4 | nibbles_RGK[..., 1::2]).flatten(1))
 
 
-def decode(scales_RG: torch.Tensor, codes: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
-    groups = groups_of(layout, first, last)
-    bytes_RGH = codes.view(len(codes), layout.groups, layout.group_size // 2)[:, groups]
+def decode(coded: Coded) -> torch.Tensor:
+    bytes_RGH = coded.bytes_of_groups()
     nibbles_RGK = torch.stack((bytes_RGH >> 4, bytes_RGH & 15), dim=3).flatten(2)
-    levels = torch.tensor(LEVELS, device=codes.device)
-    return columns_of(levels[nibbles_RGK.int()].mul_(scales_RG[:, groups].unsqueeze(2)), layout, first, last)
+    levels = torch.tensor(LEVELS, device=bytes_RGH.device)
+    return coded.columns(levels[nibbles_RGK.int()].mul_(coded.scales[:, coded.groups].unsqueeze(2)))
 
 
 CODEC = MatrixCodec(encode, decode, limit=torch.finfo(torch.float32).max)

@@ -67,6 +67,22 @@ def looked_up(codes: Reader, levels: torch.Tensor) -> Reader:
     return read
 
 
+def above(upper: Reader, lower: Reader, height: int) -> Reader:
+    """A matrix whose first ``height`` rows are one reader's, and the others another's."""
+
+    def read(rows: Index, columns: Index) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor):
+            found = upper(rows.clamp(max=height - 1), columns), lower((rows - height).clamp(min=0), columns)
+            return torch.where((rows < height).unsqueeze(1), *found)
+        if rows.stop <= height:
+            return upper(rows, columns)
+        if rows.start >= height:
+            return lower(slice(rows.start - height, rows.stop - height), columns)
+        return torch.cat([upper(slice(rows.start, height), columns), lower(slice(0, rows.stop - height), columns)])
+
+    return read
+
+
 def in_rows_of(width: int, flat: Reader) -> Reader:
     """A matrix of ``width`` columns whose elements are one row of ``flat``, row after row."""
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.matrix_codec import MatrixCodec, Rounding
+from blockwalk.numerics.codecs.matrix_codec import Coded, MatrixCodec, Rounding
 from blockwalk.numerics.noise.noise import random_uint16
 
 Grid = Callable[[torch.Tensor], torch.Tensor | float]
@@ -57,5 +57,5 @@ def _round_stochastically(steps_RD: torch.Tensor, grid: Grid, rounding: Rounding
     return whole_RD.mul_(grid_RD).copysign_(steps_RD)
 
 
-def _decode(scales_R1: torch.Tensor, codes_RD: torch.Tensor, layout: Layout, first: int, last: int) -> torch.Tensor:
-    return codes_RD[:, first:last].float().mul_(scales_R1)
+def _decode(coded: Coded) -> torch.Tensor:
+    return coded.codes[:, coded.first : coded.last].float().mul_(coded.scales)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
-"""Updates of many tensors in one launch: pending zeroth-order entries, with the next perturbation on the way, and AdamW.
+"""Updates of many tensors in one launch: pending zeroth-order entries, perturbations, and AdamW.
 
 A launch's tensors stand in a table in device memory, a row each, sent in one copy; a program finds the row that its tile
 belongs to.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -50,9 +51,9 @@ def _advance_kernel(
     COUNTERS: tl.constexpr,
     DRAWS: tl.constexpr,
 ):
-    """A tile of a tensor: every entry in turn, rounded as its tier keeps it; then the perturbation, into another tensor.
+    """A tile of a tensor: every entry in turn, rounded as its tier keeps it; or a perturbation, into another tensor.
 
-    A row is its head, then of every entry the rounding's key, the decay and the queries' keys and factors; then the
+    A row is its head, then of every entry the rounding's key, the decay and the queries' keys and factors; or the
     perturbation's key and scale."""
     SIZE: tl.constexpr = COUNTERS * DRAWS
     program = tl.program_id(0).to(tl.int64)
@@ -76,12 +77,20 @@ def _advance_kernel(
             x += _values(counter, k0, k1, cubics, KIND, COUNTERS) * _number(at, 5 + 3 * query)
         x = _cast(x, counter * DRAWS, tl.load(at), tl.load(at + 1), MASTER, ROUNDING, SIZE).to(tl.float32)
         at += 3 + 3 * QUERIES
-    if QUERIES > 0:
-        tl.store(master + position, _cast(x, 0, 0, 0, MASTER, False, SIZE), mask=inside)  # its own bits
     if PERTURBS:
         out = tl.load(own + 2).to(tl.pointer_type(OUT))
         x += _values(counter, tl.load(at), tl.load(at + 1), cubics, KIND, COUNTERS) * _number(at, 2)
         tl.store(out + position, _cast(x, 0, 0, 0, OUT, False, SIZE), mask=inside)
+    else:
+        tl.store(master + position, _cast(x, 0, 0, 0, MASTER, False, SIZE), mask=inside)  # its own bits
+
+
+def _numbers(words: Sequence[int], factors: Sequence[float], tensors: int) -> npt.NDArray[np.int64]:
+    """Numbers that a kernel reads of each draw, int64 [tensors, 3 · draws]: the two words of its key, and the float32 bits of
+    its factor."""
+    keys = np.array(words, dtype=np.int64).reshape(-1, 2)
+    bits = np.array(factors, dtype=np.float32).view(np.int32).astype(np.int64).reshape(-1, 1)
+    return np.concatenate([keys, bits], axis=1).reshape(tensors, -1)
 
 
 def advance(
@@ -98,20 +107,13 @@ def advance(
     """The operator ``advance_`` (:mod:`blockwalk.numerics.operators`), a launch for each pair of dtypes."""
     code, draws = KINDS[kind], DRAWS[kind]
     pairs = [(each.dtype, outs[n].dtype if outs else each.dtype) for n, each in enumerate(masters)]
-    keys = np.array(words, dtype=np.int64).reshape(len(masters), -1, 2)
-    scales = np.array(factors, dtype=np.float32).view(np.int32).astype(np.int64).reshape(len(masters), -1)
+    numbers = _numbers(words, factors, len(masters))
     for pair in dict.fromkeys(pairs):
         chosen = [n for n, each in enumerate(pairs) if each == pair]
         rows, tiles = [], 0
         for n in chosen:
-            master, out, pieces = masters[n], outs[n].data_ptr() if outs else 0, []
-            for entry in range(entries):
-                k, s = entry * (1 + queries), entry * (1 + queries)
-                pieces += [*keys[n, k], scales[n, s]]
-                for query in range(1, queries + 1):
-                    pieces += [*keys[n, k + query], scales[n, s + query]]
-            pieces += [*keys[n, -1], scales[n, -1]] if outs else []
-            rows.append([tiles, master.data_ptr(), out, master.numel(), starts[n], *pieces])
+            master, out = masters[n], outs[n].data_ptr() if outs else 0
+            rows.append([tiles, master.data_ptr(), out, master.numel(), starts[n], *numbers[n]])
             tiles += _programs(master.numel(), draws, _COUNTERS[code], starts[n] % draws == 0)
         table = sent(torch.tensor(rows, dtype=torch.int64), masters[0].device)
         with _on(masters[0]):
@@ -123,7 +125,7 @@ def advance(
                 entries,
                 MASTER=_TYPES[pair[0]],
                 OUT=_TYPES[pair[1]],
-                QUERIES=queries if entries else 0,
+                QUERIES=queries,
                 PERTURBS=bool(outs),
                 ROUNDING=rounding,
                 KIND=code,
@@ -256,9 +258,7 @@ def advance_rows(
 ) -> None:
     """The operator ``advance_rows_``: a matrix in fp8 or int8, scales [R] and codes [R, D]."""
     code, draws, (rows, width) = KINDS[kind], DRAWS[kind], codes.shape
-    keys = np.array(words, dtype=np.int64).reshape(-1, 2)
-    numbers = np.array(factors, dtype=np.float32).view(np.int32).astype(np.int64).reshape(-1, 1)
-    table = sent(torch.from_numpy(np.concatenate([keys, numbers], axis=1).reshape(-1)), codes.device)
+    table = sent(torch.from_numpy(_numbers(words, factors, 1)[0]), codes.device)
     fp8 = codes.dtype.is_floating_point
     with _on(codes):
         _advance_rows_kernel[(rows,)](

@@ -30,6 +30,11 @@ import sys
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Draws = npt.NDArray[np.uint16]
+"""Draws of 16 bits."""
 
 KINDS = {None: 0, "gaussian": 1, "rademacher": 2}
 """The kernels' number of each kind of noise; None is rounding without noise."""
@@ -78,26 +83,26 @@ PhiloxKey = tuple[int, int]
 """The two 64-bit words of a key, first word first."""
 
 
-def words(key: PhiloxKey, counter: int, counters: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def words(key: PhiloxKey, counter: int, counters: int) -> npt.NDArray[np.uint64]:
     """The words of consecutive counters, uint64 [4·counters]."""
     # numpy adds one to the counter before it uses it, modulo 2^256.
     generator = np.random.Philox(counter=(counter - 1) % 2**256, key=key[0] | key[1] << 64)
     return generator.random_raw(4 * counters)
 
 
-def draws(key: PhiloxKey, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+def draws(key: PhiloxKey, start: int, count: int) -> Draws:
     """The 16-bit draws start … start + count − 1."""
     assert sys.byteorder == "little", "draws are read from words in memory order"
     counter = start // 16
     return words(key, counter, -(-(start + count) // 16) - counter).view(np.uint16)[start - 16 * counter :][:count]
 
 
-def gaussian(key: PhiloxKey, start: int, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def gaussian(key: PhiloxKey, start: int, count: int) -> Floats:
     """z of elements start … start + count − 1."""
     return gaussian_table().take(draws(key, start, count))
 
 
-def rademacher(key: PhiloxKey, start: int, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def rademacher(key: PhiloxKey, start: int, count: int) -> Floats:
     """Signs of elements start … start + count − 1, as ±1."""
     counter = start // 256
     octets = words(key, counter, -(-(start + count) // 256) - counter).view(np.uint8)
@@ -105,14 +110,14 @@ def rademacher(key: PhiloxKey, start: int, count: int) -> np.ndarray[Any, np.dty
     return np.float32(1) - np.float32(2) * bits.astype(np.float32)
 
 
-def round_bfloat16(x: np.ndarray[Any, np.dtype[np.float32]], draw: np.ndarray[Any, np.dtype[np.uint16]]) -> Any:
+def round_bfloat16(x: Floats, draw: Draws) -> Any:
     """Patterns (uint16) of ``x`` rounded stochastically to bfloat16."""
     bits = x.view(np.uint32)
     rounded = ((bits + draw) >> np.uint32(16)).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)
 
 
-def round_float16(x: np.ndarray[Any, np.dtype[np.float32]], draw: np.ndarray[Any, np.dtype[np.uint16]]) -> Any:
+def round_float16(x: Floats, draw: Draws) -> Any:
     """Patterns (uint16) of ``x`` rounded stochastically to float16, subnormal results included."""
     bits = x.view(np.uint32)
     magnitude = (bits & 0x7FFFFFFF).astype(np.int64)
@@ -128,13 +133,13 @@ def round_float16(x: np.ndarray[Any, np.dtype[np.float32]], draw: np.ndarray[Any
 
 
 @functools.cache
-def cubic_coefficients() -> np.ndarray[Any, np.dtype[np.float32]]:
+def cubic_coefficients() -> Floats:
     """The cubics as kernels read them, float32 [4, 32]: coefficient; low five bits of (float pattern of 2m + 1) >> 22."""
     return np.ascontiguousarray(np.roll(np.array(_CUBICS, dtype=np.float32), -2, axis=0).T)
 
 
 @functools.cache
-def gaussian_table() -> np.ndarray[Any, np.dtype[np.float32]]:
+def gaussian_table() -> Floats:
     """z for each 16-bit draw, float32 [65536]."""
     pattern = (2 * np.arange(1 << 15) + 1).astype(np.float32).view(np.uint32)
     t = (pattern & 0x3FFFFF | 0x3F800000).view(np.float32) - np.float32(1)

@@ -10,7 +10,6 @@ one, and its header page, with a checksum of its own, then says that this area i
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -22,12 +21,13 @@ import torch
 
 from blockwalk.models.folder import STORE_INDEX
 from blockwalk.numerics.codecs import codecs
-from blockwalk.numerics.codecs.layout import FORMAT_VERSION, Layout
+from blockwalk.numerics.codecs.layout import FORMAT_VERSION, Layout, dtype_of
 from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.plan import sizes
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class StoredParam:
 
     def decoded_dtype(self) -> torch.dtype:
         """The dtype that the parameter has when it is used as it lies."""
-        dtype: torch.dtype = getattr(torch, self.codec.dtype_of(self.dtype))
-        return dtype
+        return dtype_of(self.codec.dtype_of(self.dtype))
 
     def open(self, bytes_P: torch.Tensor, group_size: int) -> Value:
         """The parameter over its bytes (uint8 [nbytes]), see :func:`~blockwalk.numerics.codecs.weights.opened`."""
@@ -195,12 +194,12 @@ class StoreIndex:
         return sum(unit.area_offset(self.generations) for unit in self.units)
 
 
-def is_store(path: str | os.PathLike[str]) -> bool:
+def is_store(path: StrPath) -> bool:
     """Whether a folder is a block store."""
     return (Path(path) / INDEX).is_file()
 
 
-def read_index(path: str | os.PathLike[str]) -> StoreIndex:
+def read_index(path: StrPath) -> StoreIndex:
     """Read ``store.json``.
 
     Raises:
@@ -270,7 +269,7 @@ class BlockStore:
         ValueError: no store, another version, or a unit file that is missing, truncated or not the one it should be.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self.index = read_index(self.path)
         self.steps: list[int] = []

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import (
     HEADER_PAGE,
     INDEX,
@@ -54,7 +55,7 @@ class WritableStore:
         ValueError: no such store, a damaged one, one packed for reading only, or one that another process has open.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, sync: bool = True) -> None:
+    def __init__(self, path: StrPath, *, sync: bool = True) -> None:
         self.path = Path(path)
         self.sync = sync
         self.index = read_index(self.path)

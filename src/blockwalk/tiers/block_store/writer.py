@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import (
     BUFFERS,
     FORMAT,
@@ -80,14 +80,14 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
 
 
 def write_store(
-    path: str | os.PathLike[str],
+    path: StrPath,
     source: TensorSource,
     spec: ModelSpec,
     codec: Codec,
     *,
     group_size: int = 32,
     generations: int = 1,
-    copy_from: str | os.PathLike[str] | None = None,
+    copy_from: StrPath | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write a block store, streaming: the store's own pages and a few rows are all that is held, unless a parameter has to
@@ -156,7 +156,7 @@ def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: t
         yield stop
 
 
-def copy_model_files(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+def copy_model_files(source: StrPath, target: StrPath) -> None:
     """Copy a model folder's configuration and tokenizer files, and its licence."""
     for file in sorted(model_folder(source, weights=False).iterdir()):
         wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from blockwalk.models.folder import checkpoint_files, model_folder
 from blockwalk.numerics.codecs.codecs import decode_whole
 from blockwalk.numerics.codecs.layout import Bytes, Layout
 from blockwalk.numerics.codecs.weights import Weight
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.model_folder import gguf_file, quantised, safetensors, torch_file
 from blockwalk.tiers.model_folder.stored import StoredTensor
@@ -46,7 +46,7 @@ class CheckpointFolder:
             or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning.
     """
 
-    def __init__(self, path: str | os.PathLike[str], model: nn.Module) -> None:
+    def __init__(self, path: StrPath, model: nn.Module) -> None:
         from blockwalk.tiers.model_folder import conversion
 
         self.path = model_folder(path)
@@ -61,7 +61,10 @@ class CheckpointFolder:
     def _bytes(self, stored: StoredTensor) -> Bytes:
         if stored.parts:
             return tuple(self._files[p.file].view(p.offset, p.nbytes, p.dtype, p.shape) for p in stored.parts)
-        return self._files[stored.file].view(stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,))
+        bytes_P = self._files[stored.file].view(stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,))
+        return (
+            bytes_P.clone() if stored.offset % stored.dtype.itemsize else bytes_P
+        )  # a header of any length is allowed
 
     def _open(self, stored: StoredTensor) -> torch.Tensor | Weight:
         return stored.open(self._bytes(stored))

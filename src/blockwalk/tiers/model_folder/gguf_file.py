@@ -1,11 +1,14 @@
 """The tensors of a GGUF file under the names that they have in the model, as :class:`StoredTensor` says where they lie.
 
 Names are mapped by the ``gguf`` package. llama.cpp permutes the rows of a Llama's queries and keys, which an
-index undoes when rows are read, and keeps some norms' weights with one added.
+index undoes when rows are read, and keeps some norms' weights with one added. Experts' gates and their other half, which the
+model has above one another, are two tensors of the file, and stay where they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,10 @@ import torch
 
 from blockwalk.models import gguf
 from blockwalk.models.gguf import ARCHITECTURES
+from blockwalk.numerics.codecs.codecs import decode_rows, gather_rows
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.readers import Index, Reader, above
+from blockwalk.plan.placement import Codec
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -21,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
-    """The tensors of a GGUF file by the names of ``model``'s parameters, without reading them; one that the model does not have
-    keeps the file's name.
+    """The tensors of a GGUF file, or of all parts of a model, by the names of ``model``'s parameters, without reading them; one
+    that the model does not have keeps the file's name.
 
     Raises:
         ValueError: as :func:`blockwalk.models.gguf.read_header`.
@@ -30,10 +37,11 @@ def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
     header = gguf.read_header(path)
     config: Any = model.config
     names = _names(header, model)
-    form, tensors = ARCHITECTURES[header.architecture], {}
-    for info in header.tensors:
+    form, tensors = ARCHITECTURES[header.architecture], dict[str, StoredTensor]()
+    for info in sorted(header.tensors, key=lambda info: info.name):  # gates before what is below them
         name = names.get(info.name, info.name)
         dtype = getattr(torch, info.codec.facts.dtype or "float32")
+        shape = (1, info.shape[-1]) if info.name.endswith("ffn_gate_inp_shexp.weight") else info.shape
         order, plus = None, 0.0
         if form == "permuted" and ".attn_q." in info.name:
             order = row_order(config.num_attention_heads, info.shape[0])
@@ -41,10 +49,41 @@ def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
             order = row_order(config.num_key_value_heads, info.shape[0])
         elif form == "shifted" and info.name.endswith("norm.weight"):
             plus = -1.0
-        tensors[name] = StoredTensor(
-            name, path.name, info.offset, info.nbytes, dtype, info.shape, info.codec, order, plus
-        )
+        found = StoredTensor(name, info.file, info.offset, info.nbytes, dtype, shape, info.codec, order, plus)
+        tensors[name] = _stacked(tensors[name], found) if name in tensors else found
     return tensors
+
+
+def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
+    """Experts of which each has some rows in one tensor and the rest in another, both [E, N, D]."""
+    halves = upper, lower
+    layouts = [replace(half.layout, shape=half.shape[1:]) for half in halves]
+
+    def read(parts: Sequence[torch.Tensor]) -> Reader:
+        first, second = (_rows_of(part_P, layout) for part_P, layout in zip(parts, layouts, strict=True))
+        return above(first, second, upper.shape[1])
+
+    parts = tuple(
+        replace(half, dtype=torch.uint8, shape=(half.shape[0], layout.nbytes))
+        for half, layout in zip(halves, layouts, strict=True)
+    )
+    shape = (upper.shape[0], upper.shape[1] + lower.shape[1], *upper.shape[2:])
+    nbytes = upper.nbytes + lower.nbytes
+    return replace(upper, nbytes=nbytes, shape=shape, codec=Codec.STACKED, parts=parts, reader=read)
+
+
+def _rows_of(bytes_P: torch.Tensor, layout: Layout) -> Reader:
+    """A matrix over its bytes, in any codec."""
+
+    def read(rows: Index, columns: Index) -> torch.Tensor:
+        assert isinstance(columns, slice)
+        if isinstance(rows, torch.Tensor):
+            whole = torch.empty(len(rows), layout.columns, device=bytes_P.device)
+            return gather_rows(bytes_P, layout, rows, whole)[:, columns]
+        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=bytes_P.device)
+        return decode_rows(bytes_P, layout, rows.start, rows.stop, out, columns=(columns.start, columns.stop))
+
+    return read
 
 
 def _names(header: gguf.Header, model: nn.Module) -> dict[str, str]:
@@ -58,6 +97,11 @@ def _names(header: gguf.Header, model: nn.Module) -> dict[str, str]:
         stem, _, leaf = name.rpartition(".")
         if (found := known.get_name(stem)) is not None:
             names[f"{found}.{leaf}"] = name
+        elif leaf == "gate_up_proj":
+            gates = known.get_name(f"{stem}.gate_proj")
+            names |= {f"{gates}.weight": name, f"{gates}.weight".replace("gate", "up"): name}
+        elif (found := known.get_name(name)) is not None:
+            names[f"{found}.weight"] = name
     return names
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from blockwalk.models.folder import STORE_INDEX, checkpoint_files, model_folder
 from blockwalk.system import cache
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import is_store
 
 _SPAN, _CHUNK = 64 << 20, 1 << 20
@@ -26,7 +27,7 @@ _SETTLED = 3.0
 """Seconds without a change after which a file's times tell every later change."""
 
 
-def weights_digest(folder: str | os.PathLike[str]) -> str:
+def weights_digest(folder: StrPath) -> str:
     """The content of a model folder (configuration and weights) as 32 hexadecimal digits; of a block store its index,
     which has the checksums of all that was packed.
 

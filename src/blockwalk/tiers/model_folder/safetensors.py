@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import operator
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +17,7 @@ import torch
 
 from blockwalk.models.folder import INDEX
 from blockwalk.system.atomic_files import naming, reading
+from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ DTYPE = {
 _NAME = {dtype: name for name, dtype in DTYPE.items()}
 
 
-def read_header(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+def read_header(path: StrPath) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name, without reading them.
 
     Raises:
@@ -90,7 +90,7 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write(path: str | os.PathLike[str], entries: Mapping[str, Entry], pieces: Iterable[torch.Tensor]) -> None:
+def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[torch.Tensor]) -> None:
     """Write a safetensors file in pieces, holding one piece at a time.
 
     Args:
@@ -141,7 +141,7 @@ def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:
 
 
 def save_model(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     model: nn.Module,
     weights: Mapping[str, Value],
     max_bytes: int = 5_000_000_000,
