@@ -15,7 +15,7 @@ from blockwalk.plan.placement import DTYPE_BYTES
 from blockwalk.program.program import Pool, Shape, StepKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster, sent_payload
+from tests.ranks.cluster import cluster, payload_of
 from tests.ranks.processes import run_ranks
 from tests.support import held as support
 
@@ -39,13 +39,8 @@ def _step_bytes(rank: int, cases: list[tuple[str, bool, int]]) -> list[tuple[int
         plan = method(name, mesh=mesh, gradient_accumulation_steps=micro_batches)
         with Walker(model(lora), plan, device="cpu") as walker:
             walker.step(random_batch(16, 8))
-            dist.barrier()
-            before = sent_payload()
-            dist.barrier()
-            walker.step(random_batch(16, 8, seed=1))
-            dist.barrier()
-            counted.append((sent_payload() - before, walker.spec.numel(trainable=True)))
-            dist.barrier()
+            sent = payload_of(lambda: walker.step(random_batch(16, 8, seed=1)))
+            counted.append((sent, walker.spec.numel(trainable=True)))
     return counted
 
 

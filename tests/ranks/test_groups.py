@@ -20,7 +20,7 @@ from blockwalk.ranks.groups import make_groups
 from blockwalk.ranks.place import LostRank, Place
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.ranks.watch import Watch
-from tests.ranks.cluster import cluster, sent_payload
+from tests.ranks.cluster import cluster, payload_of
 from tests.ranks.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -70,20 +70,18 @@ def test_gathers_and_reductions_are_the_sums_in_rank_order() -> None:
 def _count(rank: int, numel: int) -> tuple[int, int]:
     groups = make_groups(MeshSettings(world=4, ranks_per_node=2), CPU)
     full = torch.ones(numel)
-    dist.barrier()
-    began = sent_payload()
-    dist.barrier()
     node = full[groups.slice(numel, 2)]
-    groups.gather_(node, groups.between(2, 4), Lane.INTER)
-    groups.gather_(full, groups.between(1, 2), Lane.INTRA)
-    dist.barrier()
-    gathered = sent_payload() - began
-    groups.reduce(groups.reduce(full, groups.between(1, 2), Lane.INTRA), groups.between(2, 4), Lane.INTER)
-    dist.barrier()
-    both = sent_payload() - began
-    dist.barrier()
+
+    def gather() -> None:
+        groups.gather_(node, groups.between(2, 4), Lane.INTER)
+        groups.gather_(full, groups.between(1, 2), Lane.INTRA)
+
+    def reduce() -> None:
+        groups.reduce(groups.reduce(full, groups.between(1, 2), Lane.INTRA), groups.between(2, 4), Lane.INTER)
+
+    sent = payload_of(gather), payload_of(reduce)
     groups.close()
-    return gathered, both - gathered
+    return sent
 
 
 @pytest.mark.root
@@ -108,10 +106,11 @@ def _watched(rank: int, how: str) -> Any:
             watch.begin_step()
             time.sleep(0.05)
             watch.end_step()
-        watch.begin_step()
-        for _ in range(6):  # slow, but alive
+        done: list[int] = []
+        watch.begin_step(lambda: len(done))
+        for _ in range(6):  # slow, but alive: ops end while this thread waits for them
             time.sleep(0.5)
-            watch.progress()
+            done.append(1)
         watch.end_step()
         watch.close()
         return time.monotonic() - began

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
@@ -15,9 +14,9 @@ from blockwalk.simulate import hardware
 from blockwalk.simulate.planner import Task, programs_of
 from blockwalk.simulate.simulator import simulate
 from blockwalk.walk.unit_costs import UnitCosts
-from blockwalk.walk.walker import Walker
+from blockwalk.walk.walker import StepResult, Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.cluster import cluster, sent_payload
+from tests.ranks.cluster import cluster, payload_of
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_key_value_heads": 4}
 METHODS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
@@ -34,13 +33,9 @@ def _step_bytes(rank: int) -> list[tuple[int, int]]:
     for name in METHODS:
         with Walker(model(), method(name, mesh=MESH), device="cpu") as walker:
             walker.step(random_batch(16, 8))
-            dist.barrier()
-            before = sent_payload()
-            dist.barrier()
-            result = walker.step(random_batch(16, 8, seed=1))
-            dist.barrier()
-            counted.append((sent_payload() - before, 2 * result.bytes.get(Lane.INTER, 0)))
-            dist.barrier()
+            results: list[StepResult] = []
+            sent = payload_of(lambda: results.append(walker.step(random_batch(16, 8, seed=1))))  # noqa: B023 - called at once
+            counted.append((sent, 2 * results[0].bytes.get(Lane.INTER, 0)))
     return counted
 
 
