@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
@@ -50,7 +51,7 @@ def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank:
         held = tensors[name].held[first]
         entries[key] = Entry((prod(held.shape),), held.dtype)
 
-    def summed() -> Iterator[torch.Tensor]:
+    def summed() -> Iterator[Tensor]:
         for key, (name, first) in keys.items():
             done = 0
             for part in safetensors.pieces(tensors[name].held[first]):
@@ -113,7 +114,7 @@ class _Place:
         """The element of the tensor that follows the piece's last."""
         return self.first + self.nbytes // self.dtype.itemsize
 
-    def elements(self, first: int, stop: int) -> torch.Tensor:
+    def elements(self, first: int, stop: int) -> Tensor:
         """A range of the tensor's elements, mapped, all inside the piece.
 
         Raises:
@@ -176,7 +177,7 @@ class Saved:
             self.numel[name] = piece["numel"]
             self._places.setdefault(name, []).append(place)
 
-    def read_into(self, name: str, first: int, out_P: torch.Tensor) -> None:
+    def read_into(self, name: str, first: int, out_P: Tensor) -> None:
         """Copy the elements from ``first`` on of a tensor into ``out_P``, of any dtype on any device.
 
         Raises:
@@ -194,7 +195,7 @@ class Saved:
                 f"{self.folder} is damaged: {missing} elements of {name} from {first} to {stop} are not in it"
             )
 
-    def whole(self, name: str) -> torch.Tensor:
+    def whole(self, name: str) -> Tensor:
         """A tensor that one rank wrote alone, mapped from the file, not copied: do not write to it.
 
         Raises:

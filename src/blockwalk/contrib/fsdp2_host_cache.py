@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -31,13 +31,13 @@ class CachedAllGather:
     dirty: bool = True
     crossings: int = 0
     """Gathers that crossed nodes."""
-    _host: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _host: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """``input_tensor`` [P] of every rank into ``output_tensor`` [world · P], in the order of the ranks."""
         nodes, local, numel = self.between.size(), self.inside.size(), input_tensor.numel()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import INDEX, lies_in
@@ -107,13 +108,13 @@ class Change:
     """The change that an adapter makes to one parameter [N, D]: replace it, then add scaling · left [N, R] · right [R, D], then
     give each row the norm that ``magnitude_N`` says."""
 
-    replacement: torch.Tensor | None = None
-    left_NR: torch.Tensor | None = None
-    right_RD: torch.Tensor | None = None
+    replacement: Tensor | None = None
+    left_NR: Tensor | None = None
+    right_RD: Tensor | None = None
     scaling: float = 1.0
-    magnitude_N: torch.Tensor | None = None
+    magnitude_N: Tensor | None = None
 
-    def rows(self, base_ND: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:
+    def rows(self, base_ND: Tensor, start: int, dtype: torch.dtype) -> Tensor:
         """The changed rows ``start`` … of a parameter whose rows there are ``base_ND``, rounded once to ``dtype``."""
         stop = start + base_ND.shape[0]
         out_ND = base_ND if self.replacement is None else self.replacement.view(-1, base_ND.shape[1])[start:stop]
@@ -157,8 +158,8 @@ def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
     config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     _refuse_variants(folder, config)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    factors: dict[str, dict[str, torch.Tensor]] = {}
-    replacements: dict[str, torch.Tensor] = {}
+    factors: dict[str, dict[str, Tensor]] = {}
+    replacements: dict[str, Tensor] = {}
     for key, tensor in load_file(folder / "adapter_model.safetensors").items():
         name = key.removeprefix("base_model.model.")
         found = _LORA_KEY.fullmatch(name)
@@ -255,14 +256,14 @@ def _merged(
     done: int,
     total: int,
     progress: Progress | None,
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """The outputs' values, each in its dtype, some rows at a time, in order; ``done`` bytes of ``total`` were written."""
     from blockwalk.numerics.codecs.weights import DenseWeight
 
     for (name, change), dtype in outputs:
         weight, shape = source.weights([name])[name], source.shape(name)
         rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             weight = DenseWeight(weight.reshape(rows, columns))
         some = max(1, CHUNK_ELEMENTS // max(1, columns))
         for start in range(0, rows, some):

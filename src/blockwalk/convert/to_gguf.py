@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.convert.merge import read_adapter
 from blockwalk.engine.pack import Progress
@@ -113,7 +114,7 @@ def convert(
         part.unlink(missing_ok=True)
 
 
-_Tensor = tuple[str, tuple[int, ...], Any, Callable[[], torch.Tensor]]
+_Tensor = tuple[str, tuple[int, ...], Any, Callable[[], Tensor]]
 """Name in the file, shape, encoding, and the function that reads it."""
 
 
@@ -141,7 +142,7 @@ def _write(writer: Any, tensors: list[_Tensor], progress: Progress | None) -> No
             progress(done, sum(sizes))
 
 
-def _read(source: Any, name: str, heads: int | None) -> torch.Tensor:
+def _read(source: Any, name: str, heads: int | None) -> Tensor:
     """A parameter, its rows in GGUF's order."""
     out = torch.empty(source.shape(name), dtype=source.dtype(name))
     source.read_into(name, out)
@@ -149,7 +150,7 @@ def _read(source: Any, name: str, heads: int | None) -> torch.Tensor:
     return out if heads is None else _turn(out, heads)
 
 
-def _turn(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def _turn(rows: Tensor, heads: int) -> Tensor:
     """Rows [heads · 2 · half, ...] with each head's halves interleaved."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
@@ -178,7 +179,7 @@ def _adapter_tensors(writer: Any, changes: Any, named: Callable[[str], str], tur
     return tensors
 
 
-def _hyperparameters(writer: Any, config: Any) -> torch.Tensor | None:
+def _hyperparameters(writer: Any, config: Any) -> Tensor | None:
     """Write the model's sizes; answers the factors of its rotary frequencies, where they are scaled."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import persistent_buffers
@@ -188,11 +188,11 @@ def _read_norms(wrapped: Any, read: Callable[[str], Value]) -> None:
     for name, module in wrapped.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             weight = read(f"{canonical_name(name)}.weight")
-            weight = DenseWeight(weight) if isinstance(weight, torch.Tensor) else weight
+            weight = DenseWeight(weight) if isinstance(weight, Tensor) else weight
             magnitude.weight.data = _norms(weight, transposed=module.fan_in_fan_out).float()
 
 
-def _norms(weight: Weight, *, transposed: bool) -> torch.Tensor:
+def _norms(weight: Weight, *, transposed: bool) -> Tensor:
     """The norms [N] of the rows of W [N, D] (transposed: of the columns of W [D, N]), a range at a time, in its dtype."""
     if transposed:
         take, (inputs, outputs) = weight.columns, weight.shape
@@ -307,7 +307,7 @@ def unfuse(model: nn.Module) -> None:
             del module.__dict__["forward"]
 
 
-def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _fused_forward(module: Any, original: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """PEFT's LoRA forward in fewer tensors; its own wherever it is more than W·x + b + s·B·A·x with 16 or 32 bits alike. DoRA
     multiplies the product, without the bias, by magnitude / norm of W + s·B·A, which counts as a constant."""
     adapter = module.active_adapters[0]
@@ -341,7 +341,7 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: torch.Tensor, *
     return y if base.bias is None else y + base.bias
 
 
-def base_tensors(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def base_tensors(model: Any) -> tuple[Any, dict[str, Tensor]]:
     """The plain model in a model in memory (itself, or the base of a ``PeftModel``), and the base's own parameters and
     persistent buffers, by canonical name."""
     adapters = tuple(getattr(model, "peft_config", ()))
@@ -386,7 +386,7 @@ def _in_file(name: str) -> str:
     return whole.removesuffix(".weight") if whole.endswith(".lora_magnitude_vector.weight") else whole
 
 
-def save_adapter(model: Any, state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) -> None:
     """Write an adapter in PEFT's format (``adapter_model.safetensors``, ``adapter_config.json``).
 
     ``state`` holds the adapter's parameters by canonical name; names of other parameters are ignored. Raises
@@ -425,14 +425,14 @@ def _prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
     return {canonical_name(f"prompt_encoder.{name}", adapters): p for name, p in encoder.named_parameters()}
 
 
-def _prompt(model: Any, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
     """The tensor that PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
     (name,) = model.peft_config
     encoder, config = model.prompt_encoder[name], model.peft_config[name]
     values = {n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))] for n, _ in encoder.named_parameters()}
     tokens = torch.arange(config.num_virtual_tokens).unsqueeze(0)
     with torch.no_grad():
-        prompt: torch.Tensor = torch.func.functional_call(encoder, values, (tokens,))[0]
+        prompt: Tensor = torch.func.functional_call(encoder, values, (tokens,))[0]
     return prompt.cpu().contiguous()
 
 

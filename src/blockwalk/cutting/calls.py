@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,12 @@ class BlockCall:
     """Position or keyword of the hidden state."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    differentiable: tuple[torch.Tensor, ...]
+    differentiable: tuple[Tensor, ...]
     """Leaves among the arguments that receive a gradient; blocks that share an argument share its leaf."""
     live_cache: bool = False
     """Whether the block writes into the batch's own key-value cache (generation), not into a view of it."""
 
-    def view(self, hidden_BSD: torch.Tensor) -> tuple[list[Any], dict[str, Any]]:
+    def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for one run, in containers of their own."""
         live = self.live_cache
         args = [rebuild(value, _same, f"argument {i}", share_caches=live) for i, value in enumerate(self.args)]
@@ -46,18 +46,18 @@ class BlockCall:
 class Prologue:
     """The skeleton pass of one batch: the first block's hidden state, and every block's call."""
 
-    hidden_BSD: torch.Tensor
+    hidden_BSD: Tensor
     calls: tuple[BlockCall, ...]
-    sources: tuple[torch.Tensor, ...]
+    sources: tuple[Tensor, ...]
     """Tensors of the prologue's graph that blocks take as arguments, beside the hidden state."""
-    leaves: tuple[torch.Tensor, ...]
+    leaves: tuple[Tensor, ...]
     """The stand-ins of ``sources`` in the blocks' calls, in the same order."""
     stand_ins: Mapping[str, tuple[Any, ...]]
     """The answers of the prologue's modules, on the meta device: the epilogue's pass runs on zeros of these shapes."""
 
     def roots(
-        self, grad_hidden_BSD: torch.Tensor | None, grad_leaves: Iterable[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, grad_hidden_BSD: Tensor | None, grad_leaves: Iterable[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors from which the prologue's graph is differentiated, and their gradients. None where an adapter's part was
         not run by this batch: it leaves the prologue without a graph.
 
@@ -68,7 +68,7 @@ class Prologue:
         return [source for source, _ in pairs], [grad for _, grad in pairs]
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -83,16 +83,14 @@ def is_cache(value: Any) -> bool:
     return any(cls.__module__ == "transformers.cache_utils" for cls in type(value).__mro__)
 
 
-def rebuild(
-    value: Any, on_tensor: Callable[[torch.Tensor], torch.Tensor], where: str, *, share_caches: bool = False
-) -> Any:
+def rebuild(value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, share_caches: bool = False) -> Any:
     """Copy ``value`` with each tensor replaced by ``on_tensor`` of it; containers and caches are built anew.
 
     The copy shares no mutable container with the original, so whatever a call writes into it is thrown away with it
     (a key-value cache stays the same object where ``share_caches``: generation writes into it on purpose).
     ``where`` names the argument in the ValueError that refuses an object of an unknown class.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return on_tensor(value)
     if isinstance(value, _CONSTANTS + _TORCH_CONSTANTS) or type(value).__name__ in _OPAQUE:
         return value
@@ -114,7 +112,7 @@ def rebuild(
         twin = copy.copy(value)
         for key, item in vars(value).items():
             # Lists of layers and dicts of states are rebuilt; streams, classes and the like are shared as they are.
-            if isinstance(item, torch.Tensor | list | dict | tuple) or is_cache(item):
+            if isinstance(item, Tensor | list | dict | tuple) or is_cache(item):
                 setattr(twin, key, rebuild(item, on_tensor, where, share_caches=share_caches))
         return twin
     if isinstance(value, type) or callable(value):
@@ -125,11 +123,11 @@ def rebuild(
     )
 
 
-def tensors_of(value: Any, *, caches: bool = True) -> list[torch.Tensor]:
+def tensors_of(value: Any, *, caches: bool = True) -> list[Tensor]:
     """All tensors in a value (those of key-value caches only where ``caches``), in a fixed order."""
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.calls import BlockCall, Prologue, containers_of, rebuild, tensors_of
@@ -34,7 +34,7 @@ class _Stop(Exception):
     """The exception that ends a skeleton pass where nothing after it is wanted."""
 
 
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
@@ -148,7 +148,7 @@ class CutModel:
 
     # --- parameters come and go ---------------------------------------------------------------------------------------
 
-    def take_parameters(self) -> dict[str, torch.Tensor]:
+    def take_parameters(self) -> dict[str, Tensor]:
         """Hand over the real parameters that the modules hold, by canonical name; placeholders take their places."""
         assert not self._bound, f"units {self._bound} are bound"
         held, taken = self._units.placeholders, {}
@@ -160,18 +160,18 @@ class CutModel:
             self._put_back(unit, self._units.places[unit])
         return taken
 
-    def bind(self, unit: int, values: Mapping[str, Value]) -> dict[str, torch.Tensor]:
+    def bind(self, unit: int, values: Mapping[str, Value]) -> dict[str, Tensor]:
         """Put parameters in their places: tensors, or weights that are decoded when used (2-D; frozen, or without a graph).
 
         Answers the bound trainable tensors by name: the leaves whose gradients are the parameters'. A tensor that does not
         require a gradient is given a leaf that does, over the same memory. The epilogue accepts a tied head's weight.
         """
         places, trainable = self._units.places[unit], self._units.trainable
-        leaves: dict[str, torch.Tensor] = {}
+        leaves: dict[str, Tensor] = {}
         self._bound.add(unit)
         for name, value in values.items():
-            placed: torch.Tensor
-            if not isinstance(value, torch.Tensor):
+            placed: Tensor
+            if not isinstance(value, Tensor):
                 assert name not in trainable or not torch.is_grad_enabled(), f"{name} is trained: bind a tensor"
                 placed = LazyParameter(value, self.device)
             elif name in trainable:
@@ -240,7 +240,7 @@ class CutModel:
                 else:
                     module.__dict__["forward"] = forward
 
-    def note_mask(self, mask: torch.Tensor, *, hides_nothing: bool) -> None:
+    def note_mask(self, mask: Tensor, *, hides_nothing: bool) -> None:
         """Say of a mask on an accelerator what models ask of it: they would wait for the device to find out."""
         if not is_cpu(self.device):
             setattr(mask, _HIDES_NOTHING, hides_nothing)
@@ -281,7 +281,7 @@ class CutModel:
             for place, param in empty:
                 place.module._parameters[place.leaf] = param
 
-    def _answer(self, module: nn.Module, hidden_BSD: torch.Tensor) -> Any:
+    def _answer(self, module: nn.Module, hidden_BSD: Tensor) -> Any:
         length = self.anatomy.returns[type(module).__name__]
         return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
 
@@ -324,12 +324,12 @@ class CutModel:
         once each, one after the other.
         """
         records: list[BlockCall] = []
-        leaf_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        first: list[torch.Tensor] = []
+        leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
+        first: list[Tensor] = []
         outputs: dict[str, list[Any]] = {}
         live = bool(batch.get("use_cache"))
 
-        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        def leaf(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
             if id(tensor) not in leaf_of:
@@ -393,7 +393,7 @@ class CutModel:
         )
 
     @staticmethod
-    def _hidden_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], first: list[torch.Tensor], name: str) -> int | str:
+    def _hidden_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], first: list[Tensor], name: str) -> int | str:
         """The position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the very
         tensor that the first was given."""
         if first:
@@ -402,13 +402,13 @@ class CutModel:
                 if value is first[0]:
                     return place
             raise ValueError(f"the model works on the hidden state before {name}, outside its layers")
-        if args and isinstance(args[0], torch.Tensor):
+        if args and isinstance(args[0], Tensor):
             return 0
-        if isinstance(kwargs.get("hidden_states"), torch.Tensor):
+        if isinstance(kwargs.get("hidden_states"), Tensor):
             return "hidden_states"
         raise ValueError(f"{name} is called with no hidden state: arguments {len(args)}, keywords {sorted(kwargs)}")
 
-    def forward(self, call: BlockCall, hidden_BSD: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+    def forward(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> Tensor:
         """Run one block in the current grad mode: its hidden state out, of the shape that went in.
 
         Its parameters must be bound. With the same ``seed`` a block drops the same activations again. Raises ValueError
@@ -427,15 +427,15 @@ class CutModel:
                 f"{sorted(kwargs)}: it hands state to other layers"
             )
         hidden = out[0] if isinstance(out, tuple | list) else out
-        assert isinstance(hidden, torch.Tensor)
+        assert isinstance(hidden, Tensor)
         return hidden
 
     def _epilogue_pass(
-        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None, *, head: bool
+        self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None, *, head: bool
     ) -> Any:
         """The model's forward with its prologue's modules and layers stubbed: its output, or the head's input."""
         queues = {name: list(values) for name, values in prologue.stand_ins.items()}
-        caught: list[torch.Tensor] = []
+        caught: list[Tensor] = []
         last = self._units.layers[-1].module
 
         def layer_stub(module: nn.Module, at: int | str) -> Callable[..., Any]:
@@ -448,13 +448,13 @@ class CutModel:
 
             return stub
 
-        def zeros(shape: torch.Tensor) -> torch.Tensor:
+        def zeros(shape: Tensor) -> Tensor:
             return torch.zeros_like(shape, device=self.device)
 
         def piece_stub(name: str) -> Callable[..., Any]:
             return lambda *_args, **_kwargs: rebuild(queues[name].pop(0), zeros, name)
 
-        def head_stub(hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        def head_stub(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
             caught.append(hidden)
             raise _Stop
 
@@ -473,27 +473,21 @@ class CutModel:
         assert head, "the model's output embedding was not called"
         return output
 
-    def head_input(
-        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
-    ) -> torch.Tensor:
+    def head_input(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
         """The output embedding's input: the last block's hidden state [B, S, D] after the final norm.
 
         The epilogue's own parameters must be bound; neither the embedding's nor the head's weight is needed.
         """
-        normed: torch.Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=False)
+        normed: Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=False)
         return normed
 
-    def logits(
-        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
-    ) -> torch.Tensor:
+    def logits(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
         """The model's own logits [B, S, V] from the last block's hidden state; the head must be bound."""
         unlabelled = {name: value for name, value in batch.items() if name != "labels"}
-        logits: torch.Tensor = self._epilogue_pass(prologue, hidden_BSD, unlabelled, seed, head=True).logits
+        logits: Tensor = self._epilogue_pass(prologue, hidden_BSD, unlabelled, seed, head=True).logits
         return logits
 
-    def own_loss(
-        self, prologue: Prologue, hidden_BSD: torch.Tensor, batch: Batch, seed: int | None = None
-    ) -> torch.Tensor:
+    def own_loss(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
         """The model's own loss (a scalar) of ``batch["labels"]`` from the last block's hidden state; the head must be bound."""
-        loss: torch.Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=True).loss
+        loss: Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=True).loss
         return loss

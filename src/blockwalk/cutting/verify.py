@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.cutting import anatomy as anatomy_room
 from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
@@ -42,9 +42,9 @@ _known: dict[str, Anatomy | str] = {}
 class Run:
     """A loss, its logits [B, S, V] and the gradient of every parameter, by canonical name."""
 
-    loss: torch.Tensor
-    logits: torch.Tensor
-    gradients: Mapping[str, torch.Tensor]
+    loss: Tensor
+    logits: Tensor
+    gradients: Mapping[str, Tensor]
 
 
 def certified(model: nn.Module) -> CutModel:
@@ -155,7 +155,7 @@ def study(cls: Any, config: Any) -> Anatomy:
     return replace(anatomy, notes=notes)
 
 
-def _find_head_form(cut: CutModel, batch: Mapping[str, torch.Tensor]) -> Anatomy:
+def _find_head_form(cut: CutModel, batch: Mapping[str, Tensor]) -> Anatomy:
     """The soft cap and the scale, out of the configuration's numbers, that turn W·h + b into the model's own logits and loss.
 
     The head's weight is enlarged for the time of the test: only large logits show a cap.
@@ -224,7 +224,7 @@ def require_borders(folder: str | Path) -> None:
         )
 
 
-def small_batch(config: Any) -> dict[str, torch.Tensor]:
+def small_batch(config: Any) -> dict[str, Tensor]:
     """Two sequences of unequal length, right-padded, with labels: ``input_ids``, ``attention_mask``, ``labels`` [2, 11]."""
     vocab = config.get_text_config().vocab_size
     ids = torch.randint(3, vocab, (2, 11), generator=torch.Generator().manual_seed(SEED))
@@ -245,7 +245,7 @@ def _roughen(model: nn.Module) -> None:
                 param.add_(torch.randn(param.shape, generator=generator), alpha=0.1)
 
 
-def control_run(model: Any, cut: CutModel, batch: Mapping[str, torch.Tensor]) -> Run:
+def control_run(model: Any, cut: CutModel, batch: Mapping[str, Tensor]) -> Run:
     """The model's own forward and autograd; each unit seeds the random numbers as the walk does."""
     handles = []
     if model.training:
@@ -267,21 +267,21 @@ def control_run(model: Any, cut: CutModel, batch: Mapping[str, torch.Tensor]) ->
     return Run(out.loss.detach(), out.logits.detach(), gradients)
 
 
-def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> Run:
+def walk_run(cut: CutModel, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Run:
     """The run block by block, to be compared with :func:`control_run`: forward without a graph, then every block recomputed
     with one, last to first.
 
     ``params`` are the parameters by canonical name, out of the modules; each unit holds its own only while at work.
     """
     last = cut.epilogue_index
-    gradients: dict[str, torch.Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     owned = [[spec.name for spec in unit.params] for unit in cut.spec().units]
     owned[last] += [cut.head.weight] if cut.head.tied else []
 
-    def bind(unit: int) -> dict[str, torch.Tensor]:
+    def bind(unit: int) -> dict[str, Tensor]:
         return cut.bind(unit, {name: params[name] for name in owned[unit]})
 
-    def collect(leaves: Mapping[str, torch.Tensor]) -> None:
+    def collect(leaves: Mapping[str, Tensor]) -> None:
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
@@ -316,13 +316,13 @@ def walk_run(cut: CutModel, params: Mapping[str, torch.Tensor], batch: Mapping[s
     return Run(loss.detach(), logits, gradients)
 
 
-def difference(walked: torch.Tensor, control: torch.Tensor) -> float:
+def difference(walked: Tensor, control: Tensor) -> float:
     """‖walked − control‖ / ‖control‖ in float64 (absolute where the control is zero)."""
     norm = float(control.double().norm())
     return float((walked.double() - control.double()).norm()) / (norm or 1.0)
 
 
-def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, torch.Tensor]) -> float:
+def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> float:
     """Largest relative difference of loss, logits and gradients. Raises ValueError above ``TOLERANCE``, with the figures."""
     cut = CutModel(copy.deepcopy(model), anatomy)
     control = control_run(model, CutModel(model, anatomy), batch)
@@ -348,7 +348,7 @@ def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, torch.Tensor]) -> 
     return max(figures.values())
 
 
-def unread_outputs(cut: CutModel, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[str, ...]:
+def unread_outputs(cut: CutModel, batch: Mapping[str, Tensor], seed: int) -> tuple[str, ...]:
     """Paths of linear layers inside a block (``mlp.down_proj``) whose output no gradient of any block reads.
 
     Args:
@@ -381,7 +381,7 @@ def unread_outputs(cut: CutModel, batch: Mapping[str, torch.Tensor], seed: int) 
     return tuple(sorted(unread - read))
 
 
-def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
+def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, seed: int) -> list[Tensor | None]:
     """Gradients of a block's input, parameters and differentiable arguments, in that order."""
     leaf_BSD = hidden_BSD.clone().requires_grad_()
     inputs = [leaf_BSD, *(p for p in call.module.parameters() if p.requires_grad), *call.differentiable]
@@ -391,7 +391,7 @@ def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: torch.Tensor, seed: i
     return list(torch.autograd.grad(output_BSD, inputs, grad_BSD, allow_unused=True))
 
 
-def _same(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> bool:
+def _same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     return all(
         a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-6, atol=1e-9)
         for a, b in zip(found, expected, strict=True)

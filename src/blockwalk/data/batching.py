@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blockwalk.data.encode import Choices, Encoded, Ids, Numbers
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt. Packed rows
 have ``position_ids`` in place of the mask: where these restart a document begins, and transformers lets no attention cross."""
 
@@ -112,7 +113,7 @@ def by_length(dataset: Encoded, batch_size: int, padding_multiple: int = 1) -> I
         yield rows, collate(dataset, rows, padding_multiple)
 
 
-def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor]:
     """Prompts of unequal length that end together: ids and attention mask, int64 [B, S]."""
     longest = max(map(len, prompts))
     ids_BS = torch.full((len(prompts), longest), pad_id, dtype=torch.int64)
@@ -144,7 +145,7 @@ def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) ->
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def tokens_read(batch: Mapping[str, torch.Tensor]) -> int:
+def tokens_read(batch: Mapping[str, Tensor]) -> int:
     """Tokens of a batch without its padding. A packed document has two tokens or more, one of them at position 1; a token of
     padding is at position 0."""
     if "attention_mask" in batch:
@@ -153,12 +154,12 @@ def tokens_read(batch: Mapping[str, torch.Tensor]) -> int:
     return int((positions_BS > 0).sum() + (positions_BS == 1).sum())
 
 
-def loss_tokens(batch: Mapping[str, torch.Tensor]) -> int:
+def loss_tokens(batch: Mapping[str, Tensor]) -> int:
     """Tokens that the loss is a mean over: labels from the second on, since a model predicts the next one."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def micro_batches(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     """A batch, tensors [B, S], cut into ``count`` equal parts, in order.
 
     Raises:
@@ -167,7 +168,7 @@ def micro_batches(batch: Mapping[str, torch.Tensor], count: int) -> list[dict[st
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch is a mapping with input_ids and labels, not a {type(batch).__name__}")
     for key, value in batch.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             raise ValueError(
                 f"{key} of the batch is a {type(value).__name__}; it must be a tensor, int64 [batch, sequence]"
             )
@@ -228,19 +229,19 @@ class LabelWordBatch:
 
     batch: Batch
     """Each tensor [B · C, S]; labels cover the label word alone."""
-    targets_B: torch.Tensor
+    targets_B: Tensor
     classes: int
     ranked_by: str = "mean"
     """mean or sum of the log-probabilities of a label word's tokens."""
 
-    def scores(self, row_losses: torch.Tensor) -> torch.Tensor:
+    def scores(self, row_losses: Tensor) -> Tensor:
         """Scores [B, C] that the label words are ranked by, from the loss summed over each row's label word, [B · C] on the
         CPU."""
         if self.ranked_by == "mean":
             row_losses = row_losses / (self.batch["labels"][:, 1:] != IGNORE).sum(1)
         return -row_losses.view(-1, self.classes)
 
-    def correct(self, row_losses: torch.Tensor) -> int:
+    def correct(self, row_losses: Tensor) -> int:
         """The number of the B examples whose right class is ranked first."""
         return int((self.scores(row_losses).argmax(dim=1) == self.targets_B).sum())
 
@@ -254,7 +255,7 @@ def label_word_batch(
     return LabelWordBatch(batch, torch.from_numpy(choices.targets[list(rows)]), classes, scores)
 
 
-def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+def row_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Cross-entropy [B], summed over each row's learnt tokens, in float32."""
     losses = torch.nn.functional.cross_entropy(
         logits_BSV[:, :-1].float().transpose(1, 2), labels_BS[:, 1:], ignore_index=IGNORE, reduction="none"
@@ -262,9 +263,7 @@ def row_losses(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tenso
     return losses.sum(dim=1)
 
 
-def share(
-    batch: Mapping[str, torch.Tensor], micro_batches: int, world: int, rank: int
-) -> list[dict[str, torch.Tensor]]:
+def share(batch: Mapping[str, Tensor], micro_batches: int, world: int, rank: int) -> list[dict[str, Tensor]]:
     """A rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
 
     Where B is no multiple of micro-batches × ranks, it is :func:`filled` up.
@@ -274,7 +273,7 @@ def share(
     return [{name: each[m] for name, each in parts.items()} for m in range(micro_batches)]
 
 
-def filled(batch: Mapping[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
+def filled(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
     """The batch with as many copies of its last row, every label ignored, as it lacks to a multiple of so many rows."""
     lacks = -len(batch["input_ids"]) % multiple
     rows = {name: torch.cat([each, each[-1:].expand(lacks, *each.shape[1:])]) for name, each in batch.items()}

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.update_rules import RULES
@@ -138,7 +139,7 @@ def attention() -> dict[str, float]:
     for dtype in DTYPES:
         q = torch.ones(2, 8, 256, 64, dtype=dtype).requires_grad_()
 
-        def run(q: torch.Tensor = q) -> None:
+        def run(q: Tensor = q) -> None:
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
             torch.autograd.grad(out, q, torch.ones_like(out))
 
@@ -164,7 +165,7 @@ def updates() -> dict[str, float]:
     master = param.to(torch.bfloat16)
     key = NoiseKey(0, 1, 0, "doctor", "rounding")
 
-    def through(size: int, write: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+    def through(size: int, write: Callable[[Tensor, Tensor], object]) -> float:
         pieces = master.view(-1, size)
         return UPDATED / typical(lambda: [write(param[:size].copy_(piece), piece) for piece in pieces])
 

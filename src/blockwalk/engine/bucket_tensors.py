@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout, dtype_of
@@ -33,7 +34,7 @@ class BucketTensor:
     """One encoded tensor where it lies now: ``bytes_P`` is a view of its bytes in a bucket, on any device."""
 
     layout: Layout
-    bytes_P: torch.Tensor
+    bytes_P: Tensor
     origin: int = 0
     """The index of its first element in the parameter that it is a range of."""
 
@@ -43,7 +44,7 @@ class BucketTensor:
         return not self.layout.groups
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """The elements themselves, in the parameter's shape: dense codecs only. Writing to it writes the parameter."""
         assert self.dense
         return self.layout.codes(self.bytes_P).view(self.layout.shape)
@@ -53,14 +54,14 @@ class BucketTensor:
         """The elements as they lie there, see :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout, self.bytes_P)
 
-    def load(self, first: int, last: int, scratch: ScratchArena, name: str) -> torch.Tensor:
+    def load(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
         rows_RD = self.rows(first, last, scratch, name)
         if rows_RD.dtype == torch.float32:
             return rows_RD
         return scratch.take(name, *rows_RD.shape, like=rows_RD, dtype=torch.float32).copy_(rows_RD)
 
-    def save(self, first: int, rows_RD: torch.Tensor, rounding: NoiseKey | None) -> None:
+    def save(self, first: int, rows_RD: Tensor, rounding: NoiseKey | None) -> None:
         """Encode the rows that :meth:`load` gave; nothing to do where those were the elements themselves."""
         if self.dense and self.layout.code_dtype == torch.float32:
             return
@@ -68,21 +69,21 @@ class BucketTensor:
             rows_RD, self.bytes_P, self.layout, first, rounding=rounding, origin=self.origin, check=False
         )
 
-    def rows(self, first: int, last: int, scratch: ScratchArena, name: str) -> torch.Tensor:
+    def rows(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
         if self.dense:
             return self.layout.codes(self.bytes_P)[first:last]
         out = scratch.take(name, last - first, self.layout.columns, like=self.bytes_P, dtype=torch.float32)
         return codecs.decode_rows(self.bytes_P, self.layout, first, last, out)
 
-    def columns(self, first: int, last: int, scratch: ScratchArena, name: str) -> torch.Tensor:
+    def columns(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Columns ``first:last`` to be read, like :meth:`rows`."""
         if self.dense:
             return self.layout.codes(self.bytes_P)[:, first:last]
         out = scratch.take(name, self.layout.rows, last - first, like=self.bytes_P, dtype=torch.float32)
         return codecs.decode_rows(self.bytes_P, self.layout, 0, self.layout.rows, out, columns=(first, last))
 
-    def gather(self, index_n: torch.Tensor) -> torch.Tensor:
+    def gather(self, index_n: Tensor) -> Tensor:
         """The rows named, freshly allocated, in the elements' own dtype or decoded to float32."""
         if self.dense:
             return self.layout.codes(self.bytes_P)[index_n]
@@ -99,7 +100,7 @@ class BucketLayout:
         self.places = {name: (start, layout) for start, (name, layout) in zip(starts, layouts.items(), strict=True)}
         """First byte and layout of each tensor."""
 
-    def parts(self, bucket_P: torch.Tensor) -> Iterator[tuple[str, Layout, torch.Tensor]]:
+    def parts(self, bucket_P: Tensor) -> Iterator[tuple[str, Layout, Tensor]]:
         """Name, layout and bytes of each tensor in a bucket (uint8 [nbytes])."""
         for name, (start, layout) in self.places.items():
             yield name, layout, bucket_P[start : start + layout.nbytes]
@@ -109,7 +110,7 @@ BucketTensors = dict[str, dict[str, BucketTensor]]
 """BucketTensors by canonical parameter name, then by state; the parameter itself is the state ``""``."""
 
 
-def tensors_in(unit: StoredUnit, bytes_P: torch.Tensor, group_size: int = 32) -> BucketTensors:
+def tensors_in(unit: StoredUnit, bytes_P: Tensor, group_size: int = 32) -> BucketTensors:
     """The cells of a bucket: views of its bytes (uint8 [nbytes] or longer)."""
     cells: BucketTensors = {}
     for param in unit.params:
@@ -147,7 +148,7 @@ class Initial:
         self,
         spec: ModelSpec,
         source: TensorSource | None,
-        held: Mapping[str, torch.Tensor],
+        held: Mapping[str, Tensor],
         begin: Mapping[str, float],
     ) -> None:
         """``held`` are parameters that are in memory already; ``begin`` is the value that each state is filled with."""
@@ -182,7 +183,7 @@ class Initial:
             self._source.release(mapped)
 
 
-def fill(unit: StoredUnit, source: TensorSource, out_P: torch.Tensor, group_size: int = 32) -> StoredUnit:
+def fill(unit: StoredUnit, source: TensorSource, out_P: Tensor, group_size: int = 32) -> StoredUnit:
     """Encode a unit's parameters from ``source`` into ``out_P`` (CPU uint8); returns the unit with their checksums."""
     filled = []
     for param in unit.params:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
 from blockwalk.engine.bucket_tensors import (
@@ -74,7 +75,7 @@ class Buckets:
         """The unit of each trainable."""
         self.tier: UnitTier
         self._durable: WritableStore | None = None
-        self._resident: dict[int, torch.Tensor] = {}
+        self._resident: dict[int, Tensor] = {}
         self._steps = [0] * len(self.units)
         largest = max(map(self._room, self.streamed), default=0)
         if plan.trainable.on_disk:
@@ -166,10 +167,10 @@ class Buckets:
         self._group.gather_(slices.to_gather(slot_P, self._group.place))
         slices.assemble(slot_P)
 
-    def _in_slot(self, unit: int) -> torch.Tensor:
+    def _in_slot(self, unit: int) -> Tensor:
         return self.slots.of(unit, self._room(unit))
 
-    def _moved(self, unit: int) -> torch.Tensor:
+    def _moved(self, unit: int) -> Tensor:
         """The bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
         slot_P = self._in_slot(unit)
         return self._slices[unit].in_slot(slot_P, self._group.place) if self.sliced(unit) else slot_P
@@ -241,7 +242,7 @@ class Buckets:
         return out
 
     def _assembled(self, assembler: Assembler, number: int, param: StoredParam) -> Any:
-        def value(whole_P: torch.Tensor) -> Value:
+        def value(whole_P: Tensor) -> Value:
             return tensors_in(self.units[number], whole_P)[param.name][""].value
 
         return Assembled(assembler, number, param.shape, param.decoded_dtype(), value)
@@ -290,11 +291,11 @@ class Buckets:
                 bytes_P.copy_(own_P)
                 self._steps[number] = step
 
-    def _held(self) -> dict[int, torch.Tensor]:
+    def _held(self) -> dict[int, Tensor]:
         found = {number: self._lying(number) for number in range(len(self.units)) if self._durable is None}
         return {number: bytes_P for number, bytes_P in found.items() if bytes_P is not None and bytes_P.numel()}
 
-    def _whole(self, unit: int) -> torch.Tensor:
+    def _whole(self, unit: int) -> Tensor:
         """A sliced unit as one process would hold it: a copy, assembled by all ranks together."""
         slices = self._slices[unit]
         side_by_side_P = torch.empty(slices.count * slices.nbytes, dtype=torch.uint8, device=self.device)
@@ -302,7 +303,7 @@ class Buckets:
         self._group.gather_(side_by_side_P)
         return slices.join(side_by_side_P.cpu())
 
-    def _between_turns(self, unit: int) -> torch.Tensor:
+    def _between_turns(self, unit: int) -> Tensor:
         """The bytes of a unit that this process holds between its turns: themselves, or read from their tier."""
         bytes_P = self._lying(unit)
         if bytes_P is None:
@@ -310,7 +311,7 @@ class Buckets:
             (self._durable or self.tier).read_unit(unit, bytes_P)
         return bytes_P
 
-    def _lying(self, unit: int) -> torch.Tensor | None:
+    def _lying(self, unit: int) -> Tensor | None:
         """The bytes of a unit where they lie in memory between its turns; None where its tier makes a copy of them."""
         return self._resident[unit] if unit in self._resident else self.tier.bucket(unit)
 
@@ -329,7 +330,7 @@ class Buckets:
             shutil.rmtree(self._durable.path)
 
 
-def word_sum(bytes_P: torch.Tensor) -> int:
+def word_sum(bytes_P: Tensor) -> int:
     """A checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always shows."""
     words_N, total, some = bytes_P.view(torch.int64), 0, 1 << 20
     for first in range(0, len(words_N), some):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.cutting.calls import BlockCall
 from blockwalk.engine.second_order import encode_with_inputs, has_grid
@@ -46,7 +46,7 @@ class CalibratedSource:
         self,
         source: WeightSource,
         cut: CutModel,
-        sequences: Sequence[torch.Tensor],
+        sequences: Sequence[Tensor],
         codec: Codec,
         group_size: int,
         folder: Path,
@@ -54,7 +54,7 @@ class CalibratedSource:
         self._source, self._cut, self._sequences = source, cut, sequences
         self._codec, self._group_size = codec, group_size
         self._unit_of = {param.name: unit for unit, each in enumerate(cut.spec().units) for param in each.params}
-        self._done, self._rounded = 0, dict[str, torch.Tensor | Weight]()
+        self._done, self._rounded = 0, dict[str, Tensor | Weight]()
         ends = [0, *accumulate(len(ids) for ids in sequences)]
         width = cut.spec().hidden_size
         self._hidden = MappedFile(folder / "hidden", writable=True, length=4 * width * ends[-1])
@@ -70,7 +70,7 @@ class CalibratedSource:
     def dtype(self, name: str) -> torch.dtype:
         return self._source.dtype(name)
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
+    def weights(self, names: Iterable[str]) -> dict[str, Tensor | Weight]:
         return {name: self._weight(name) for name in names}
 
     def release(self, names: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ class CalibratedSource:
     def close(self) -> None:
         self._hidden.close()
 
-    def _weight(self, name: str) -> torch.Tensor | Weight:
+    def _weight(self, name: str) -> Tensor | Weight:
         unit = self._unit_of.get(name, 0)
         if 0 < unit < self._cut.epilogue_index:
             while self._done < unit:
@@ -91,7 +91,7 @@ class CalibratedSource:
     def _walk(self, unit: int) -> None:
         """Round one block, and leave the next one's inputs."""
         params = self._cut.spec().blocks[unit - 1].params
-        values: dict[str, torch.Tensor] = {param.name: torch.empty(param.shape) for param in params}
+        values: dict[str, Tensor] = {param.name: torch.empty(param.shape) for param in params}
         for name, value in values.items():
             self._source.read_into(name, value)
         self._cut.bind(unit, values)
@@ -110,16 +110,15 @@ class CalibratedSource:
         self._cut.unbind(unit)
         self._done = unit
 
-    def _inputs(self, unit: int) -> Iterator[tuple[torch.Tensor, BlockCall]]:
+    def _inputs(self, unit: int) -> Iterator[tuple[Tensor, BlockCall]]:
         """The input of a block [S, D] and its call, for each sequence: what comes before the blocks is run again, on one
         sequence at a time."""
         params = self._cut.spec().prologue.params
         ends = self._source.weights(param.name for param in params)
         held = {
-            n: DenseWeight(v, torch.float32) if isinstance(v, torch.Tensor) and v.dim() == 2 else v
-            for n, v in ends.items()
+            n: DenseWeight(v, torch.float32) if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in ends.items()
         }
-        self._cut.bind(0, {n: v.float() if isinstance(v, torch.Tensor) else v for n, v in held.items()})
+        self._cut.bind(0, {n: v.float() if isinstance(v, Tensor) else v for n, v in held.items()})
         for ids_S, hidden_SD in zip(self._sequences, self._hidden_SD, strict=True):
             prologue = self._cut.prologue({"input_ids": ids_S.unsqueeze(0)})
             if unit == 1 and self._done == 0:
@@ -127,14 +126,14 @@ class CalibratedSource:
             yield hidden_SD, prologue.calls[unit - 1]
         self._cut.unbind(0)
 
-    def _grams(self, unit: int, params: Sequence[ParamSpec]) -> dict[str, torch.Tensor]:
+    def _grams(self, unit: int, params: Sequence[ParamSpec]) -> dict[str, Tensor]:
         """X^T X of the inputs of each linear layer of a bound block, by its weight's name."""
         wanted = {p.name for p in params if p.quantizable and p.shape[1:] and has_grid(self._layout(p))}
         linears = {name: module for name, module in self._cut.linears(unit).items() if name in wanted}
-        grams: dict[str, torch.Tensor] = {}
-        given_to: dict[str, torch.Tensor] = {}
+        grams: dict[str, Tensor] = {}
+        given_to: dict[str, Tensor] = {}
 
-        def note(name: str, _module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        def note(name: str, _module: nn.Module, given: tuple[Tensor, ...]) -> None:
             first = next((other for other, x in given_to.items() if x is given[0]), name)
             given_to[name], x_TD = given[0], given[0].flatten(0, -2)
             if first != name:

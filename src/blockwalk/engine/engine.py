@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.buckets import Buckets
@@ -67,7 +68,7 @@ class Engine:
         self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
         self.dirty: frozenset[int] = frozenset()
         """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
-        self._landing: torch.Tensor | None = None
+        self._landing: Tensor | None = None
         self.first_order: Differentiated
         """The home of a first-order run's masters; a zeroth-order run has buckets instead."""
         self.gradients: Gradients
@@ -108,7 +109,7 @@ class Engine:
     def _compile(self) -> None:
         """Compile the blocks, once for each kind. Raises ValueError where a frozen weight of theirs is not whole."""
         for param in (p for unit in self.spec.blocks for p in unit.params if not p.trainable):
-            if not isinstance(self._bound.get(param.name), torch.Tensor):
+            if not isinstance(self._bound.get(param.name), Tensor):
                 raise ValueError(
                     f"compile is true, and a compiled block needs its weights whole: {param.name} is decoded or assembled when"
                     f" it is used (frozen: {self.plan.frozen}, compute_dtype: {self.plan.compute_dtype}). Set compile: false,"
@@ -142,7 +143,7 @@ class Engine:
         """The trainable parameters that a unit's turn reads."""
         return self.model.reads[True][unit]
 
-    def bind_trainables(self, unit: int) -> dict[str, torch.Tensor]:
+    def bind_trainables(self, unit: int) -> dict[str, Tensor]:
         """Bind a unit's trainables as its forward uses them, leaves of a new graph, and what else lies in a slot."""
         return self.cut.bind(unit, {name: v for home in self.homes.values() for name, v in home.values(unit).items()})
 
@@ -160,7 +161,7 @@ class Engine:
         """The weights of a block whose products a recomputation may leave out."""
         layer = self.cut.layer_name(unit)
         found = (self._bound.get(f"{layer}.{path}.weight") for path in self.cut.anatomy.unread)
-        return [weight for weight in found if weight is not None and not isinstance(weight, torch.Tensor)]
+        return [weight for weight in found if weight is not None and not isinstance(weight, Tensor)]
 
     def _value(self, name: str) -> Value:
         """A parameter where it lies on the device, by its canonical name."""
@@ -169,14 +170,14 @@ class Engine:
     def weight(self, name: str) -> Weight:
         """A 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""
         found = self._value(name)
-        return DenseWeight(found, self.compute_dtype) if isinstance(found, torch.Tensor) else found
+        return DenseWeight(found, self.compute_dtype) if isinstance(found, Tensor) else found
 
-    def vector(self, name: str | None) -> torch.Tensor | None:
+    def vector(self, name: str | None) -> Tensor | None:
         """A small parameter by its canonical name, in the compute dtype: the head's bias."""
         if name is None:
             return None
         found = self._value(name)
-        assert isinstance(found, torch.Tensor)
+        assert isinstance(found, Tensor)
         return found.to(self.device, self.compute_dtype)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class Engine:
             self.rule.apply_(each.master, gradient, each.moments, step=step, lr=rate, rounding=rounding)
         self.first_order.changed(unit)
 
-    def _landed(self, gradient: torch.Tensor, where: torch.device) -> torch.Tensor:
+    def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:
         """A gradient where its master is: on the host behind an accelerator in staging that the next one takes."""
         if gradient.device == where:
             return gradient
@@ -250,7 +251,7 @@ class Engine:
         if hasattr(self.module, "peft_config"):
             from blockwalk.cutting.adapters import save_adapter
 
-            whole = {name: w if isinstance(w, torch.Tensor) else w.rows(0, w.shape[0]) for name, w in weights.items()}
+            whole = {name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0]) for name, w in weights.items()}
             if self.rank == 0:
                 save_adapter(self.module, whole, folder)
             return

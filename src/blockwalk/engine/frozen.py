@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketLayout
 from blockwalk.engine.home import Work
@@ -69,7 +70,7 @@ class Frozen:
         if isinstance(stored, EncodedWeight):
             return stored.layout
         dtype = self._model.used_as(param.name)
-        if isinstance(stored, torch.Tensor) and param.quantizable and stored.dim() == 2:
+        if isinstance(stored, Tensor) and param.quantizable and stored.dim() == 2:
             dtype = stored.dtype
         return Layout(param.shape, Codec.RAW, str(dtype).removeprefix("torch."))
 
@@ -83,7 +84,7 @@ class Frozen:
                 bytes_P = torch.empty(weight.layout.nbytes, dtype=torch.uint8, device=model.device)
                 weight = EncodedWeight(weight.together(bytes_P), weight.layout)
             return weight.to(dtype)
-        if not isinstance(weight, torch.Tensor):
+        if not isinstance(weight, Tensor):
             return weight
         if model.plan.frozen.on_device or (whole and model.device.type != "cpu"):
             return weight.to(model.device, dtype, copy=model.source is not None)
@@ -103,7 +104,7 @@ class Frozen:
             return host
         return Staged(from_source, largest, self._model.device) if self._model.device.type != "cpu" else from_source
 
-    def _arrive(self, unit: int, slot: int) -> torch.Tensor:
+    def _arrive(self, unit: int, slot: int) -> Tensor:
         """Bind a unit's visitors where they will lie; the answer is that place."""
         assert self.slots is not None
         bucket = self._buckets[unit]
@@ -154,15 +155,15 @@ class _FromSource:
     def step(self, unit: int) -> int:
         return 0
 
-    def bucket(self, unit: int) -> torch.Tensor | None:
+    def bucket(self, unit: int) -> Tensor | None:
         return None
 
-    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+    def read_unit(self, unit: int, out_P: Tensor) -> int:
         for name, layout, part_P in self._buckets[unit].parts(out_P):
             self._model.fill(name, layout, part_P)
         return 0
 
-    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         raise AssertionError("frozen parameters are not written")
 
     def close(self) -> None:
@@ -171,4 +172,4 @@ class _FromSource:
 
 def _read_as(dtype: torch.dtype, value: Value) -> Value:
     """A parameter as products in ``dtype`` read it: a range at a time where it lies in another."""
-    return DenseWeight(value, dtype) if isinstance(value, torch.Tensor) and value.dtype != dtype else value
+    return DenseWeight(value, dtype) if isinstance(value, Tensor) and value.dtype != dtype else value

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.spread import SpreadPart
@@ -26,10 +27,10 @@ class NamedGradients:
         ends: whether updates use gradients up before the step's end; their squares are then kept until it.
     """
 
-    def __init__(self, masters: Mapping[str, torch.Tensor], device: torch.device, *, ends: bool) -> None:
+    def __init__(self, masters: Mapping[str, Tensor], device: torch.device, *, ends: bool) -> None:
         self._masters, self._device, self._ends = masters, device, ends
-        self.sums: dict[str, torch.Tensor] = {}
-        self._squares: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
 
     def begin(self) -> None:
         self.sums.clear()
@@ -38,14 +39,14 @@ class NamedGradients:
     def expect(self, op: Op) -> None:
         """Do nothing: each parameter has one place."""
 
-    def accumulator(self, name: str | None) -> torch.Tensor | None:
+    def accumulator(self, name: str | None) -> Tensor | None:
         if name is None or name not in self._masters:
             return None
         if name not in self.sums:
             self.sums[name] = torch.zeros(self._masters[name].shape, dtype=torch.float32, device=self._device)
         return self.sums[name]
 
-    def add(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
+    def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and name in self.sums:
                 self.sums[name].add_(gradient)
@@ -55,7 +56,7 @@ class NamedGradients:
     def reduce(self, op: Op) -> Callable[[], None]:
         raise AssertionError("one process has nothing to sum over")
 
-    def use_up(self, name: str) -> torch.Tensor:
+    def use_up(self, name: str) -> Tensor:
         """A gradient that an update takes over."""
         gradient = self.sums.pop(name)
         if self._ends:
@@ -65,10 +66,10 @@ class NamedGradients:
     def norm(self) -> float:
         return global_norm([self.sums[name] for name in self._masters if name in self.sums])
 
-    def squares(self) -> dict[str, torch.Tensor]:
+    def squares(self) -> dict[str, Tensor]:
         return {**self._squares, **{name: sum_of_squares(gradient) for name, gradient in self.sums.items()}}
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self) -> dict[str, Tensor]:
         taken, self.sums = self.sums, {}
         return taken
 
@@ -77,16 +78,16 @@ class NamedGradients:
 class MasterSlices:
     """The slices of a unit's masters that a rank updates, float32."""
 
-    master: torch.Tensor
-    moments: dict[str, torch.Tensor]
+    master: Tensor
+    moments: dict[str, Tensor]
     """The optimizer's states, by name."""
-    gradient: torch.Tensor
+    gradient: Tensor
     """The sum over all ranks."""
-    accumulator: torch.Tensor | None
+    accumulator: Tensor | None
     """Gradients that wait for further micro-batches: a slice over ``plan.gradient_ranks``."""
 
     @property
-    def kept(self) -> dict[str, torch.Tensor]:
+    def kept(self) -> dict[str, Tensor]:
         """The state that outlives a step, by kind."""
         return {"master": self.master, **self.moments}
 
@@ -103,7 +104,7 @@ class FlatGradients:
         self._buffer_of = dict(zip((0, len(model.spec.blocks) + 1), pools.gradient_of_end, strict=True))
         self._open: set[int] = set()
         """Units whose buffer holds something."""
-        self._summed: dict[int, torch.Tensor] = {}
+        self._summed: dict[int, Tensor] = {}
         """The gradients of each unit as far as they are reduced."""
         self._waiting: dict[int, int] = {}
         """The micro-batches of this step that each unit's accumulator holds."""
@@ -117,18 +118,18 @@ class FlatGradients:
         if op.buffer >= 0:
             self._buffer_of[op.unit] = op.buffer
 
-    def accumulator(self, name: str | None) -> torch.Tensor | None:
+    def accumulator(self, name: str | None) -> Tensor | None:
         return self._views(name)[name] if name is not None and name in self._part.owner else None
 
-    def add(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
-        views: dict[str, torch.Tensor] = {}
+    def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+        views: dict[str, Tensor] = {}
         for name, gradient in zip(names, gradients, strict=True):
             if name not in views:
                 views |= self._views(name)
             if gradient is not None:
                 views[name].add_(gradient)
 
-    def _views(self, name: str) -> dict[str, torch.Tensor]:
+    def _views(self, name: str) -> dict[str, Tensor]:
         """The gradients of the unit that owns a parameter, by name, in its buffer; zero where nothing was added."""
         unit = self._part.owner[name]
         slices = self._part.units[unit]
@@ -136,7 +137,7 @@ class FlatGradients:
         if unit not in self._open:
             self._open.add(unit)
             flat_P.zero_()
-        return {n: view for n, view in slices.open(flat_P).items() if isinstance(view, torch.Tensor)}
+        return {n: view for n, view in slices.open(flat_P).items() if isinstance(view, Tensor)}
 
     def reduce(self, op: Op) -> Callable[[], None]:
         """REDUCE: sum a unit's gradients over a group; keep them until the last micro-batch, or as this rank's slice."""
@@ -164,7 +165,7 @@ class FlatGradients:
         self._open.discard(unit)
         return work
 
-    def _accumulated(self, unit: int, held: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _accumulated(self, unit: int, held: Tensor, made: Tensor) -> Tensor:
         """The sum of a unit's gradients over the micro-batches so far, ``made`` being the last one's. Where it is kept on the
         host behind an accelerator it comes to be added to, and goes again unless it is complete."""
         before, self._waiting[unit] = self._waiting.get(unit, 0), self._waiting.get(unit, 0) + 1
@@ -185,9 +186,9 @@ class FlatGradients:
         everyone = self._groups.exchange(sums)[first : first + ranks]
         return norm_of_sums(torch.tensor(each, dtype=torch.float64) for each in everyone)
 
-    def squares(self) -> dict[str, torch.Tensor]:
+    def squares(self) -> dict[str, Tensor]:
         return {self._names[unit]: sum_of_squares(own.gradient) for unit, own in self._units.items()}
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self) -> dict[str, Tensor]:
         own = {unit: slices.gradient for unit, slices in self._units.items()}
         return self._part.whole(own, self._plan.optimizer_ranks)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.numerics.codecs.weights import Value
@@ -79,10 +79,10 @@ class Gradients(Protocol):
     def expect(self, op: Op) -> None:
         """Settle where the gradients of a compute op that is about to run go."""
 
-    def accumulator(self, name: str | None) -> torch.Tensor | None:
+    def accumulator(self, name: str | None) -> Tensor | None:
         """The float32 buffer that a trainable's gradient is added to; None for what is not trained."""
 
-    def add(self, names: Iterable[str], gradients: Iterable[torch.Tensor | None]) -> None:
+    def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         """Add to the accumulators; None is a parameter that the loss does not depend on."""
 
     def reduce(self, op: Op) -> Work:
@@ -91,10 +91,10 @@ class Gradients(Protocol):
     def norm(self) -> float:
         """The norm of all gradients, over all ranks."""
 
-    def squares(self) -> dict[str, torch.Tensor]:
+    def squares(self) -> dict[str, Tensor]:
         """The sum of squares of each gradient that this rank has had in this step, 0-d float32, by name."""
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self) -> dict[str, Tensor]:
         """Hand over the whole gradients by parameter, on every rank."""
 
 
@@ -103,10 +103,10 @@ class Change:
     """One application of an update rule: what it reads and writes."""
 
     name: str
-    master: torch.Tensor
-    gradient: torch.Tensor
+    master: Tensor
+    gradient: Tensor
     """The gradient on the device, float32, of the master's shape; the update uses it up."""
-    moments: Mapping[str, torch.Tensor]
+    moments: Mapping[str, Tensor]
 
 
 class Differentiated(Trained, Protocol):

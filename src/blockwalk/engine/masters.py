@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import NamedGradients
@@ -28,8 +29,8 @@ class Masters:
         self._model, self._scratch, plan = model, scratch, model.plan
         self.slots: Slots | None = None
         self._reads = model.reads[True]
-        self.masters: dict[str, torch.Tensor] = {}
-        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+        self.masters: dict[str, Tensor] = {}
+        self.moments: dict[str, dict[str, Tensor]] = {}
         for unit, spec in enumerate(model.spec.units):
             params = spec.part(True)
             kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -47,7 +48,7 @@ class Masters:
 
     def _allocate(
         self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], unit: int
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Zeros on a tier, by name."""
         device = self._model.device
         if tier is Tier.DISK and is_cpu(device):
@@ -69,11 +70,11 @@ class Masters:
 
         return work
 
-    def values(self, unit: int) -> dict[str, torch.Tensor]:
+    def values(self, unit: int) -> dict[str, Tensor]:
         used_as = self._model.used_as
         return {p.name: self.value(p.name).to(used_as(p.name)) for p in self._reads[unit]}
 
-    def value(self, name: str) -> torch.Tensor:
+    def value(self, name: str) -> Tensor:
         return self.masters[name].detach().to(self._model.device)
 
     # ---- updates ----------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Masters:
 
     # ---- what outlives a step ---------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         return self.masters
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Masters:
         """Do nothing: scratch maps go with their last tensor."""
 
 
-def load_tensors(own: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Copy saved tensors over ``own``. Raises ValueError where names or shapes differ: another model or mesh."""
     if missing := sorted(own.keys() ^ state.keys()):
         raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
@@ -99,22 +99,22 @@ class OpenedModel:
         """A parameter as it came; where the modules held it, it is now its home's alone."""
         return self.held.pop(name) if name in self.held else self._source_value(name)
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: Tensor) -> None:
         """Copy a whole parameter into ``out``: a CPU tensor of its shape and any floating dtype."""
         if name in self.held:
             out.copy_(self.held[name])
         else:
             self._source_of(name).read_into(name, out)
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A whole parameter; mapped where it lies in one piece."""
         found = self.stored(name)
-        if not isinstance(found, torch.Tensor):
+        if not isinstance(found, Tensor):
             found = torch.empty(shape, dtype=self.used_as(name))
             self.read_into(name, found)
         return found
 
-    def fill(self, name: str, layout: Layout, out_P: torch.Tensor) -> None:
+    def fill(self, name: str, layout: Layout, out_P: Tensor) -> None:
         """Write a parameter's bytes (CPU uint8) in a layout: copied where it is stored so, otherwise encoded.
 
         Raises:

@@ -10,6 +10,7 @@ error that its columns' inputs weigh. W is [N, D], H is [D, D].
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from blockwalk.numerics.codecs.layout import Layout
@@ -29,7 +30,7 @@ def has_grid(layout: Layout) -> bool:
     return layout.codec.encoded and matrix_codec(layout.codec).grid is not None
 
 
-def encode_with_inputs(weight_ND: torch.Tensor, gram_DD: torch.Tensor, buffer: torch.Tensor, layout: Layout) -> None:
+def encode_with_inputs(weight_ND: Tensor, gram_DD: Tensor, buffer: Tensor, layout: Layout) -> None:
     """Round a matrix and write its bytes.
 
     Args:
@@ -57,7 +58,7 @@ def encode_with_inputs(weight_ND: torch.Tensor, gram_DD: torch.Tensor, buffer: t
     codes.copy_(halves(grouped(codes_ND, layout)).view_as(codes))
 
 
-def fitted(grid: Grid, weight_ND: torch.Tensor, weights_D: torch.Tensor, layout: Layout) -> torch.Tensor:
+def fitted(grid: Grid, weight_ND: Tensor, weights_D: Tensor, layout: Layout) -> Tensor:
     """The scales of each group, as they are stored, with the least squared error, weighed by column."""
     groups_NGK = grouped(weight_ND, layout)
     weights_GK = pad(weights_D, (0, layout.groups * layout.group_size - layout.columns)).view(layout.groups, -1)
@@ -72,11 +73,11 @@ def fitted(grid: Grid, weight_ND: torch.Tensor, weights_D: torch.Tensor, layout:
     return best
 
 
-def _inverse_root(gram_DD: torch.Tensor) -> torch.Tensor:
+def _inverse_root(gram_DD: Tensor) -> Tensor:
     """U, upper triangular, of U^T U = (H + damping)^-1. An input that is always 0 counts as one of its own."""
     diagonal_D = gram_DD.diagonal()
     diagonal_D += DAMPING * diagonal_D.mean()
     diagonal_D[diagonal_D == 0] = 1
     inverse_DD = torch.cholesky_inverse(torch.linalg.cholesky(gram_DD))
-    root_DD: torch.Tensor = torch.linalg.cholesky(inverse_DD, upper=True)
+    root_DD: Tensor = torch.linalg.cholesky(inverse_DD, upper=True)
     return root_DD

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill
 from blockwalk.numerics.codecs.layout import Layout
@@ -128,18 +129,18 @@ class BucketSlices:
         gathered = self.count * self.gathered if self.apart else 0
         return self.bucket.nbytes + gathered + (self.nbytes if self.nbytes > self.gathered else 0)
 
-    def side_by_side(self, slot_P: torch.Tensor) -> torch.Tensor:
+    def side_by_side(self, slot_P: Tensor) -> Tensor:
         """The parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8 [n·G]."""
         start = self.bucket.nbytes if self.apart else 0
         return slot_P[start : start + self.count * self.gathered]
 
-    def in_slot(self, slot_P: torch.Tensor, place: int) -> torch.Tensor:
+    def in_slot(self, slot_P: Tensor, place: int) -> Tensor:
         """A rank's slice in a slot (uint8 [room])."""
         if self.nbytes > self.gathered:
             return slot_P[self.room - self.nbytes : self.room]
         return self.side_by_side(slot_P)[place * self.gathered : (place + 1) * self.gathered]
 
-    def to_gather(self, slot_P: torch.Tensor, place: int) -> torch.Tensor:
+    def to_gather(self, slot_P: Tensor, place: int) -> Tensor:
         """A buffer (uint8 [n·G]) with the parameters of this rank's slice in their place, ready to be gathered."""
         slices_P = self.side_by_side(slot_P)
         if self.nbytes > self.gathered:
@@ -147,7 +148,7 @@ class BucketSlices:
             slices_P[place * self.gathered : (place + 1) * self.gathered].copy_(own_G)
         return slices_P
 
-    def assemble(self, slot_P: torch.Tensor) -> None:
+    def assemble(self, slot_P: Tensor) -> None:
         """Copy gathered parameters into the bucket, where they are not the bucket itself."""
         if self.apart:
             offsets = {param.name: param.offset for param in self.bucket.params}
@@ -158,7 +159,7 @@ class BucketSlices:
 
     # ---- between a slice and the whole unit -----------------------------------------------------------------------
 
-    def cut(self, whole_P: torch.Tensor, place: int) -> torch.Tensor:
+    def cut(self, whole_P: Tensor, place: int) -> Tensor:
         """A rank's slice, uint8 [S], of a unit as one process would hold it."""
         slice_S = torch.zeros(self.nbytes, dtype=torch.uint8)
         for run in self.runs[place]:
@@ -166,7 +167,7 @@ class BucketSlices:
                 slice_S[at : at + nbytes] = whole_P[there : there + nbytes]
         return slice_S
 
-    def join(self, slices_P: torch.Tensor) -> torch.Tensor:
+    def join(self, slices_P: Tensor) -> Tensor:
         """The unit as one process would hold it (uint8 [P]), from all slices side by side (uint8 [n·S])."""
         whole_P = torch.zeros(self.unit.nbytes, dtype=torch.uint8)
         for place, slice_S in enumerate(slices_P.chunk(self.count)):
@@ -174,7 +175,7 @@ class BucketSlices:
                 _copy(run.copies(run.param.offset), slice_S, whole_P)
         return whole_P
 
-    def updates(self, slice_S: torch.Tensor, place: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
+    def updates(self, slice_S: Tensor, place: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
         """Each parameter in a slice with its states, by name: cells of at most ``largest`` elements, or of one row."""
         runs: dict[str, dict[str, TensorRun]] = {}
         for run in self.runs[place]:
@@ -189,7 +190,7 @@ class BucketSlices:
                 yield name, {s: _cell(run, first, shape, slice_S) for s, run in of_states.items()}
 
 
-def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: torch.Tensor) -> BucketTensor:
+def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: Tensor) -> BucketTensor:
     """The cell of a run from element ``first`` on, in the shape that its parameter is updated in."""
     layout = replace(run.layout, shape=shape)
     at = run.at + (first - run.first) * layout.code_dtype.itemsize
@@ -220,7 +221,7 @@ class SliceSource:
 
         return model.with_units(map(cut, range(len(model.units))))
 
-    def slice(self, number: int) -> torch.Tensor:
+    def slice(self, number: int) -> Tensor:
         """A unit's slice, uint8 [S]."""
         whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], self._source, whole_P)
@@ -245,7 +246,7 @@ class SliceSource:
         self._source.release([name for name in names if name not in self._number])
 
 
-def _copy(copies: Iterable[tuple[int, int, int]], slice_S: torch.Tensor, out_P: torch.Tensor) -> None:
+def _copy(copies: Iterable[tuple[int, int, int]], slice_S: Tensor, out_P: Tensor) -> None:
     for at, there, nbytes in copies:
         out_P[there : there + nbytes].copy_(slice_S[at : at + nbytes])
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu, recorded
 
@@ -18,7 +19,7 @@ class Slots:
     """Device buffers of ``sizes`` bytes, made once, and which of them each unit visits."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[Tensor] = []
         for nbytes in sizes:
             whole_P = torch.empty(nbytes + PAGE if nbytes else 0, dtype=torch.uint8, device=device)
             self._buffers.append(whole_P[-whole_P.data_ptr() % PAGE :][:nbytes])
@@ -31,23 +32,21 @@ class Slots:
         """Bytes of all slots."""
         return sum(buffer_P.numel() for buffer_P in self._buffers)
 
-    def enter(self, unit: int, slot: int, nbytes: int) -> torch.Tensor:
+    def enter(self, unit: int, slot: int, nbytes: int) -> Tensor:
         """The place (uint8 [nbytes]) of a unit in a slot, which it visits from now on."""
         self._slot_of[unit] = slot
         return self._buffers[slot][:nbytes]
 
-    def of(self, unit: int, nbytes: int) -> torch.Tensor:
+    def of(self, unit: int, nbytes: int) -> Tensor:
         """The place (uint8 [nbytes]) of a unit in the slot that it visits."""
         return self._buffers[self._slot_of[unit]][:nbytes]
 
-    def place_of(self, tensor: torch.Tensor) -> int | None:
+    def place_of(self, tensor: Tensor) -> int | None:
         """The byte of a slot at which a tensor begins; None where it lies in none of these."""
         slot = self._number.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
         return None if slot is None else tensor.data_ptr() - self._buffers[slot].data_ptr()
 
-    def refilled(
-        self, unit: int, start: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]
-    ) -> torch.Tensor:
+    def refilled(self, unit: int, start: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
         """The tensor that begins at a byte of the slot that a unit visits now."""
         numbers = self._buffers[self._slot_of[unit]].view(dtype)
         return numbers.as_strided(shape, stride, numbers.storage_offset() + start // dtype.itemsize)
@@ -69,18 +68,18 @@ def saved_by_place(homes: Sequence[Slots], unit: int) -> Iterator[None]:
     """Graphs of a unit made inside refer to parameters by their places in slots, which are filled again, perhaps another slot,
     before the graph is differentiated."""
 
-    def pack(saved: torch.Tensor) -> Any:
+    def pack(saved: Tensor) -> Any:
         for slots in homes:
             start = slots.place_of(saved)
             if start is not None:
                 return slots, start, saved.dtype, saved.shape, saved.stride()
         return saved
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
             return packed
         slots, *place = packed
-        found: torch.Tensor = slots.refilled(unit, *place)
+        found: Tensor = slots.refilled(unit, *place)
         return found
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

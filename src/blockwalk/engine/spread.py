@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
 from blockwalk.engine.home import Work
@@ -48,9 +49,9 @@ class UnitSlices:
     params: Mapping[str, ParamSpec]
     """Parameters by canonical name, in the order of the layout."""
     compute_dtype: torch.dtype
-    source: torch.Tensor | None = None
+    source: Tensor | None = None
     """The slice in the compute dtype that gathers begin with. It may be the master itself, or lie in ``node``."""
-    node: torch.Tensor | None = None
+    node: Tensor | None = None
     """The node's slice in the compute dtype, on the device or on the host."""
 
     @property
@@ -68,7 +69,7 @@ class UnitSlices:
         param, plain = self.params[name], str(dtype or self.compute_dtype).removeprefix("torch.")
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, plain))
 
-    def open(self, bucket_P: torch.Tensor) -> dict[str, Value]:
+    def open(self, bucket_P: Tensor) -> dict[str, Value]:
         """The parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are used."""
         bytes_P, dtype = bucket_P.view(torch.uint8), None if self.layout.codec.encoded else bucket_P.dtype
         found: dict[str, Value] = {}
@@ -102,7 +103,7 @@ class SpreadPart:
                 slices.node = self.read(slices, self.plan.parameter_ranks, tier)
         sizes = [sizes[column] * self.units[1].dtype.itemsize for sizes in buffer_pools(self.plan, model.spec).slots]
         self.slots = Slots(sizes, model.device)
-        self._kept: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
         """Node slices that stay on the device for the rest of a step."""
 
     # ---- residency --------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ class SpreadPart:
                 self._kept.pop(op.unit, None)
         return lambda: None
 
-    def _cache(self, node: torch.Tensor, own: torch.Tensor) -> Work:
+    def _cache(self, node: Tensor, own: Tensor) -> Work:
         begin = None if is_cpu(self._model.device) else recorded(self._model.device)
 
         def work() -> None:
@@ -142,7 +143,7 @@ class SpreadPart:
             refreshed = self.inside(slices.node, slices.numel, self.plan.parameter_ranks, inner)
             return lambda: self.groups.gather_(refreshed, axes, op.lane)
         bucket_P = self._enter(op)
-        begin: torch.Tensor | None = None
+        begin: Tensor | None = None
         if op.kept:
             begin = self._kept[op.unit]
         elif outer == self.plan.optimizer_ranks:
@@ -158,12 +159,12 @@ class SpreadPart:
 
         return work
 
-    def _node_in_slot(self, op: Op) -> tuple[torch.Tensor, torch.Tensor]:
+    def _node_in_slot(self, op: Op) -> tuple[Tensor, Tensor]:
         slices = self.units[op.unit]
         assert slices.node is not None
         return slices.node, self._enter(op)[self.groups.slice(slices.numel, self.plan.parameter_ranks)]
 
-    def _enter(self, op: Op) -> torch.Tensor:
+    def _enter(self, op: Op) -> Tensor:
         """The place of a unit's bucket in the slot that an op fills."""
         slices = self.units[op.unit]
         return self.slots.enter(op.unit, op.slot, slices.layout.nbytes).view(slices.dtype)
@@ -180,7 +181,7 @@ class SpreadPart:
         return {name: self._as_used(name, found[name]) for name in self._reads[unit]}
 
     def _as_used(self, name: str, value: Value) -> Value:
-        exact = isinstance(value, torch.Tensor) and self._model.used_as(name) == torch.float32
+        exact = isinstance(value, Tensor) and self._model.used_as(name) == torch.float32
         return value.to(torch.float32) if exact else value  # type: ignore[union-attr]
 
     def value(self, name: str) -> Value:
@@ -188,7 +189,7 @@ class SpreadPart:
 
     # ---- slices -----------------------------------------------------------------------------------------------------
 
-    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """A zeroed tensor [numel] on the device or the host, pinned where an accelerator copies from it."""
         device = self._model.device
         if tier is Tier.DEVICE:
@@ -196,10 +197,10 @@ class SpreadPart:
         (zeros_P,) = host_buffers([numel * dtype.itemsize], device)
         return zeros_P.view(dtype)
 
-    def read(self, slices: UnitSlices, ranks: int, tier: Tier) -> torch.Tensor:
+    def read(self, slices: UnitSlices, ranks: int, tier: Tier) -> Tensor:
         """This rank's slice over so many ranks as it travels, from where the model came from."""
 
-        def travelling(name: str, layout: Layout) -> torch.Tensor:
+        def travelling(name: str, layout: Layout) -> Tensor:
             if not layout.codec.encoded and layout.code_dtype == slices.dtype:
                 return self._model.whole(name, layout.shape)
             bytes_P = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -210,9 +211,7 @@ class SpreadPart:
         self.cut(slices, ranks, travelling, slice_P)
         return slice_P
 
-    def cut(
-        self, slices: UnitSlices, ranks: int, read: Callable[[str, Layout], torch.Tensor], out_P: torch.Tensor
-    ) -> None:
+    def cut(self, slices: UnitSlices, ranks: int, read: Callable[[str, Layout], Tensor], out_P: Tensor) -> None:
         """Copy what lies in this rank's slice (zeros) over so many ranks from whole parameters."""
         start = self.groups.slice(slices.numel, ranks).start
         stop = start + len(out_P)
@@ -224,7 +223,7 @@ class SpreadPart:
                 if low < high:
                     out_P[low - start : high - start].copy_(flat_P[low - first : high - first])
 
-    def inside(self, slice_P: torch.Tensor, numel: int, outer: int, inner: int) -> torch.Tensor:
+    def inside(self, slice_P: Tensor, numel: int, outer: int, inner: int) -> Tensor:
         """The part of this rank's slice over ``outer`` ranks that is its slice over ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
         own = self.groups.slice(numel, inner)
@@ -232,7 +231,7 @@ class SpreadPart:
 
     # ---- whole buckets, outside a program: every rank calls these together --------------------------------------------
 
-    def gathered(self, unit: int, slice_P: torch.Tensor, ranks: int) -> torch.Tensor:
+    def gathered(self, unit: int, slice_P: Tensor, ranks: int) -> Tensor:
         """A unit's whole bucket [P], on the device, from each rank's slice over so many ranks."""
         numel = self.units[unit].numel
         bucket_P = torch.empty(numel, dtype=slice_P.dtype, device=self._model.device)
@@ -241,16 +240,16 @@ class SpreadPart:
             self.groups.gather_(bucket_P[self.groups.slice(numel, axis.inner)], (axis,), self.groups.lane(axis))
         return bucket_P
 
-    def whole(self, own: Mapping[int, torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
+    def whole(self, own: Mapping[int, Tensor], ranks: int) -> dict[str, Tensor]:
         """Whole tensors by parameter, on every rank, of which ``own`` are this rank's slices by unit: for small models and
         tests."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for unit, slice_P in own.items():
             values = self.units[unit].open(self.gathered(unit, slice_P, ranks))
-            found |= {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
+            found |= {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
         return found
 
-    def assembled(self, own: Callable[[int], tuple[torch.Tensor, int]]) -> dict[str, Any]:
+    def assembled(self, own: Callable[[int], tuple[Tensor, int]]) -> dict[str, Any]:
         """Every parameter in the dtype that the model came in, its unit assembled when rows of it are read. ``own`` answers
         this rank's slice of a unit, and over how many ranks it is one."""
         assembler = Assembler(lambda unit: self.units[unit].open(self.gathered(unit, *own(unit))))
@@ -263,7 +262,7 @@ class SpreadPart:
     def weights(self) -> dict[str, Any]:
         return self.assembled(self._slice)
 
-    def _slice(self, unit: int) -> tuple[torch.Tensor, int]:
+    def _slice(self, unit: int) -> tuple[Tensor, int]:
         """This rank's slice in the compute dtype, and over how many ranks it is one."""
         slices = self.units[unit]
         found = slices.node if slices.node is not None else slices.source
@@ -280,5 +279,5 @@ def spread_frozen(model: OpenedModel, groups: Groups) -> SpreadPart:
     return part
 
 
-def _copy(out_P: torch.Tensor, from_P: torch.Tensor) -> None:
+def _copy(out_P: Tensor, from_P: Tensor) -> None:
     out_P.copy_(from_P, non_blocking=True)

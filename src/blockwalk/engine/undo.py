@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.tiers.scratch_maps import ScratchMaps
@@ -18,10 +19,10 @@ class Undo:
 
     def __init__(self, scratch: ScratchMaps, device: torch.device) -> None:
         self._scratch, self._device = scratch, device
-        self._before: dict[int, list[torch.Tensor]] = {}
-        self._changed: dict[int, list[torch.Tensor]] = {}
+        self._before: dict[int, list[Tensor]] = {}
+        self._changed: dict[int, list[Tensor]] = {}
 
-    def remember(self, unit: int, tensors: list[torch.Tensor]) -> None:
+    def remember(self, unit: int, tensors: list[Tensor]) -> None:
         """Copy what an update of a unit is about to change."""
         if not tensors:
             return

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from blockwalk.checkpoints.ledger import Entry
@@ -38,17 +39,17 @@ from blockwalk.program.residency import maps_graphs
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 
 
 @dataclass(slots=True)
 class _Graph:
     """The graph that one BACKWARD differentiates: the block's output with respect to its input and its trainables."""
 
-    input_BSD: torch.Tensor
-    output: torch.Tensor | GradientEdge
+    input_BSD: Tensor
+    output: Tensor | GradientEdge
     """The output [B, S, D], or the edge of the graph where it was computed."""
-    trainables: dict[str, torch.Tensor]
+    trainables: dict[str, Tensor]
 
 
 @dataclass(slots=True)
@@ -56,21 +57,21 @@ class _State:
     """Values that one step carries from op to op, by micro-batch."""
 
     batches: Sequence[Batch]
-    labels: Sequence[torch.Tensor]
+    labels: Sequence[Tensor]
     """Labels of each micro-batch, on the CPU."""
     tokens: int
     asked: Asked
     prologues: dict[int, Prologue] = field(default_factory=dict)
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradient: dict[int, torch.Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    gradient: dict[int, Tensor] = field(default_factory=dict)
     """dL/d(hidden state), handed from block to block in the backward walk."""
-    outer: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+    outer: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     """dL/d(differentiable arguments that the blocks take), by micro-batch and identity of the leaf, summed over blocks."""
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
-    loaded: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    prologue_trainables: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    loaded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    prologue_trainables: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     loss_sum: float = 0.0
-    losses: list[torch.Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
     """Summed losses that are not in :attr:`loss_sum` yet, 0-d float64, where they were computed."""
     answers: Answers = field(default_factory=Answers)
     """Those of an evaluation."""
@@ -84,7 +85,7 @@ class _State:
         """Mean over the step's counted tokens."""
         return self.loss_sum / self.tokens
 
-    def add_up(self, squares: Mapping[str, torch.Tensor] | None = None) -> list[str]:
+    def add_up(self, squares: Mapping[str, Tensor] | None = None) -> list[str]:
         """Take the losses into :attr:`loss_sum`; the answer is the names of those squares that are not finite. This is the
         step's one wait for the device."""
         names = list(squares or ())
@@ -144,7 +145,7 @@ class Backprop:
 
     # ---- a step -------------------------------------------------------------------------------------------------------
 
-    def begin(self, batches: Sequence[Batch], labels: Sequence[torch.Tensor], asked: Asked) -> None:
+    def begin(self, batches: Sequence[Batch], labels: Sequence[Tensor], asked: Asked) -> None:
         """Start a step on its micro-batches, with labels on the CPU too.
 
         Raises:
@@ -199,7 +200,7 @@ class Backprop:
                 state.hidden[m] = self.engine.cut.forward(call, state.hidden[m], seed=self._seed(state, op))
             self.engine.unbind(op.unit)
 
-    def _run(self, op: Op, state: _State, input_BSD: torch.Tensor) -> tuple[_Graph, torch.Tensor]:
+    def _run(self, op: Op, state: _State, input_BSD: Tensor) -> tuple[_Graph, Tensor]:
         """Run one block with its graph; beside it the output."""
         trainables = self.engine.bind_trainables(op.unit)
         call = state.prologues[op.micro_batch].calls[op.unit - 1]
@@ -213,8 +214,8 @@ class Backprop:
         return _Graph(input_BSD, output, trainables), output_BSD
 
     def _save_graph(
-        self, op: Op, call: BlockCall, input_BSD: torch.Tensor, trainables: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, AbstractContextManager[None]]:
+        self, op: Op, call: BlockCall, input_BSD: Tensor, trainables: Mapping[str, Tensor]
+    ) -> tuple[Tensor, AbstractContextManager[None]]:
         """Move a block's input and the copies of its trainables to file maps where they are in none, and what its graph will
         save with them."""
         key = self._place(op) if op.keep_graph else (0, 0)
@@ -245,7 +246,7 @@ class Backprop:
             return
         hidden_BSD.requires_grad_()
 
-        def vector(name: str | None) -> torch.Tensor | None:
+        def vector(name: str | None) -> Tensor | None:
             return trainables[name] if name in trainables else engine.vector(name)
 
         if self.chunked:
@@ -267,8 +268,8 @@ class Backprop:
         engine.gradients.add(trainables, grads[1:])
 
     def _chunked_loss(
-        self, normed_BSD: torch.Tensor, weight: Weight, bias: torch.Tensor | None, m: int, state: _State
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, normed_BSD: Tensor, weight: Weight, bias: Tensor | None, m: int, state: _State
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The summed loss, and the gradient of the head's input (D wider by R with a LoRA); the head's own gradient, or that
         of B, goes to its accumulator."""
         engine, head = self.engine, self.engine.cut.head

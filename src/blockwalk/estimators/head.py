@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.cutting.anatomy import HeadSpec
 from blockwalk.cutting.calls import Prologue
@@ -20,15 +21,13 @@ from blockwalk.numerics.scratch import ScratchArena
 
 Matrix = Callable[[str], Weight]
 """A 2-D parameter by its canonical name, to be read a range at a time."""
-Vector = Callable[[str | None], torch.Tensor | None]
+Vector = Callable[[str | None], Tensor | None]
 """A small parameter by its canonical name, whole."""
-OwnLoss = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+OwnLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A function of (logits [B, S, V], batch) that takes the place of the model's own loss."""
 
 
-def factors(
-    head: HeadSpec, hidden_XD: torch.Tensor, matrix: Matrix, vector: Vector
-) -> tuple[torch.Tensor, Weight, torch.Tensor | None]:
+def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -> tuple[Tensor, Weight, Tensor | None]:
     """Hidden states, matrix and bias whose product the logits are: what the head is given, and W. With a LoRA of factor s
     W·h + s·B·A·h is the product of [h, s·A·h] and [W, B]."""
     weight, bias = matrix(head.weight), vector(head.bias)
@@ -43,11 +42,11 @@ def factors(
 def own_loss(
     cut: CutModel,
     prologue: Prologue,
-    hidden_BSD: torch.Tensor,
-    batch: Mapping[str, torch.Tensor],
+    hidden_BSD: Tensor,
+    batch: Mapping[str, Tensor],
     objective: OwnLoss | None,
     seed: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The model's own mean loss, or what an objective makes of its logits."""
     if objective is None:
         return cut.own_loss(prologue, hidden_BSD, batch, seed)
@@ -60,10 +59,10 @@ class Ending:
 
     cut: CutModel
     prologue: Prologue
-    hidden_BSD: torch.Tensor
+    hidden_BSD: Tensor
     """The hidden state after the last block."""
     batch: Mapping[str, Any]
-    labels_BS: torch.Tensor
+    labels_BS: Tensor
     """The batch's labels, on the CPU."""
     matrix: Matrix
     vector: Vector
@@ -73,7 +72,7 @@ class Ending:
     scratch: ScratchArena | None = None
 
     @torch.no_grad()
-    def next_logits(self) -> torch.Tensor:
+    def next_logits(self) -> Tensor:
         """Logits after each sequence's last position, float32 [B, V]. Where they are not ``chunked`` the model's own, of every
         position first."""
         cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
@@ -83,7 +82,7 @@ class Ending:
         return head_logits(hidden_BK, weight, bias=bias, scale=cut.head.scale, soft_cap=cut.head.soft_cap)
 
     @torch.no_grad()
-    def loss(self, *, by_row: bool) -> torch.Tensor:
+    def loss(self, *, by_row: bool) -> Tensor:
         """The loss: chunked its sum, float64 0-d; otherwise the model's own mean, or what the objective makes of the logits;
         ``by_row`` the sum over each sequence [B]."""
         cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
@@ -112,9 +111,9 @@ class Ending:
 class Answers:
     """The answers of an evaluation."""
 
-    row_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    row_losses: dict[int, Tensor] = field(default_factory=dict)
     """Losses [B] of the micro-batches, summed over each sequence, float64; over all in one where it is the model's own."""
-    logits_BV: torch.Tensor | None = None
+    logits_BV: Tensor | None = None
     """Logits [B, V] after the last position, where ``next_token`` asks for them instead of a loss."""
 
     def take(self, ending: Ending, asked: Asked, micro_batch: int, counted: int) -> None:

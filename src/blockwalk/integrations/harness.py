@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.data.encode import load_tokenizer
@@ -49,7 +50,7 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         self._due: list[tuple[int, list[int]]] = []
         self._scores: list[tuple[float, bool]] = []
 
-    def _score(self, logits_BSV: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _score(self, logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Note the log-probability of one sequence's continuation, and whether each token of it was the likeliest."""
         end, continuation = self._due[len(self._scores)]
         chosen_NV = logits_BSV[0, end - len(continuation) : end].log_softmax(-1)
@@ -77,9 +78,7 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
             found.update(zip(part, self._scores, strict=True))
         return [found[i] for i in range(len(requests))]
 
-    def _model_generate(
-        self, context: torch.Tensor, max_length: int, stop: Sequence[str], **settings: Any
-    ) -> torch.Tensor:
+    def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **settings: Any) -> Tensor:
         """Prompts and their continuations: each token is a walk, which ends where a stop text is a token."""
         encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in stop]
         return self.walker.generate(

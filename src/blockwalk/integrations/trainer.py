@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from blockwalk.data.batching import filled
@@ -43,7 +43,7 @@ class _Handle(nn.Module):
         self.__dict__["config"] = walker.engine.module.config
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Any]:
         found = self.walker.evaluate({"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels})
         return {"loss": torch.tensor(found.loss)}
 
@@ -89,7 +89,7 @@ class BlockwalkTrainer(Trainer):
         self.optimizer = torch.optim.SGD([handle.unused], lr=self.args.learning_rate)
         return self.optimizer
 
-    def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One walk over the batch, at the scheduler's learning rate. Answers the mean loss."""
         model.train()
         result = self.walker.step(
@@ -138,7 +138,7 @@ class BlockwalkTrainer(Trainer):
         self.walker.load_state(Path(str(self.state.best_model_checkpoint)) / STATE)
 
 
-def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, torch.Tensor]:
+def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
     """The tensors of a collator's batch that a walk takes, :func:`filled` up to a multiple of so many rows."""
     if missing := {"input_ids", "labels"} - set(inputs):
         raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import Rounding, matrix_codec
@@ -21,8 +21,8 @@ from blockwalk.plan.placement import Codec
 
 def _advance(
     kernels: Any,
-    masters: list[torch.Tensor],
-    outs: list[torch.Tensor],
+    masters: list[Tensor],
+    outs: list[Tensor],
     starts: list[int],
     words: list[int],
     factors: list[float],
@@ -49,8 +49,8 @@ def _advance(
 
 def _advance_rows(
     kernels: Any,
-    scales: torch.Tensor,
-    codes: torch.Tensor,
+    scales: Tensor,
+    codes: Tensor,
     codec: str,
     origin: int,
     words: list[int],
@@ -76,8 +76,8 @@ def _pairs(words: Sequence[int]) -> list[Words]:
 
 
 def _entry_(
-    x: torch.Tensor, start: int, numbers: Iterator[tuple[Words, float]], queries: int, kind: NoiseKind
-) -> tuple[torch.Tensor, Words]:
+    x: Tensor, start: int, numbers: Iterator[tuple[Words, float]], queries: int, kind: NoiseKind
+) -> tuple[Tensor, Words]:
     """``x`` (float32, in place) after the next entry of ``numbers``, and the key of its rounding."""
     rounding, decay = next(numbers)
     x.mul_(decay)

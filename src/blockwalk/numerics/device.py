@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 PIECE = 32 << 30
 """Bytes of host memory that are registered at once, at most: drivers refuse 512 GiB in small pages."""
@@ -53,7 +54,7 @@ def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
     return event
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host's on the device, by a copy that nobody waits for."""
     if is_cpu(device) or not is_cpu(tensor.device):
         return tensor.to(device)
@@ -77,10 +78,10 @@ REGISTRARS: dict[str, Callable[[], tuple[Callable[[int, int], object], Callable[
 """Functions, by type of device, that answer how pages (address, bytes) are registered with its driver, and (address) let go."""
 
 
-def host_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+def host_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
     """Zeroed buffers (CPU uint8) of these sizes in bytes, each at the beginning of a page where pages are registered, of a
     cache line elsewhere, which copies to and from ``device`` need not wait for. Their memory goes with the last of them."""
-    out: list[torch.Tensor] = []
+    out: list[Tensor] = []
     grain = mmap.PAGESIZE if device.type in REGISTRARS else 64
     rounded = [-(-size // grain) * grain for size in sizes]
     for count in pieces(rounded):
@@ -106,7 +107,7 @@ def pieces(sizes: Sequence[int], most: int = PIECE) -> list[int]:
     return counts
 
 
-def _piece(nbytes: int, device: torch.device) -> torch.Tensor:
+def _piece(nbytes: int, device: torch.device) -> Tensor:
     registrar = REGISTRARS.get(device.type)
     if not nbytes or registrar is None:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=not is_cpu(device))

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from blockwalk.numerics import row_tiles
@@ -50,13 +51,13 @@ def unread(weights: Iterable[Weight]) -> Iterator[None]:
 
 
 def lazy_linear(
-    x: torch.Tensor,
+    x: Tensor,
     weight: Weight,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     transposed: bool = False,
     chunk_bytes: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
 
     Args:
@@ -86,20 +87,20 @@ def lazy_linear(
     if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
         raise ValueError(f"the bias is {tuple(bias.shape)} of {bias.dtype}, the output [..., {n_out}] of {x.dtype}")
     with torch._C.DisableTorchFunction():  # each operation within would ask the mode of row_tiles
-        y: torch.Tensor = _LazyLinear.apply(x, bias, weight, transposed, chunk_bytes)  # type: ignore[no-untyped-call]
+        y: Tensor = _LazyLinear.apply(x, bias, weight, transposed, chunk_bytes)  # type: ignore[no-untyped-call]
     return y
 
 
 def lora_linear(
-    x: torch.Tensor,
+    x: Tensor,
     weight: Weight,
-    bias: torch.Tensor | None,
-    a_RD: torch.Tensor,
-    b_NR: torch.Tensor,
+    bias: Tensor | None,
+    a_RD: Tensor,
+    b_NR: Tensor,
     scaling: float,
     *,
     transposed: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
 
     PEFT's own forward makes three more tensors of the output's size for it, and keeps one for backward; here the largest
@@ -111,13 +112,11 @@ def lora_linear(
         scaling: PEFT's, α / R (or α / √R).
     """
     with torch._C.DisableTorchFunction():
-        y: torch.Tensor = _LoraLinear.apply(x, a_RD, b_NR, weight, bias, scaling, transposed)  # type: ignore[no-untyped-call]
+        y: Tensor = _LoraLinear.apply(x, a_RD, b_NR, weight, bias, scaling, transposed)  # type: ignore[no-untyped-call]
     return y
 
 
-def grouped_linear(
-    x_SD: torch.Tensor, experts: Experts, offs_E: torch.Tensor, *, transposed: bool = False
-) -> torch.Tensor:
+def grouped_linear(x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed: bool = False) -> Tensor:
     """``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D] (transposed:
     as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. An expert without a row is not read.
 
@@ -125,23 +124,23 @@ def grouped_linear(
         [S, N]; rows after the last expert's are as they came.
     """
     with torch._C.DisableTorchFunction():
-        y: torch.Tensor = _GroupedLinear.apply(x_SD, experts, experts.ends(offs_E, x_SD.shape[0]), transposed)  # type: ignore[no-untyped-call]
+        y: Tensor = _GroupedLinear.apply(x_SD, experts, experts.ends(offs_E, x_SD.shape[0]), transposed)  # type: ignore[no-untyped-call]
     return y
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: torch.Tensor, experts: Experts, ends: list[int], transposed: bool) -> torch.Tensor:
+    def forward(ctx: Any, x_SD: Tensor, experts: Experts, ends: list[int], transposed: bool) -> Tensor:
         ctx.experts, ctx.ends, ctx.transposed = experts, ends, transposed
         return _grouped_product(x_SD, experts, ends, by_rows=not transposed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         return _grouped_product(grad_y, ctx.experts, ctx.ends, by_rows=ctx.transposed), None, None, None
 
 
-def _grouped_product(a_SI: torch.Tensor, experts: Experts, ends: list[int], *, by_rows: bool) -> torch.Tensor:
+def _grouped_product(a_SI: Tensor, experts: Experts, ends: list[int], *, by_rows: bool) -> Tensor:
     """Each expert's rows of ``a_SI`` by its Wᵀ, or by its W."""
     out_SO = a_SI.new_empty(a_SI.shape[0], experts.shape[-2 if by_rows else -1])
     for expert, (start, stop) in enumerate(pairwise([0, *ends])):
@@ -159,14 +158,14 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        a_RD: torch.Tensor,
-        b_NR: torch.Tensor,
+        x: Tensor,
+        a_RD: Tensor,
+        b_NR: Tensor,
         weight: Weight,
-        bias: torch.Tensor | None,
+        bias: Tensor | None,
         scaling: float,
         transposed: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         x_PD = x.reshape(-1, x.shape[-1])
         t_PR = row_tiles.product(x_PD, a_RD.t().contiguous())
         if any(weight is each for each in _unread.get()):
@@ -180,7 +179,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, a_RD, b_NR, t_PR = ctx.saved_tensors
         grad_PN = grad_y.reshape(-1, grad_y.shape[-1])
         grad_t_PR = row_tiles.product(grad_PN, b_NR).mul_(ctx.scaling)
@@ -199,12 +198,12 @@ class _LazyLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        bias: Tensor | None,
         weight: Weight,
         transposed: bool,
         chunk_bytes: int | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.weight, ctx.transposed, ctx.chunk_bytes = weight, transposed, chunk_bytes
         if any(weight is each for each in _unread.get()):
             return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
@@ -212,7 +211,7 @@ class _LazyLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=ctx.chunk_bytes)
@@ -221,9 +220,7 @@ class _LazyLinear(torch.autograd.Function):
         return grad_x, grad_bias, None, None, None
 
 
-def _product(
-    a: torch.Tensor, weight: Weight, bias: torch.Tensor | None, *, by_rows: bool, chunk_bytes: int | None
-) -> torch.Tensor:
+def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool, chunk_bytes: int | None) -> Tensor:
     """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one new tensor."""
     n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
     # An expanded gradient (that of a sum) would be copied again by each product.
@@ -254,10 +251,10 @@ def decoded_inside(layout: Layout, buffer: Bytes) -> bool:
 
 def _multiply(
     kernels: Any,
-    out_PO: torch.Tensor,
-    a_PI: torch.Tensor,
-    buffer: torch.Tensor,
-    bias: torch.Tensor | None,
+    out_PO: Tensor,
+    a_PI: Tensor,
+    buffer: Tensor,
+    bias: Tensor | None,
     codec: str,
     shape: list[int],
     group: int,
@@ -278,7 +275,7 @@ register(
 )
 
 
-def _borders(n_in: int, n_out: int, a_PI: torch.Tensor, chunk_bytes: int | None) -> list[int]:
+def _borders(n_in: int, n_out: int, a_PI: Tensor, chunk_bytes: int | None) -> list[int]:
     """Borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
 
     Chunks are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so

@@ -11,29 +11,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from blockwalk.numerics.codecs.weights import Experts, Weight
 from blockwalk.numerics.lazy_linear import grouped_linear, lazy_linear
 
-_TURNED = (torch.Tensor.t, torch.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
-_SWAPPED = (torch.Tensor.transpose, torch.transpose, torch.Tensor.swapaxes, torch.swapaxes)
+_TURNED = (Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
+_SWAPPED = (Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
 _GROUPED = (F.grouped_mm, torch._grouped_mm)
-_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 _METADATA = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.is_floating_point,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
     torch.is_floating_point,
     *(
-        getattr(torch.Tensor, name).__get__
+        getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "layout")
     ),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
 }
 
 
-class LazyParameter(torch.Tensor):
+class LazyParameter(Tensor):
     """Stands for a frozen 2-D weight [N, D] (or its transpose, ``turned``) that a :class:`Weight` materialises, or for a
     layer's experts [E, N, D], of which those are materialised that rows are routed to.
 
@@ -49,14 +50,14 @@ class LazyParameter(torch.Tensor):
     def __new__(cls, weight: Weight | Experts, device: torch.device, turned: bool = False) -> LazyParameter:
         *stack, rows, columns = weight.shape
         shape = (*stack, columns, rows) if turned else weight.shape
-        made: LazyParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)
+        made: LazyParameter = Tensor._make_wrapper_subclass(cls, shape, dtype=weight.dtype, device=device)
         made.weight, made.turned = weight, turned
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyParameter({tuple(self.shape)}, {self.dtype})"
 
-    def decoded(self) -> torch.Tensor:
+    def decoded(self) -> Tensor:
         """The whole weight, freshly allocated (what a provider answers is scratch)."""
         if self.ndim == 3:
             whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
@@ -83,7 +84,7 @@ class LazyParameter(torch.Tensor):
                 return _linear(*args, **kwargs)
             case F.embedding:
                 return _embedding(*args, **kwargs)
-            case torch.Tensor.__getitem__ if args[0].ndim == 3 and _index(args[1]):
+            case Tensor.__getitem__ if args[0].ndim == 3 and _index(args[1]):
                 return cls(args[0].weight.expert(int(args[1])), args[0].device, args[0].turned)
             case torch.addmm if not kwargs and args[0].ndim == 1 and _only(args[2], args[1]):
                 return lazy_linear(args[1], args[2].weight, args[0], transposed=not args[2].turned)
@@ -100,16 +101,14 @@ class LazyParameter(torch.Tensor):
 
 
 def _index(value: Any) -> bool:
-    return isinstance(value, int) or (
-        isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype == torch.int64
-    )
+    return isinstance(value, int) or (isinstance(value, Tensor) and value.ndim == 0 and value.dtype == torch.int64)
 
 
 def _only(weight: Any, other: Any) -> bool:
     return isinstance(weight, LazyParameter) and not isinstance(other, LazyParameter)
 
 
-def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     input = input.decoded() if isinstance(input, LazyParameter) else input
     if not isinstance(weight, LazyParameter):
         return F.linear(input, weight, bias)
@@ -117,16 +116,16 @@ def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) 
 
 
 def _embedding(
-    input: torch.Tensor,
+    input: Tensor,
     weight: LazyParameter,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight has not."""
     if max_norm is not None or weight.turned:
         return F.embedding(input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    rows: torch.Tensor = weight.weight.gather(input)
+    rows: Tensor = weight.weight.gather(input)
     return rows

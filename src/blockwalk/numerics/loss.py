@@ -41,13 +41,13 @@ CHUNK = 8192
 
 @torch.no_grad()
 def head_logits(
-    hidden_ND: torch.Tensor,
+    hidden_ND: Tensor,
     head: Weight,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap), float32 [N, V]; without a cap scale·(hidden·headᵀ + bias).
 
     Args:

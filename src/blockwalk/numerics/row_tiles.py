@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
@@ -31,17 +32,17 @@ _THIN_SIDE = 256
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own copy of what oneDNN keeps: half of the memory of a shape
 
 
-def keeps_shapes(tensor: torch.Tensor) -> bool:
+def keeps_shapes(tensor: Tensor) -> bool:
     """Whether a product of this tensor costs memory for each new shape."""
     return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def rows_of(tensor: torch.Tensor, rows: int) -> int:
+def rows_of(tensor: Tensor, rows: int) -> int:
     """The number of rows that a matrix of ``tensor``'s kind has with its last tile filled up; one made so needs no copies."""
     return multiplied_rows(rows, tensor.dtype, tensor.device.type) if keeps_shapes(tensor) else rows
 
 
-def mm(a_PI: torch.Tensor, b_IO: torch.Tensor, out_PO: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None) -> None:
     """Write a·b (+ bias) into ``out_PO``, all of one dtype."""
     for a_pI, out_pO in _tiles(a_PI, out_PO):
         if bias_O is None:
@@ -50,20 +51,20 @@ def mm(a_PI: torch.Tensor, b_IO: torch.Tensor, out_PO: torch.Tensor, bias_O: tor
             torch.addmm(bias_O, a_pI, b_IO, out=out_pO)
 
 
-def product(a_PI: torch.Tensor, b_IO: torch.Tensor) -> torch.Tensor:
+def product(a_PI: Tensor, b_IO: Tensor) -> Tensor:
     """a·b as a new tensor [P, O]."""
     out_PO = a_PI.new_empty(a_PI.shape[0], b_IO.shape[1])
     mm(a_PI, b_IO, out_PO)
     return out_PO
 
 
-def add_product(out_PO: torch.Tensor, a_PI: torch.Tensor, b_IO: torch.Tensor, alpha: float = 1.0) -> None:
+def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) -> None:
     """Add ``alpha``·a·b to ``out_PO``."""
     for a_pI, out_pO in _tiles(a_PI, out_PO, reads=True):
         out_pO.addmm_(a_pI, b_IO, alpha=alpha)
 
 
-def sum_of_outer(a_PI: torch.Tensor, b_PO: torch.Tensor) -> torch.Tensor:
+def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
     """aᵀ·b, [I, O]: a sum over the rows, by tiles where one side is thin, over rows filled up with zeros elsewhere."""
     if not keeps_shapes(a_PI):
         return a_PI.t() @ b_PO
@@ -75,7 +76,7 @@ def sum_of_outer(a_PI: torch.Tensor, b_PO: torch.Tensor) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float32).to(a_PI.dtype)
 
 
-def _cut(a_PI: torch.Tensor) -> Iterator[torch.Tensor]:
+def _cut(a_PI: Tensor) -> Iterator[Tensor]:
     """The tiles of a matrix, the last one filled up with zeros."""
     rows = a_PI.shape[0]
     for start, size in _spans(a_PI):
@@ -89,9 +90,7 @@ def _filled(length: int) -> int:
     return length + -length % step
 
 
-def _tiles(
-    a_PI: torch.Tensor, out_PO: torch.Tensor, *, reads: bool = False
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _tiles(a_PI: Tensor, out_PO: Tensor, *, reads: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of tiles to multiply from and into."""
     rows = a_PI.shape[0]
     for start, size in _spans(a_PI):
@@ -103,7 +102,7 @@ def _tiles(
             yield from _filled_up(a_PI[start:], out_PO[start:], size, reads=reads)
 
 
-def _spans(a_PI: torch.Tensor) -> tuple[tuple[int, int], ...]:
+def _spans(a_PI: Tensor) -> tuple[tuple[int, int], ...]:
     """The first row and the number of rows of each tile; the last one may reach beyond the matrix."""
     rows = a_PI.shape[0]
     return _split(rows) if rows > UNTILED_ROWS and keeps_shapes(a_PI) else ((0, rows),)
@@ -120,9 +119,7 @@ def _split(rows: int) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def _filled_up(
-    a_pI: torch.Tensor, out_pO: torch.Tensor, size: int, *, reads: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _filled_up(a_pI: Tensor, out_pO: Tensor, size: int, *, reads: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """A tile with rows of zeros at its end; what is written into its own rows reaches ``out_pO`` afterwards."""
     rows = len(a_pI)
     a_tI, out_tO = a_pI.new_zeros(size, a_pI.shape[1]), out_pO.new_zeros(size, out_pO.shape[1])
@@ -137,7 +134,7 @@ class _Linear(torch.autograd.Function):
     """``F.linear`` with a whole weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight_OI if of_x else None)
         ctx.shape = x.shape
@@ -147,7 +144,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_OI = ctx.saved_tensors
         grad_PO = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
@@ -160,21 +157,21 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dim() != 2 or x.dim() < 2:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dim() != 2 or x.dim() < 2:
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     *args: Any,
     **kwargs: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up to one of few lengths.
 
     Nothing attends to what is appended: it comes after every query of a causal mask, and is masked in an explicit one.
@@ -202,7 +199,7 @@ class FewShapes(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         other = _INSTEAD.get(func)
-        if other is not None and isinstance(args[0] if args else None, torch.Tensor) and keeps_shapes(args[0]):
+        if other is not None and isinstance(args[0] if args else None, Tensor) and keeps_shapes(args[0]):
             return other(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -213,6 +210,6 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def few_shapes(tensor: torch.Tensor) -> AbstractContextManager[object]:
+def few_shapes(tensor: Tensor) -> AbstractContextManager[object]:
     """The mode, where products of this tensor cost memory for each new shape."""
     return FewShapes() if keeps_shapes(tensor) else nullcontext()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Axis, between, make_axes, named, slice_of
@@ -33,13 +34,13 @@ class Groups:
     axes: tuple[Axis, ...]
     device: torch.device
     _groups: dict[tuple[Axis, Lane], dist.ProcessGroup] = field(default_factory=dict)
-    _scratch: dict[Lane, torch.Tensor] = field(default_factory=dict)
+    _scratch: dict[Lane, Tensor] = field(default_factory=dict)
 
     def slice(self, numel: int, size: int) -> slice:
         """This rank's slice, as a range of elements, of a buffer of ``numel`` elements over its group of ``size`` ranks."""
         return slice(*slice_of(self.axes, self.rank, numel, size))
 
-    def gather_(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
+    def gather_(self, full: Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
         """Complete ``full`` in place. This rank's slice of ``full`` over these axes is already where it belongs; the
         outermost axis goes first.
 
@@ -61,7 +62,7 @@ class Groups:
             else:
                 all_gather(out, own, group=self._groups[axis, lane])
 
-    def _swap(self, out: torch.Tensor, axis: Axis, lane: Lane) -> None:
+    def _swap(self, out: Tensor, axis: Axis, lane: Lane) -> None:
         """Send this rank's slice of ``out`` [P] to the others of an axis, and receive their slices into place."""
         group, slices = self._groups[axis, lane], out.chunk(axis.length)
         others = [(each, its) for each, its in zip(axis.members(self.rank), slices, strict=True) if each != self.rank]
@@ -72,7 +73,7 @@ class Groups:
             assert work is not None
             work.wait()
 
-    def reduce(self, full: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> torch.Tensor:
+    def reduce(self, full: Tensor, axes: Sequence[Axis], lane: Lane) -> Tensor:
         """This rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these axes, innermost axis first. The slice
         is a view of ``full``, whose other elements are overwritten. Addition is in the order of the ranks (on NCCL in its own).
 
@@ -98,7 +99,7 @@ class Groups:
         """Whether a group of an accelerator's ranks speaks over the host: gloo, where several ranks share one device."""
         return self.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
-    def sum_(self, slice_P: torch.Tensor, axes: Sequence[Axis], lane: Lane) -> None:
+    def sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> None:
         """Sum ``slice_P`` (float32 [P]) in place over the ranks that hold it too."""
         self.reduce(slice_P, axes, lane)
         self.gather_(slice_P, axes, lane)
@@ -133,7 +134,7 @@ class Groups:
                 dist.destroy_process_group(group)
             self._groups.clear()
 
-    def _room(self, lane: Lane, numel: int) -> torch.Tensor:
+    def _room(self, lane: Lane, numel: int) -> Tensor:
         if lane not in self._scratch or self._scratch[lane].numel() < numel:
             self._scratch[lane] = torch.empty(numel)
         return self._scratch[lane][:numel]

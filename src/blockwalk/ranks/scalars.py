@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.ranks.groups import all_gather
@@ -32,7 +33,7 @@ class Scalars:
     firsts: Any
     """The first ranks of all nodes."""
 
-    def gather(self, own_N: torch.Tensor) -> torch.Tensor:
+    def gather(self, own_N: Tensor) -> Tensor:
         """Everybody's numbers, [W, N]; every rank calls this together with as many."""
         node = self.mesh.ranks_per_node
         nodes = self.mesh.world // node
@@ -50,7 +51,7 @@ class Scalars:
                 dist.broadcast(out_WN, src=place * node, group=self.near)
         return out_WN
 
-    def _between(self, out_KM: torch.Tensor, own_1M: torch.Tensor, place: int) -> None:
+    def _between(self, out_KM: Tensor, own_1M: Tensor, place: int) -> None:
         """Gather M numbers from each of K nodes: every round doubles what a node has of those that follow it."""
         nodes, node = len(out_KM), self.mesh.ranks_per_node
         held_KM = torch.empty_like(out_KM)

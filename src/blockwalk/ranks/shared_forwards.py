@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Coordinates, coordinates_of, forwards_at, micro_batches_at
@@ -71,14 +72,14 @@ class SharedForwards:
         """The number of this rank among the ranks that hold one copy."""
         return self.rank % self.slices
 
-    def gather_(self, bucket_P: torch.Tensor) -> None:
+    def gather_(self, bucket_P: Tensor) -> None:
         """Complete a bucket (uint8 [P]) in place from this rank's slice in it; the ranks of its copy call this together."""
         if self._groups is not None and self.slices > 1:
             self._groups.gather_(bucket_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
 
     # ---- one batch ----------------------------------------------------------------------------------------------------
 
-    def read(self, batch: Mapping[str, torch.Tensor]) -> None:
+    def read(self, batch: Mapping[str, Tensor]) -> None:
         """Take note of the global batch of the step to come: zeroth order compares it with the step's losses."""
         if self.world > 1:
             digest = hashlib.blake2b(digest_size=6)
@@ -201,7 +202,7 @@ class SharedForwards:
                         " ranks. The run ends; start it again to resume from its ledger"
                     )
 
-    def _all(self, own_N: torch.Tensor) -> torch.Tensor:
+    def _all(self, own_N: Tensor) -> Tensor:
         """Every rank's numbers, [W, N], from this rank's [N]."""
         return own_N[None] if self._scalars is None else self._scalars.gather(own_N)
 

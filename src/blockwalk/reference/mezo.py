@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-Batch = Mapping[str, torch.Tensor]
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Batch = Mapping[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
 """A model and a batch to a scalar."""
 
 UNDECAYED = ("bias", "layer_norm", "layernorm")
@@ -35,9 +35,9 @@ def trainables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
-def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The model's own mean loss."""
-    loss: torch.Tensor = model(**batch, use_cache=False).loss
+    loss: Tensor = model(**batch, use_cache=False).loss
     return loss
 
 

@@ -12,14 +12,14 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
 from blockwalk.numerics.noise.noise import fill_
 from blockwalk.reference.mezo import UNDECAYED, Batch, Loss, StepOf, own_loss, trainables
 
-Masters = dict[str, torch.Tensor]
-Draw = Callable[[int, str], torch.Tensor]
+Masters = dict[str, Tensor]
+Draw = Callable[[int, str], Tensor]
 """A query and a parameter's name to its z, float32: in place of a kind of noise."""
 
 
@@ -28,7 +28,7 @@ def masters_of(model: nn.Module) -> Masters:
     return {name: p.detach().to(torch.float32, copy=True) for name, p in trainables(model)}
 
 
-def _noise(master: torch.Tensor, seed: int, step: int, query: int, name: str, kind: NoiseKind | Draw) -> torch.Tensor:
+def _noise(master: Tensor, seed: int, step: int, query: int, name: str, kind: NoiseKind | Draw) -> Tensor:
     return (
         kind(query, name)
         if callable(kind)
@@ -36,12 +36,12 @@ def _noise(master: torch.Tensor, seed: int, step: int, query: int, name: str, ki
     )
 
 
-def _scalar(value: float) -> torch.Tensor:
+def _scalar(value: float) -> Tensor:
     """A float64 as the float32 that the arithmetic uses."""
     return torch.tensor(value, dtype=torch.float32)
 
 
-def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str, torch.Tensor]]) -> float:
+def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str, Tensor]]) -> float:
     """The loss where the model's parameters have these values, cast to its dtype."""
     named = dict(trainables(model))
     for name, value in values:
@@ -53,7 +53,7 @@ def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str
 
 def _moved(
     masters: Masters, scale: float, seed: int, step: int, query: int, kind: NoiseKind | Draw
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """θ + scale·z of each master, by name."""
     for name, master in masters.items():
         yield name, master + _scalar(scale) * _noise(master, seed, step, query, name, kind)
@@ -144,7 +144,7 @@ def hizoo_step(
     The losses l₊ and l₋ are those at θ ± ε·z/√H with the old H; g = (l₊ − l₋) / 2ε. H begins as ones.
     """
 
-    def moved(sign: float) -> Iterator[tuple[str, torch.Tensor]]:
+    def moved(sign: float) -> Iterator[tuple[str, Tensor]]:
         for name, master in masters.items():
             z = _noise(master, seed, step, 0, name, "gaussian")
             yield name, master + _scalar(sign * epsilon) * (z / hessians[name].sqrt())

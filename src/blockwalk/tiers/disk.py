@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blockwalk.system.atomic_files import naming
 from blockwalk.system.paths import StrPath
@@ -87,18 +88,18 @@ class MappedFile:
             bytes_P = np.frombuffer(mmap.mmap(self._fd, self.nbytes, access=access), dtype=np.uint8)
             with warnings.catch_warnings():  # torch warns that writing to a read-only array is undefined: we know
                 warnings.simplefilter("ignore")
-                self._bytes_P: torch.Tensor | None = torch.from_numpy(bytes_P)
+                self._bytes_P: Tensor | None = torch.from_numpy(bytes_P)
         except BaseException:
             os.close(self._fd)
             raise
 
     @property
-    def bytes_P(self) -> torch.Tensor:
+    def bytes_P(self) -> Tensor:
         """The whole file: uint8, shape [nbytes]."""
         assert self._bytes_P is not None, f"{self.path} is closed"
         return self._bytes_P
 
-    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """``nbytes`` bytes at ``offset`` as a tensor, without a copy (with one only where ``offset`` is no multiple of
         the element's size). The view keeps the map alive."""
         part_P = self.bytes_P[offset : offset + nbytes]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.tiers.protocols import UnitTier
@@ -28,7 +29,7 @@ class HostTier:
         self._steps = [0] * len(sizes)
         self._stored: list[torch.Event | None] = [None] * len(sizes)
 
-    def bucket(self, unit: int) -> torch.Tensor:
+    def bucket(self, unit: int) -> Tensor:
         """A unit's bytes (CPU uint8 [nbytes]), when the copy that was last queued to them has arrived."""
         if (stored := self._stored[unit]) is not None:
             stored.synchronize()
@@ -37,14 +38,14 @@ class HostTier:
     def step(self, unit: int) -> int:
         return self._steps[unit]
 
-    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+    def read_unit(self, unit: int, out_P: Tensor) -> int:
         stored = self._stored[unit]
         if stored is not None:
             torch.accelerator.current_stream(out_P.device).wait_event(stored)
         out_P.copy_(self._buckets[unit], non_blocking=True)
         return self._steps[unit]
 
-    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         self._buckets[unit].copy_(data_P, non_blocking=True)
         if not is_cpu(data_P.device):
             self._stored[unit] = recorded(data_P.device)
@@ -79,7 +80,7 @@ class Staged:
         if self._leaving is not None:
             self._leaving[2].result()
 
-    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+    def read_unit(self, unit: int, out_P: Tensor) -> int:
         if self._leaving is not None and self._leaving[0] == unit:
             self._settle()
         self._turn = 1 - self._turn
@@ -91,11 +92,11 @@ class Staged:
         self._copied[self._turn] = recorded(self._device)
         return step
 
-    def bucket(self, unit: int) -> torch.Tensor | None:
+    def bucket(self, unit: int) -> Tensor | None:
         self._settle()
         return self._tier.bucket(unit)
 
-    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         self._settle()
         staging_P = self._outward[: len(data_P)]
         staging_P.copy_(data_P, non_blocking=True)

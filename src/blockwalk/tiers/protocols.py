@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from blockwalk.plan.placement import Codec
 
@@ -51,7 +52,7 @@ class WeightSource(TensorSource, Protocol):
         """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it. Fetch such a one
         at its turn, and let go of it after."""
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: Tensor) -> None:
         """Decode, fuse or copy ``name`` into ``out``: a CPU tensor of the parameter's shape and any floating dtype."""
 
     def prefetch(self, names: Iterable[str]) -> int:
@@ -78,13 +79,13 @@ class UnitTier(Protocol):
     def step(self, unit: int) -> int:
         """The step after which the unit was last written; 0 as it came."""
 
-    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+    def read_unit(self, unit: int, out_P: Tensor) -> int:
         """Read a unit's bytes into ``out_P`` (uint8 [nbytes], device); returns the step after which they were written."""
 
-    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         """Take over a unit's bytes from ``data_P`` (uint8 [nbytes], device), as they are after ``step``."""
 
-    def bucket(self, unit: int) -> torch.Tensor | None:
+    def bucket(self, unit: int) -> Tensor | None:
         """The unit's bytes (CPU uint8 [nbytes]) where the tier holds them in memory as they are, to be read when nothing is
         in flight; None where reading makes a copy."""
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockwalk.numerics.device import host_buffers, is_cpu
@@ -37,14 +38,12 @@ class ScratchMaps:
         self._bases: dict[int, StorageWeakRef] = {}
         """The maps by address: another storage may lie where a map was that is closed."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in one of these maps."""
         found = self._bases.get(tensor.untyped_storage().data_ptr())
         return found is not None and not found.expired()  # type: ignore[no-untyped-call]
 
-    def zeros(
-        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
-    ) -> dict[str, torch.Tensor]:
+    def zeros(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable) -> dict[str, Tensor]:
         """One map holding a tensor for each name, side by side. The pages cost no memory until they are written."""
         starts, total = side_by_side((math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()), _ALIGN)
         if not total:
@@ -57,7 +56,7 @@ class ScratchMaps:
             for start, (name, (shape, dtype)) in zip(starts, shapes.items(), strict=True)
         }
 
-    def bytes(self, nbytes: int) -> torch.Tensor:
+    def bytes(self, nbytes: int) -> Tensor:
         """A mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
         with self._new_file(nbytes) as file:
             self._add(file)
@@ -93,10 +92,10 @@ class Activations:
     def __init__(self, tier: Tier, device: torch.device, scratch: ScratchMaps, places: int) -> None:
         self._tier, self._device, self._scratch = tier, device, scratch
         self._places = deque([torch.empty(0, dtype=torch.uint8, device=device)] * places)
-        self._buffers: dict[Hashable, torch.Tensor] = {}
-        self._held: dict[Hashable, torch.Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
+        self._held: dict[Hashable, Tensor] = {}
 
-    def save(self, key: Hashable, hidden_BSD: torch.Tensor) -> None:
+    def save(self, key: Hashable, hidden_BSD: Tensor) -> None:
         """Copy a block's input to its tier; on the device tier it is kept as it is."""
         if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and is_cpu(self._device)):
             self._held[key] = hidden_BSD
@@ -113,7 +112,7 @@ class Activations:
             hidden_BSD.record_stream(torch.accelerator.current_stream(self._device))
         self._held[key] = target
 
-    def load(self, key: Hashable) -> torch.Tensor:
+    def load(self, key: Hashable) -> Tensor:
         """The saved input on the device. On a CPU it is the map itself: valid until the key is saved again."""
         held = self._held.pop(key)
         if is_cpu(self._device) or self._tier is Tier.DEVICE:
@@ -146,15 +145,15 @@ class SavedTensors:
 
     def __init__(self, scratch: ScratchMaps) -> None:
         self._scratch = scratch
-        self._maps: list[torch.Tensor] = []
+        self._maps: list[Tensor] = []
         self._place = (0, 0)
-        self._written: dict[object, tuple[StorageWeakRef, torch.Tensor]] = {}
+        self._written: dict[object, tuple[StorageWeakRef, Tensor]] = {}
 
     def rewind(self) -> None:
         """Begin a new step: everything that was written may be overwritten."""
         self._place = (0, 0)
 
-    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+    def write(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map already is
         answered as it is."""
         if self._scratch.holds(tensor):
@@ -170,12 +169,12 @@ class SavedTensors:
         ).data  # what follows it in the map is not its change
 
     @contextmanager
-    def saving(self, stays: Iterable[torch.Tensor]) -> Iterator[None]:
+    def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:
         """Inside, tensors that autograd saves are written. Those that share memory with one of ``stays`` (parameters, and
         arguments that every block is given) are there anyway and are saved as they are."""
         there = {tensor.untyped_storage().data_ptr() for tensor in stays}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             small = tensor.numel() * tensor.element_size() < _SMALL
             if small or storage.data_ptr() in there:
@@ -192,7 +191,7 @@ class SavedTensors:
         finally:
             self._written.clear()
 
-    def _take(self, nbytes: int) -> torch.Tensor:
+    def _take(self, nbytes: int) -> Tensor:
         number, start = self._place
         while number < len(self._maps) and start + nbytes > self._maps[number].numel():
             number, start = number + 1, 0
@@ -203,5 +202,5 @@ class SavedTensors:
         return self._maps[number][start : start + nbytes]
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor

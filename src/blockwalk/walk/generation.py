@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from blockwalk.cutting.skeleton import load_config
 from blockwalk.data.encode import Tokenizer
@@ -24,19 +25,19 @@ class Speaks(Protocol):
     device: torch.device
     engine: Engine
 
-    def next_logits(self, batch: Mapping[str, Any]) -> torch.Tensor: ...
+    def next_logits(self, batch: Mapping[str, Any]) -> Tensor: ...
 
 
 def generate(
     self: Speaks,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
     stop_ids: Iterable[int] = (),
     seed: int = 0,
-    attention_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """Continue prompts, a token a walk, with a key-value cache on the device: a method of the walker.
 
     Args:
@@ -58,7 +59,7 @@ def generate(
 
     module: Any = self.engine.module
     device = self.device
-    shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+    shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
     if len(shape) != 2 or 0 in shape or isinstance(shape, str):
         raise ValueError(f"input_ids must be a tensor [batch, sequence] with at least one token, not {shape}")
     if max_new_tokens < 1 or temperature < 0:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -98,7 +99,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops, batch = flop_registry[packet](*args, **kwargs, out_val=out), 1
             if packet in (_aten.bmm, _aten.baddbmm):
                 batch = args[-1].shape[0]
-            matrices = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            matrices = [each for each in args if isinstance(each, Tensor)][-2:]
             self._product(matrices)[flops // batch] += batch
         elif packet in _CPU_ATTENTION:
             factor = _CPU_ATTENTION[packet]
@@ -115,20 +116,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 passes = self.float32_passes if any(t.dtype == torch.float32 for t in made) else self.passes
                 passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
 
-    def _product(self, matrices: Sequence[torch.Tensor]) -> Counter[int]:
+    def _product(self, matrices: Sequence[Tensor]) -> Counter[int]:
         """The counter in which the product of two matrices is counted."""
         sides = [side for each in matrices for side in each.shape[-2:]]
         return self.thin_products if min(sides) < THIN else self.products
 
 
-def _touched(tensor: torch.Tensor) -> int:
+def _touched(tensor: Tensor) -> int:
     """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]

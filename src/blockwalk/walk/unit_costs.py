@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
@@ -141,22 +142,22 @@ class _FakeWeight:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    out: torch.Tensor
+    out: Tensor
     """One element, on the device: every range is an expansion of it."""
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         return self.out.expand(stop - start, self.shape[-1])
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
         return self.out.expand(self.shape[-2], stop - start)
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         return torch.empty(*index.shape, self.shape[-1], dtype=self.dtype, device=self.out.device)
 
     def expert(self, index: int) -> _FakeWeight:
         return replace(self, shape=self.shape[1:])
 
-    def ends(self, offs_E: torch.Tensor, rows: int) -> list[int]:
+    def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         """Ends as they are where every expert has as many rows."""
         return [rows * (expert + 1) // self.shape[0] for expert in range(self.shape[0])]
 
@@ -264,13 +265,13 @@ class _Bench:
         copied = [p for p in unit.part(True) if self.backprop and self.master_dtype(p) != self.dtype]
         return sum(p.numel for p in copied) * self.dtype.itemsize
 
-    def masters(self, unit: UnitSpec) -> dict[str, torch.Tensor]:
+    def masters(self, unit: UnitSpec) -> dict[str, Tensor]:
         if not self.backprop:
             return {}
         device = self.device
         return {p.name: torch.empty(p.shape, dtype=self.master_dtype(p), device=device) for p in unit.part(True)}
 
-    def live(self, index: int, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def live(self, index: int, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bind trainables as :meth:`blockwalk.engine.engine.Engine.bind_trainables` does."""
         used = {p.name: self.used_as(p) for p in self.cut.spec().params()}
         return self.cut.bind(index, {name: master.detach().to(used[name]) for name, master in masters.items()})
@@ -361,9 +362,9 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
 
 def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
     """The call with fake arguments, on the device at hand."""
-    leaves: dict[int, torch.Tensor] = {}
+    leaves: dict[int, Tensor] = {}
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in leaves:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             leaves[id(tensor)] = made.requires_grad_(tensor.requires_grad)

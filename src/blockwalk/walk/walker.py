@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy
 from blockwalk.cutting.adapters import as_lora
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from blockwalk.plan.choices import LoraSettings
 
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Walker:
         workdir: StrPath | None = None,
         training: bool = True,
         ledger: StrPath | None = None,
-        objective: Callable[[torch.Tensor, Batch], Any] | None = None,
+        objective: Callable[[Tensor, Batch], Any] | None = None,
     ) -> None:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
@@ -249,7 +249,7 @@ class Walker:
         found, entries = first(ask)
         return opened[0] if opened else LedgerCopy(path, found, entries)
 
-    def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
         """The gradient of the mean loss, float32, by canonical parameter name; nothing is updated.
 
         Raises:
@@ -266,7 +266,7 @@ class Walker:
         the batch in ``batches`` parts, so that its weights are fetched and decoded once for all of them."""
         return EvalResult(math.fsum(self._evaluated(batch, batches)), loss_tokens(batch))
 
-    def label_losses(self, batch: Batch, *, batches: int = 1) -> torch.Tensor:
+    def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
         """The loss summed over the labels of each sequence, float64 [B] on the CPU, in evaluation mode: what label words are
         ranked by. Ranks share the sequences, and visits the parts, as in :meth:`evaluate`."""
         rows = len(batch["input_ids"])
@@ -284,7 +284,7 @@ class Walker:
         each = len(own[0])
         return [loss for m in range(batches) for part in of_ranks for loss in part[m * each : (m + 1) * each]]
 
-    def next_logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def next_logits(self, batch: Mapping[str, Any]) -> Tensor:
         """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
         and ``use_cache: True`` continues what that cache holds, and is taken into it."""
         self.flush()
@@ -381,7 +381,7 @@ class Walker:
             self.timeline.append((program, done))
         return marks
 
-    def _sent(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sent(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A micro-batch on the device."""
         there = {key: sent(each, self.device) for key, each in batch.items()}
         mask = batch.get("attention_mask")
@@ -395,7 +395,7 @@ class Walker:
         """Copies of the trainables' masters, of optimizer states and of the step counter: all that a resumed run needs of the
         walker. Blocks that the ranks of a node hold together are gathered while rank 0 reads them: the others call
         :meth:`join_gathers`."""
-        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.live_state().items()}
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.live_state().items()}
 
     def live_state(self) -> dict[str, Any]:
         """The tensors that :meth:`state_dict` copies, themselves: for a writer that is done before the next step.

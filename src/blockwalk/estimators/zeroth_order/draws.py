@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Unpack
 
 import torch
+from torch import Tensor
 
 from blockwalk.estimators.zeroth_order.stream import Streams
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, derive_seed
@@ -30,7 +31,7 @@ from blockwalk.plan.model_spec import ParamSpec
 class Noise(Protocol):
     """The z of one parameter at one query of one step."""
 
-    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
+    def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
         """``out`` (float32) = that range of z, whose place the arguments say as in :mod:`blockwalk.numerics.noise.noise`."""
         ...
 
@@ -42,7 +43,7 @@ class Elementwise:
     key: NoiseKey
     kind: NoiseKind
 
-    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
+    def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
         return fill_(out, self.key, start, self.kind, **where)
 
 
@@ -55,9 +56,7 @@ class LowRank:
     rank: int
     columns: int
 
-    def factors(
-        self, rows: torch.Tensor | range, columns: range, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, rows: Tensor | range, columns: range, device: torch.device) -> tuple[Tensor, Tensor]:
         """A/√r of these rows [R, r], and B of these columns [D, r], float32."""
         a_Rr = torch.empty(len(rows), self.rank, device=device)
         b_Dr = torch.empty(len(columns), self.rank, device=device)
@@ -67,7 +66,7 @@ class LowRank:
             fill_(a_Rr, self.left, 0, pitch=self.rank, rows=rows)
         return a_Rr.mul_(self.rank**-0.5), fill_(b_Dr, self.right, columns.start * self.rank)
 
-    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
+    def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
         row, column = divmod(start, self.columns)
         if where.get("pitch") is not None:
             lines = range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
@@ -82,7 +81,7 @@ class LowRank:
         out.view(-1).copy_(whole_RD.view(-1)[column : column + out.numel()])
         return out
 
-    def _outer(self, out_RD: torch.Tensor, a_Rr: torch.Tensor, b_Dr: torch.Tensor) -> torch.Tensor:
+    def _outer(self, out_RD: Tensor, a_Rr: Tensor, b_Dr: Tensor) -> Tensor:
         """The sum over the rank, term by term: a product of matrices would round by the shape of the range."""
         torch.mul(a_Rr[:, :1], b_Dr[:, 0], out=out_RD)
         for i in range(1, self.rank):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.estimators.zeroth_order.kind import Kind, Numbers, Take, slopes
@@ -23,7 +23,7 @@ def scalars(zo: ZerothOrderSettings, losses: Sequence[float]) -> tuple[Numbers, 
     return slopes(zo, pairs), tuple(bend / (2 * zo.epsilon**2) for bend in bends)
 
 
-def direction_(z: torch.Tensor, states: Mapping[str, torch.Tensor], take: Take) -> None:
+def direction_(z: Tensor, states: Mapping[str, Tensor], take: Take) -> None:
     """z ← z/√H."""
     z.div_(take("root").copy_(states["hessian"]).sqrt_())
 
@@ -31,8 +31,8 @@ def direction_(z: torch.Tensor, states: Mapping[str, torch.Tensor], take: Take) 
 def advance_(
     zo: ZerothOrderSettings,
     entry: Entry,
-    noise: Iterable[torch.Tensor],
-    states: Mapping[str, torch.Tensor],
+    noise: Iterable[Tensor],
+    states: Mapping[str, Tensor],
     take: Take,
 ) -> None:
     """H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H."""

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.plan.choices import ZerothOrderSettings
@@ -20,13 +20,13 @@ Numbers = tuple[float, ...]
 Scalars = Callable[[ZerothOrderSettings, Sequence[float]], tuple[Numbers, Numbers]]
 """(settings, losses of a step's forwards in their order): projected gradients and curvatures, one of each for a query."""
 
-Take = Callable[[str], torch.Tensor]
+Take = Callable[[str], Tensor]
 """A named float32 buffer of the shape of the range that is worked on."""
 
-Direction = Callable[[torch.Tensor, Mapping[str, torch.Tensor], Take], object]
+Direction = Callable[[Tensor, Mapping[str, Tensor], Take], object]
 """(noise float32, states of the same range, buffers): turns a query's noise into its direction, in place."""
 
-Advance = Callable[[ZerothOrderSettings, Entry, Iterable[torch.Tensor], Mapping[str, torch.Tensor], Take], object]
+Advance = Callable[[ZerothOrderSettings, Entry, Iterable[Tensor], Mapping[str, Tensor], Take], object]
 """(settings, entry, noise of each query in one buffer, states of the same range, buffers): brings the states up to date."""
 
 

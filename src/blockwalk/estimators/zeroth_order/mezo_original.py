@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.anatomy import canonical_name
@@ -35,11 +36,11 @@ class MezoNoise:
     process's own generators stay as they are. A draw depends on those before it: nothing here can be had alone.
     """
 
-    def __init__(self, seed: int, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, seed: int, parameters: Iterable[Tensor]) -> None:
         self.seed = seed
         self._parameters = tuple(parameters)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Tensor]:
         generators: dict[torch.device, torch.Generator] = {}
         for parameter in self._parameters:
             device = parameter.device
@@ -60,13 +61,13 @@ def order_of(cut: CutModel) -> list[str]:
     return [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
 
 
-def perturb_(parameters: Mapping[str, torch.Tensor], seed: int, sign: int, epsilon: float) -> None:
+def perturb_(parameters: Mapping[str, Tensor], seed: int, sign: int, epsilon: float) -> None:
     """p ← p + (sign·z)·ε, in the order given: that of the deduplicated ``named_parameters()``."""
     for p, z in zip(parameters.values(), MezoNoise(seed, parameters.values()), strict=True):
         p.add_(z.mul_(sign).mul_(epsilon))
 
 
-def update_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+def update_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
     """p ← p − η·(g·z + λ·p), without the decay term where the name is spared."""
     (projected_grad,) = entry.projected_grads
     for (name, p), z in zip(parameters.items(), MezoNoise(entry.seed, parameters.values()), strict=True):
@@ -76,7 +77,7 @@ def update_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOr
         p.sub_(direction.mul_(entry.learning_rate))
 
 
-def replay_(parameters: Mapping[str, torch.Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
+def replay_(parameters: Mapping[str, Tensor], entry: Entry, rule: ZerothOrderRule) -> None:
     """One whole step again, with the drift that its perturbations leave."""
     for sign in SIGNS:
         perturb_(parameters, entry.seed, sign, entry.epsilon)

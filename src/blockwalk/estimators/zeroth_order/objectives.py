@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.data.metrics import macro_f1
@@ -15,16 +16,16 @@ Objective = OwnLoss
 """Logits [B, S, V] and the micro-batch to a 0-d tensor, a mean over the micro-batch's sequences; it is minimised."""
 
 
-def as_objective(function: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], Any]) -> Objective:
+def as_objective(function: Callable[[Tensor, Mapping[str, Tensor]], Any]) -> Objective:
     """A Python function of (logits [B, S, V], batch) that answers a number, as an objective."""
 
-    def objective(logits_BSV: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def objective(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return torch.as_tensor(function(logits_BSV, batch), dtype=torch.float64, device=logits_BSV.device)
 
     return objective
 
 
-def ranked(name: str, words: LabelWordBatch, row_losses: torch.Tensor) -> float:
+def ranked(name: str, words: LabelWordBatch, row_losses: Tensor) -> float:
     """An objective over classification examples, from the loss of each label word (float64 [B · C], on the CPU).
 
     ``label_words``: the mean cross-entropy among the label words by their scores; ``accuracy`` and ``f1`` (the mean over

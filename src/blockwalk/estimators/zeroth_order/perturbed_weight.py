@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import BucketTensor
 from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank, Noise
@@ -58,7 +59,7 @@ class PerturbedWeight:
     def shape(self) -> tuple[int, int]:
         return self.master.layout.rows, self.master.layout.columns
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         own = self.master.layout.code_dtype if self.master.dense else torch.float32
         if not self.scale and own == self.dtype:
             return self.master.rows(start, stop, self.scratch, "value")
@@ -72,29 +73,29 @@ class PerturbedWeight:
         a_NR, b_DR = self.noise.factors(range(rows), range(columns), device)
         return LowRankSum(replace(self, scale=0.0), a_NR.mul_(self.scale).to(self.dtype), b_DR.to(self.dtype))
 
-    def _some_rows(self, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        def read(tensor: BucketTensor, name: str) -> torch.Tensor:
+    def _some_rows(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        def read(tensor: BucketTensor, name: str) -> Tensor:
             return tensor.rows(start, stop, self.scratch, name)
 
         return self._perturb(read, (stop - start, self.shape[1]), out, first_row=start)
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
-        def read(tensor: BucketTensor, name: str) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
+        def read(tensor: BucketTensor, name: str) -> Tensor:
             return tensor.columns(start, stop, self.scratch, name)
 
         return self._perturb(read, (self.shape[0], stop - start), None, first_column=start)
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         flat_n, columns = index.reshape(-1), self.shape[1]
         out = torch.empty(len(flat_n), columns, dtype=self.dtype, device=self.master.bytes_P.device)
         self._perturb(lambda tensor, _: tensor.gather(flat_n), out.shape, out, rows=flat_n)
         return out.view(*index.shape, columns)
 
-    def whole(self) -> torch.Tensor:
+    def whole(self) -> Tensor:
         """All of it, freshly allocated, in the parameter's own shape: for small parameters and odd ones."""
         return self.rows(0, self.master.layout.rows).clone().view(self.master.layout.shape)
 
-    def into(self, out_RD: torch.Tensor) -> torch.Tensor:
+    def into(self, out_RD: Tensor) -> Tensor:
         """All of it into ``out_RD`` [R, D], a range at a time; returns it."""
         rows, columns = self.shape
         some = max(1, DECODE_BYTES[out_RD.device.type] // max(1, columns * self.dtype.itemsize))
@@ -104,14 +105,14 @@ class PerturbedWeight:
 
     def _perturb(
         self,
-        read: Callable[[BucketTensor, str], torch.Tensor],
+        read: Callable[[BucketTensor, str], Tensor],
         shape: tuple[int, ...],
-        out: torch.Tensor | None,
+        out: Tensor | None,
         *,
         first_row: int = 0,
         first_column: int = 0,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """A range, perturbed, in ``out`` or in scratch: of the rows and columns that begin where is said, or of the rows named.
         ``read`` answers that range of a tensor in the bucket, under a name in scratch."""
         if out is None:
@@ -128,7 +129,7 @@ class PerturbedWeight:
         if by_element:
             return perturbed(source, out, by_element.key, start, scale, by_element.kind, pitch=pitch, rows=rows)
 
-        def take(name: str) -> torch.Tensor:
+        def take(name: str) -> Tensor:
             return self.scratch.take(name, *source.shape, like=source, dtype=torch.float32)
 
         z = noise.fill_(take("z"), start, pitch=pitch, rows=rows)
@@ -137,7 +138,7 @@ class PerturbedWeight:
         return out.copy_(z.mul_(scale).add_(source))
 
 
-def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, torch.Tensor]:
+def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, Tensor]:
     """Those of the weights whose numbers are plain, and whose noise is drawn by element, by name: each whole and freshly
     allocated in its own shape, in one launch of an accelerator's kernel: the vectors of a block."""
     found = [(w, w.noise) for w in weights if w.master.dense and isinstance(w.noise, Elementwise)]

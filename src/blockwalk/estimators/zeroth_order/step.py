@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.calls import Prologue
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Answers
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Tensor]
 IGNORE = -100
 
 
@@ -21,7 +21,7 @@ class Step:
     """Values that one step carries from op to op, by (micro-batch, forward pass)."""
 
     batches: Sequence[Batch]
-    labels: Sequence[torch.Tensor]
+    labels: Sequence[Tensor]
     """Labels of each micro-batch, on the CPU."""
     counted: tuple[int, ...]
     """Labels that count, of each micro-batch."""
@@ -31,8 +31,8 @@ class Step:
     by_row: bool
     """Whether losses are of each sequence."""
     prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
-    hidden: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
     entry: Entry | None = None

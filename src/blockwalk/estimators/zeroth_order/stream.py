@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.noise.noise import Where
 from blockwalk.numerics.scratch import ScratchArena
@@ -35,12 +36,12 @@ class Streams:
         self.drawn: tuple[int, int] | None = None
         """Seed and place of the parameter that lies whole in ``scratch``."""
         self._steps = steps
-        self._states: OrderedDict[tuple[int, torch.device], dict[int, torch.Tensor]] = OrderedDict()
+        self._states: OrderedDict[tuple[int, torch.device], dict[int, Tensor]] = OrderedDict()
 
     def of(self, seed: int, name: str) -> StreamNoise:
         return StreamNoise(self, seed, self.place[name])
 
-    def whole(self, seed: int, place: int, device: torch.device) -> torch.Tensor:
+    def whole(self, seed: int, place: int, device: torch.device) -> Tensor:
         """One parameter's draws, 1-D, in scratch; the caller has the lock."""
         if self.drawn != (seed, place):
             generator = torch.Generator(device)
@@ -55,7 +56,7 @@ class Streams:
             self.drawn = (seed, place)
         return self._buffer(place, device)
 
-    def _of_step(self, seed: int, generator: torch.Generator) -> dict[int, torch.Tensor]:
+    def _of_step(self, seed: int, generator: torch.Generator) -> dict[int, Tensor]:
         key = (seed, generator.device)
         if key not in self._states:
             self._states[key] = {0: generator.manual_seed(seed).get_state()}
@@ -64,7 +65,7 @@ class Streams:
         self._states.move_to_end(key)
         return self._states[key]
 
-    def _buffer(self, place: int, device: torch.device) -> torch.Tensor:
+    def _buffer(self, place: int, device: torch.device) -> Tensor:
         param = self.parameters[place]
         like = torch.empty(0, device=device)
         return self.scratch.take("drawn", param.numel, like=like, dtype=getattr(torch, param.dtype))
@@ -78,7 +79,7 @@ class StreamNoise:
     seed: int
     place: int
 
-    def fill_(self, out: torch.Tensor, start: int = 0, **where: Unpack[Where]) -> torch.Tensor:
+    def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
         with self.streams.lock:  # slices are updated in a thread of their own
             whole_P = self.streams.whole(self.seed, self.place, out.device)
             pitch, rows = where.get("pitch"), where.get("rows")

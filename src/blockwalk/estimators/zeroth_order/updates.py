@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.anatomy import canonical_name
@@ -196,21 +197,21 @@ def _advance_(
     entry: Entry,
     name: str,
     start: int,
-    x_RD: torch.Tensor,
-    states: Mapping[str, torch.Tensor],
+    x_RD: Tensor,
+    states: Mapping[str, Tensor],
     scratch: ScratchArena,
 ) -> None:
     """One entry on one slice: ``x_RD`` and ``states`` are float32, ``start`` is the slice's first element."""
     kind, rate = rule.kind, entry.learning_rate
     noises = [rule.draws(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
 
-    def take(what: str) -> torch.Tensor:
+    def take(what: str) -> Tensor:
         return scratch.take(what, *x_RD.shape, like=x_RD, dtype=torch.float32)
 
     if kind.advance_ is not None:
         kind.advance_(rule.zo, entry, (noise.fill_(take("z"), start) for noise in noises), states, take)
 
-    def add_direction(target_RD: torch.Tensor, factor: float) -> None:
+    def add_direction(target_RD: Tensor, factor: float) -> None:
         """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place of zᵢ."""
         for noise, coefficient in zip(noises, entry.coefficients, strict=True):
             if kind.direction_ is None and isinstance(noise, Elementwise):

@@ -21,6 +21,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.codecs.layout import Bytes, Layout
@@ -43,7 +44,7 @@ _THREAD_ELEMENTS = 1 << 15
 """Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
 
 
-def decode_whole(buffer: Bytes, layout: Layout, out: torch.Tensor) -> None:
+def decode_whole(buffer: Bytes, layout: Layout, out: Tensor) -> None:
     """The whole parameter into ``out`` (contiguous, of its shape; any float dtype)."""
     if layout.parts is not None and len(layout.shape) > 2:
         for expert, out_RD in enumerate(out):
@@ -54,8 +55,8 @@ def decode_whole(buffer: Bytes, layout: Layout, out: torch.Tensor) -> None:
 
 
 def encode_rows(
-    rows_RD: torch.Tensor,
-    buffer: torch.Tensor,
+    rows_RD: Tensor,
+    buffer: Tensor,
     layout: Layout,
     start: int,
     *,
@@ -64,7 +65,7 @@ def encode_rows(
     name: str = "the parameter",
     check: bool = True,
     native: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
 
     ``origin`` is the place in the parameter of the layout's first element, where the layout is that of a range of rows.
@@ -124,11 +125,11 @@ def decode_rows(
     layout: Layout,
     start: int,
     stop: int,
-    out: torch.Tensor,
+    out: Tensor,
     *,
     columns: tuple[int, int] | None = None,
     native: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
 
     ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first]. Nothing is allocated
@@ -138,7 +139,7 @@ def decode_rows(
     assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
     assert 0 <= first <= last <= layout.columns, (columns, layout)
     assert out.shape == (stop - start, last - first), (out.shape, start, stop, first, last)
-    if not isinstance(buffer, torch.Tensor) or layout.parts is not None:
+    if not isinstance(buffer, Tensor) or layout.parts is not None:
         return _read(buffer, layout, slice(start, stop), slice(first, last), out)
     if has_kernel(layout, buffer) and out.is_contiguous():
         decode_on_device(buffer, layout, out, first_row=start, first_column=first)
@@ -158,9 +159,7 @@ def decode_rows(
     return out
 
 
-def gather_rows(
-    buffer: Bytes, layout: Layout, index: torch.Tensor, out: torch.Tensor, *, native: bool = True
-) -> torch.Tensor:
+def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor, *, native: bool = True) -> Tensor:
     """The rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
 
     Raises:
@@ -170,7 +169,7 @@ def gather_rows(
         low, high = (int(value) for value in torch.aminmax(index))
         if low < 0 or high >= layout.rows:
             raise IndexError(f"rows {low} to {high} are asked of a parameter of {layout.rows} rows")
-    if not isinstance(buffer, torch.Tensor) or layout.parts is not None:
+    if not isinstance(buffer, Tensor) or layout.parts is not None:
         return _read(buffer, layout, index, slice(0, layout.columns), out)
     if has_kernel(layout, buffer):
         decode_on_device(buffer, layout, out, rows=index)
@@ -188,7 +187,7 @@ def gather_rows(
     return out.copy_(matrix_codec(layout.codec).decode(coded))
 
 
-def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: torch.Tensor) -> torch.Tensor:
+def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: Tensor) -> Tensor:
     """Rows and columns of a parted codec into ``out``, some rows at a time."""
     assert layout.parts is not None
     reader = layout.parts.reader(layout.split(buffer))
@@ -202,24 +201,24 @@ def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: torch
 
 def has_kernel(layout: Layout, buffer: Bytes) -> bool:
     """Whether an operator decodes it, in one launch: what the C kernel decodes, and nf4."""
-    if not isinstance(buffer, torch.Tensor) or layout.parts is not None or not layout.groups:
+    if not isinstance(buffer, Tensor) or layout.parts is not None or not layout.groups:
         return False
     return layout.codec in WITH_KERNELS and not is_cpu(buffer.device)
 
 
 def decode_on_device(
-    buffer: torch.Tensor,
+    buffer: Tensor,
     layout: Layout,
-    out: torch.Tensor,
+    out: Tensor,
     *,
-    rows: torch.Tensor | None = None,
+    rows: Tensor | None = None,
     first_row: int = 0,
     first_column: int = 0,
     key: NoiseKey | None = None,
     scale: float = 0.0,
     kind: NoiseKind | None = None,
     origin: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at ``first_row``, or that ``rows`` names, from
     ``first_column`` on; returns it. ``origin`` is the place of the layout's first element in its parameter."""
     order = None if layout.order is None else to_device(layout.order, buffer.device)
@@ -228,7 +227,7 @@ def decode_on_device(
     return out
 
 
-def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> None:
+def _check_values(x_RD: Tensor, layout: Layout, start: int, name: str) -> None:
     """Refuse what the codec cannot hold; ``start`` is the number of the first row."""
     if not x_RD.dtype.is_floating_point:
         return
@@ -246,7 +245,7 @@ def _check_values(x_RD: torch.Tensor, layout: Layout, start: int, name: str) -> 
 
 
 def _encode_native(
-    x_RD: torch.Tensor, scales_R1: torch.Tensor, codes_RD: torch.Tensor, layout: Layout, rounding: Rounding | None
+    x_RD: Tensor, scales_R1: Tensor, codes_RD: Tensor, layout: Layout, rounding: Rounding | None
 ) -> bool:
     """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch must."""
     library = _library()
@@ -270,13 +269,13 @@ def _encode_native(
 
 
 def _decode_native(
-    buffer: torch.Tensor,
+    buffer: Tensor,
     layout: Layout,
-    index: torch.Tensor | None,
+    index: Tensor | None,
     start: int,
     first: int,
     last: int,
-    out: torch.Tensor,
+    out: Tensor,
 ) -> bool:
     """Decode with the C kernel where it can: False, and nothing written, where torch must."""
     codec = matrix_codec(layout.codec).native if layout.groups else None
@@ -332,10 +331,10 @@ def _library() -> ctypes.CDLL | None:
 
 def _decode(
     kernels: Any,
-    out: torch.Tensor,
-    buffer: torch.Tensor,
-    order: torch.Tensor | None,
-    rows: torch.Tensor | None,
+    out: Tensor,
+    buffer: Tensor,
+    order: Tensor | None,
+    rows: Tensor | None,
     codec: str,
     shape: list[int],
     group: int,

@@ -9,22 +9,23 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.matrix_codec import Grid, grid_codec
 
 
-def _fit(x_RGK: torch.Tensor) -> torch.Tensor:
+def _fit(x_RGK: Tensor) -> Tensor:
     low_RG, high_RG = torch.aminmax(x_RGK, dim=2)
     return torch.stack(((high_RG - low_RG) / 15, low_RG), dim=2)
 
 
-def _nearest(x_RGK: torch.Tensor, scales_RG2: torch.Tensor) -> torch.Tensor:
+def _nearest(x_RGK: Tensor, scales_RG2: Tensor) -> Tensor:
     d_RG1, low_RG1 = scales_RG2.float().unsqueeze(2).unbind(3)
     steps_RGK = x_RGK.sub(low_RG1).div_(torch.where(d_RG1 == 0, math.inf, d_RG1))
     return steps_RGK.add_(0.5).floor_().clamp_(0, 15).to(torch.uint8)
 
 
-def _values(codes_RGK: torch.Tensor, scales_RG2: torch.Tensor) -> torch.Tensor:
+def _values(codes_RGK: Tensor, scales_RG2: Tensor) -> Tensor:
     d_RG1, low_RG1 = scales_RG2.float().unsqueeze(2).unbind(3)
     return codes_RGK.float().mul_(d_RG1).add_(low_RG1)
 

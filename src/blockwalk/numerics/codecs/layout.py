@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.readers import Reader
 from blockwalk.plan.model_spec import encoded_nbytes
@@ -35,7 +36,7 @@ FORMAT_VERSION = 1
 """The version of the layout above; it stands in every file that holds encoded parameters."""
 
 
-Bytes = torch.Tensor | tuple[torch.Tensor, ...]
+Bytes = Tensor | tuple[Tensor, ...]
 """The bytes of a parameter: uint8 [nbytes], or the tensors of a parted codec where each lies by itself."""
 
 
@@ -45,7 +46,7 @@ class Parts:
     three dimensions are read one by one, each out of its part of every tensor."""
 
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-    reader: Callable[[Sequence[torch.Tensor]], Reader]
+    reader: Callable[[Sequence[Tensor]], Reader]
 
     def places(self) -> tuple[list[int], int]:
         """The first byte of each tensor where they lie together, and the end."""
@@ -63,7 +64,7 @@ class Layout:
     codec: Codec
     dtype: str = "float32"
     group_size: int = 32
-    order: torch.Tensor | None = field(default=None, compare=False)
+    order: Tensor | None = field(default=None, compare=False)
     """The place in the bytes of each row of the parameter, int64 [R]; None: they stand in their order. Its bytes are read, and
     never written."""
     parts: Parts | None = field(default=None, compare=False)
@@ -117,7 +118,7 @@ class Layout:
             return self.parts.places()[1]
         return encoded_nbytes(self.shape, self.dtype, self.codec, self.group_size)
 
-    def scales(self, buffer: torch.Tensor) -> torch.Tensor:
+    def scales(self, buffer: Tensor) -> Tensor:
         """The scales in an encoded parameter's bytes as a view: [R, groups], or [R, groups, 2] of a codec with two."""
         scales = len(self.codec.facts.scales)
         if self.codec.facts.interleaved:
@@ -126,7 +127,7 @@ class Layout:
         flat = buffer[: self.scale_bytes].view(self.scale_dtype)
         return flat.view(self.rows, self.groups) if scales < 2 else flat.view(self.rows, self.groups, scales)
 
-    def codes(self, buffer: torch.Tensor) -> torch.Tensor:
+    def codes(self, buffer: Tensor) -> Tensor:
         """The codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
         if self.codec.facts.interleaved:
             return self._blocks(buffer)[..., len(self.codec.facts.scales) * self.scale_dtype.itemsize :].view(
@@ -134,7 +135,7 @@ class Layout:
             )
         return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
 
-    def split(self, buffer: Bytes) -> tuple[torch.Tensor, ...]:
+    def split(self, buffer: Bytes) -> tuple[Tensor, ...]:
         """The tensors of a parted codec in its bytes."""
         if isinstance(buffer, tuple):
             return buffer
@@ -145,7 +146,7 @@ class Layout:
             for start, (dtype, shape) in zip(starts, self.parts.tensors, strict=True)
         )
 
-    def _blocks(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, buffer: Tensor) -> Tensor:
         """The bytes of an interleaved parameter by group, [R, groups, bytes of one]."""
         facts = self.codec.facts
         scaled = self.group_size * facts.bits // 8 + len(facts.scales) * self.scale_dtype.itemsize

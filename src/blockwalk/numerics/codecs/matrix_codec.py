@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.noise.key import Key
@@ -26,7 +27,7 @@ class Rounding:
     first_element: int
 
 
-Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, Rounding | None], None]
+Encode = Callable[[Tensor, Tensor, Tensor, Layout, Rounding | None], None]
 """(values float32 [R, D], scales, codes, layout, rounding): writes scales and codes, views of the rows' bytes."""
 
 
@@ -34,8 +35,8 @@ Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, Rounding | 
 class Coded:
     """Rows of scales and codes, and the columns ``first:last`` of them that are asked for."""
 
-    scales: torch.Tensor
-    codes: torch.Tensor
+    scales: Tensor
+    codes: Tensor
     layout: Layout
     first: int
     last: int
@@ -46,18 +47,18 @@ class Coded:
         size = self.layout.group_size
         return slice(self.first // size, -(-self.last // size))
 
-    def bytes_of_groups(self) -> torch.Tensor:
+    def bytes_of_groups(self) -> Tensor:
         """The codes of four bits of those groups, uint8 [R, groups, group / 2]."""
         layout = self.layout
         return self.codes.view(len(self.codes), layout.groups, layout.group_size // 2)[:, self.groups]
 
-    def columns(self, values_RGK: torch.Tensor) -> torch.Tensor:
+    def columns(self, values_RGK: Tensor) -> Tensor:
         """The columns out of the values of those groups, [R, last − first]."""
         start = self.groups.start * self.layout.group_size
         return values_RGK.flatten(1)[:, self.first - start : self.last - start]
 
 
-Decode = Callable[[Coded], torch.Tensor]
+Decode = Callable[[Coded], Tensor]
 """The values of the columns that are asked for, float32 [R, last − first]."""
 
 
@@ -65,11 +66,11 @@ Decode = Callable[[Coded], torch.Tensor]
 class Grid:
     """The grids of a codec of groups, codes of four bits in :func:`halves`: groups of values are float32 [R, G, K]."""
 
-    fit: Callable[[torch.Tensor], torch.Tensor]
+    fit: Callable[[Tensor], Tensor]
     """(groups): their scales, [R, G] or [R, G, 2]."""
-    nearest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    nearest: Callable[[Tensor, Tensor], Tensor]
     """(groups, scales): the nearest codes, uint8."""
-    values: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    values: Callable[[Tensor, Tensor], Tensor]
     """(codes, scales as stored): their values."""
 
 
@@ -99,15 +100,13 @@ def matrix_codec(codec: Codec) -> MatrixCodec:
 def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
     """The codec that rounds each group to its nearest codes on a grid; the others as :class:`MatrixCodec` has them."""
 
-    def encode(
-        x_RD: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, layout: Layout, rounding: Rounding | None
-    ) -> None:
+    def encode(x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None) -> None:
         x_RGK = grouped(x_RD, layout)
         fitted = grid.fit(x_RGK)
         scales.copy_(fitted)
         codes.copy_(halves(grid.nearest(x_RGK, fitted)).view_as(codes))
 
-    def decode(coded: Coded) -> torch.Tensor:
+    def decode(coded: Coded) -> Tensor:
         bytes_RGH = coded.bytes_of_groups()
         nibbles_RGK = torch.cat((bytes_RGH & 15, bytes_RGH >> 4), dim=2)
         return coded.columns(grid.values(nibbles_RGK, coded.scales[:, coded.groups]))
@@ -115,13 +114,13 @@ def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
     return MatrixCodec(encode, decode, limit, native, grid)
 
 
-def halves(codes_RGK: torch.Tensor) -> torch.Tensor:
+def halves(codes_RGK: Tensor) -> Tensor:
     """Codes of four bits in bytes: the first half of a group in the low nibbles, the second in the high ones."""
     low_RGH, high_RGH = codes_RGK.chunk(2, dim=2)
     return low_RGH | high_RGH << 4
 
 
-def grouped(x_RD: torch.Tensor, layout: Layout) -> torch.Tensor:
+def grouped(x_RD: Tensor, layout: Layout) -> Tensor:
     """Rows cut into the layout's groups, [R, G, group], the last one padded with zeros."""
     padding = layout.groups * layout.group_size - layout.columns
     padded = torch.nn.functional.pad(x_RD, (0, padding)) if padding else x_RD

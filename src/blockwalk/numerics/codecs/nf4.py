@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import Coded, MatrixCodec, Rounding, grouped
@@ -21,9 +22,7 @@ LEVELS = (
 )  # fmt: skip
 
 
-def encode(
-    x_RD: torch.Tensor, scales_RG: torch.Tensor, codes: torch.Tensor, layout: Layout, rounding: Rounding | None
-) -> None:
+def encode(x_RD: Tensor, scales_RG: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None) -> None:
     x_RGK = grouped(x_RD, layout)
     largest_RG1 = x_RGK.abs().amax(dim=2, keepdim=True)
     scales_RG.copy_(largest_RG1.squeeze(2))
@@ -34,7 +33,7 @@ def encode(
     codes.copy_((nibbles_RGK[..., ::2] << 4 | nibbles_RGK[..., 1::2]).flatten(1))
 
 
-def decode(coded: Coded) -> torch.Tensor:
+def decode(coded: Coded) -> Tensor:
     bytes_RGH = coded.bytes_of_groups()
     nibbles_RGK = torch.stack((bytes_RGH >> 4, bytes_RGH & 15), dim=3).flatten(2)
     levels = torch.tensor(LEVELS, device=bytes_RGH.device)

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-Index = slice | torch.Tensor
+Index = slice | Tensor
 """Rows or columns, by number: a slice with both ends, or int64 [n]."""
 
-Reader = Callable[[Index, Index], torch.Tensor]
+Reader = Callable[[Index, Index], Tensor]
 """(rows, columns): the elements there, numbers or codes, [rows, columns]."""
 
-Order = Callable[[torch.Tensor], torch.Tensor]
+Order = Callable[[Tensor], Tensor]
 """(numbers of neighbouring codes): their places in what they share."""
 
 
-def numbers(tensor: torch.Tensor) -> Reader:
+def numbers(tensor: Tensor) -> Reader:
     """The elements of a tensor [R, D]."""
     if tensor.dtype.is_floating_point and tensor.itemsize == 1:  # an index does not know float8, and its casts are slow
         every = torch.arange(256, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
@@ -29,14 +30,14 @@ def numbers(tensor: torch.Tensor) -> Reader:
     return lambda rows, columns: tensor[rows][:, columns]
 
 
-def packed(tensor: torch.Tensor, bits: int, dim: int = 1, order: Order | None = None) -> Reader:
+def packed(tensor: Tensor, bits: int, dim: int = 1, order: Order | None = None) -> Reader:
     """Codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order`` answers the
     place in it of each, counted from the lowest bits, where it is not their own number."""
     each = 8 * tensor.itemsize // bits
     places = torch.arange(each, dtype=tensor.dtype, device=tensor.device)
     shifts = (order(places) if order else places) * bits
 
-    def read(rows: Index, columns: Index) -> torch.Tensor:
+    def read(rows: Index, columns: Index) -> Tensor:
         index = (rows, columns)[dim]
         if isinstance(index, slice):  # whole elements are taken apart, and what is asked for is cut out
             whole = slice(index.start // each, -(-index.stop // each))
@@ -55,10 +56,10 @@ def turned(reader: Reader) -> Reader:
     return lambda rows, columns: reader(columns, rows).t()
 
 
-def looked_up(codes: Reader, levels: torch.Tensor) -> Reader:
+def looked_up(codes: Reader, levels: Tensor) -> Reader:
     """The levels (1-D) that codes stand for."""
 
-    def read(rows: Index, columns: Index) -> torch.Tensor:
+    def read(rows: Index, columns: Index) -> Tensor:
         found = codes(rows, columns)
         return levels.index_select(0, found.flatten().int()).view(
             found.shape
@@ -70,8 +71,8 @@ def looked_up(codes: Reader, levels: torch.Tensor) -> Reader:
 def above(upper: Reader, lower: Reader, height: int) -> Reader:
     """A matrix whose first ``height`` rows are one reader's, and the others another's."""
 
-    def read(rows: Index, columns: Index) -> torch.Tensor:
-        if isinstance(rows, torch.Tensor):
+    def read(rows: Index, columns: Index) -> Tensor:
+        if isinstance(rows, Tensor):
             found = upper(rows.clamp(max=height - 1), columns), lower((rows - height).clamp(min=0), columns)
             return torch.where((rows < height).unsqueeze(1), *found)
         if rows.stop <= height:
@@ -86,7 +87,7 @@ def above(upper: Reader, lower: Reader, height: int) -> Reader:
 def in_rows_of(width: int, flat: Reader) -> Reader:
     """A matrix of ``width`` columns whose elements are one row of ``flat``, row after row."""
 
-    def read(rows: Index, columns: Index) -> torch.Tensor:
+    def read(rows: Index, columns: Index) -> Tensor:
         if isinstance(rows, slice):
             places: Index = slice(rows.start * width, rows.stop * width)
         else:
@@ -103,7 +104,7 @@ def scaled(
     *,
     less: float = 0.0,
     block: tuple[int, int] = (1, 1),
-    group_of: torch.Tensor | None = None,
+    group_of: Tensor | None = None,
     groups: int = 0,
     plus: float = 0.0,
 ) -> Reader:
@@ -118,8 +119,8 @@ def scaled(
         plus: a number that every element lacks.
     """
 
-    def read(rows: Index, columns: Index) -> torch.Tensor:
-        def spread(of_blocks: Reader, less: float = 0.0) -> torch.Tensor:
+    def read(rows: Index, columns: Index) -> Tensor:
+        def spread(of_blocks: Reader, less: float = 0.0) -> Tensor:
             down = _blocks(rows, block[0]) if group_of is None else slice(0, groups)
             found = of_blocks(down, _blocks(columns, block[1])).to(torch.float32) + less
             found = _for_each(found, rows, block[0], 0) if group_of is None else found[group_of[rows]]
@@ -140,7 +141,7 @@ def _blocks(index: Index, size: int) -> Index:
     return slice(index.start // size, -(-index.stop // size)) if isinstance(index, slice) else index // size
 
 
-def _for_each(of_blocks: torch.Tensor, index: Index, size: int, dim: int) -> torch.Tensor:
+def _for_each(of_blocks: Tensor, index: Index, size: int, dim: int) -> Tensor:
     """The value of its block for each of some rows or columns; of one block for all, or of as many blocks, as they are."""
     if size == 1 or not isinstance(index, slice) or of_blocks.shape[dim] == 1:
         return of_blocks

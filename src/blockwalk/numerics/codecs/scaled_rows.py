@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import Coded, MatrixCodec, Rounding
 from blockwalk.numerics.noise.noise import random_uint16
 
-Grid = Callable[[torch.Tensor], torch.Tensor | float]
+Grid = Callable[[Tensor], Tensor | float]
 """The distance between neighbouring codes at each magnitude, in units of the scale."""
 
 
@@ -25,9 +26,9 @@ def scaled_rows(largest: float, grid: Grid, native: int) -> MatrixCodec:
 def _encode(
     largest: float,
     grid: Grid,
-    x_RD: torch.Tensor,
-    scales_R1: torch.Tensor,
-    codes_RD: torch.Tensor,
+    x_RD: Tensor,
+    scales_R1: Tensor,
+    codes_RD: Tensor,
     layout: Layout,
     rounding: Rounding | None,
 ) -> None:
@@ -42,7 +43,7 @@ def _encode(
     codes_RD.copy_(steps_RD.clamp_(-largest, largest))
 
 
-def _round_stochastically(steps_RD: torch.Tensor, grid: Grid, rounding: Rounding) -> torch.Tensor:
+def _round_stochastically(steps_RD: Tensor, grid: Grid, rounding: Rounding) -> Tensor:
     """``steps_RD`` on the codes' grid."""
     draws = torch.empty(steps_RD.numel(), dtype=torch.int32, device=steps_RD.device)
     random_uint16(rounding.key, rounding.first_element, steps_RD.numel(), draws)
@@ -57,5 +58,5 @@ def _round_stochastically(steps_RD: torch.Tensor, grid: Grid, rounding: Rounding
     return whole_RD.mul_(grid_RD).copysign_(steps_RD)
 
 
-def _decode(coded: Coded) -> torch.Tensor:
+def _decode(coded: Coded) -> Tensor:
     return coded.codes[:, coded.first : coded.last].float().mul_(coded.scales)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows
 from blockwalk.numerics.codecs.layout import Bytes, Layout
@@ -25,20 +26,20 @@ class Weight(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         """Rows ``start:stop``, shape [stop − start, D]."""
         ...
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
         """Columns ``start:stop``, shape [N, stop − start]."""
         ...
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         """The rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly allocated."""
         ...
 
 
-Value = torch.Tensor | Weight
+Value = Tensor | Weight
 """A parameter as it is read: whole, or a range at a time."""
 
 
@@ -55,11 +56,11 @@ class Experts(Protocol):
         """The matrix [N, D] of one of them."""
         ...
 
-    def ends(self, offs_E: torch.Tensor, rows: int) -> list[int]:
+    def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         """The row after each expert's last, of ``rows`` rows that are sorted by expert."""
         ...
 
-    def read_into(self, out: torch.Tensor) -> None: ...
+    def read_into(self, out: Tensor) -> None: ...
 
 
 class EncodedWeight:
@@ -78,7 +79,7 @@ class EncodedWeight:
         scratch: ScratchArena | None = None,
         span: tuple[int, int] | None = None,
     ) -> None:
-        if isinstance(buffer, torch.Tensor) and (buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,)):
+        if isinstance(buffer, Tensor) and (buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,)):
             raise ValueError(
                 f"a parameter {layout.shape} in {layout.codec} has {layout.nbytes} bytes (uint8), "
                 f"not {tuple(buffer.shape)} of {buffer.dtype}"
@@ -92,8 +93,8 @@ class EncodedWeight:
         return self._like.device
 
     @property
-    def _like(self) -> torch.Tensor:
-        return self.buffer if isinstance(self.buffer, torch.Tensor) else self.buffer[0]
+    def _like(self) -> Tensor:
+        return self.buffer if isinstance(self.buffer, Tensor) else self.buffer[0]
 
     def expert(self, index: int) -> EncodedWeight:
         if self.layout.parts is not None:
@@ -102,7 +103,7 @@ class EncodedWeight:
         rows = self.layout.shape[-2]
         return EncodedWeight(self.buffer, self.layout, self.dtype, self._scratch, (index * rows, (index + 1) * rows))
 
-    def ends(self, offs_E: torch.Tensor, rows: int) -> list[int]:
+    def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         ends: list[int] = offs_E.tolist()
         return ends
 
@@ -110,15 +111,15 @@ class EncodedWeight:
         """A weight over all of these bytes that decodes to another dtype."""
         return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
 
-    def together(self, out_P: torch.Tensor) -> torch.Tensor:
+    def together(self, out_P: Tensor) -> Tensor:
         """Copy its bytes to ``out_P`` (uint8 [nbytes], any device), and answer that."""
-        if isinstance(self.buffer, torch.Tensor):
+        if isinstance(self.buffer, Tensor):
             return out_P.copy_(self.buffer)
         for part, place in zip(self.buffer, self.layout.split(out_P), strict=True):
             place.copy_(part)
         return out_P
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         if len(self.shape) == 3:  # an expert, flat, is a row
             out = self._take(stop - start, math.prod(self.shape[1:]))
             for index in range(start, stop):
@@ -127,25 +128,25 @@ class EncodedWeight:
         out, first = self._take(stop - start, self.layout.columns), self._span[0]
         return decode_rows(self.buffer, self.layout, first + start, first + stop, out)
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
         first, last = self._span
         out = self._take(last - first, stop - start)
         return decode_rows(self.buffer, self.layout, first, last, out, columns=(start, stop))
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         out = torch.empty(index.numel(), self.layout.columns, dtype=self.dtype, device=self.device)
         rows = index.reshape(-1).to(torch.int64) + self._span[0]
         gather_rows(self.buffer, self.layout, rows, out)
         return out.view(*index.shape, self.layout.columns)
 
-    def read_into(self, out: torch.Tensor) -> None:
+    def read_into(self, out: Tensor) -> None:
         """Decode the whole of it into ``out``, of its shape and any floating dtype."""
         if self.shape == self.layout.shape:
             decode_whole(self.buffer, self.layout, out)
         else:
             decode_rows(self.buffer, self.layout, *self._span, out)
 
-    def _take(self, rows: int, columns: int) -> torch.Tensor:
+    def _take(self, rows: int, columns: int) -> Tensor:
         scratch = self._scratch or shared_arena(self.device)
         return scratch.take("weight", rows, columns, like=self._like, dtype=self.dtype)
 
@@ -158,17 +159,17 @@ class JoinedWeight:
         self.left, self.right, self.dtype = left, right, left.dtype
         self.shape = (left.shape[0], left.shape[1] + right.shape[1])
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         left = self.left.rows(start, stop)
         out = left.new_empty(stop - start, self.shape[1])
         out[:, : left.shape[1]] = left
         out[:, left.shape[1] :] = self.right.rows(start, stop)
         return out
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
         return self.rows(0, self.shape[0])[:, start:stop]
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         return torch.cat([self.left.gather(index), self.right.gather(index)], -1)
 
 
@@ -176,20 +177,20 @@ class LowRankSum:
     """A weight plus a product of thin factors, W + A·Bᵀ, in W's dtype: products with it are made of those with W, with B and
     with A, and what lies in W is neither changed nor copied. ``a_NR`` and ``b_DR`` are of that dtype."""
 
-    def __init__(self, base: Weight, a_NR: torch.Tensor, b_DR: torch.Tensor) -> None:
+    def __init__(self, base: Weight, a_NR: Tensor, b_DR: Tensor) -> None:
         self.base, self.a_NR, self.b_DR = base, a_NR, b_DR
         self.shape, self.dtype = base.shape, base.dtype
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         return self._sum(self.base.rows(start, stop), self.a_NR[start:stop], self.b_DR)
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
         return self._sum(self.base.columns(start, stop), self.a_NR, self.b_DR[start:stop])
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         return self.base.gather(index).add_(self.a_NR[index] @ self.b_DR.t())
 
-    def _sum(self, part: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _sum(self, part: Tensor, a: Tensor, b: Tensor) -> Tensor:
         out = shared_arena(part.device).take("sum", *part.shape, like=part, dtype=part.dtype)
         return torch.addmm(part, a, b.t(), out=out)
 
@@ -201,9 +202,7 @@ class DenseWeight:
     converted into ``scratch``.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, scratch: ScratchArena | None = None
-    ) -> None:
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, scratch: ScratchArena | None = None) -> None:
         if tensor.dim() != 2:
             raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
         self.tensor, self.dtype = tensor, dtype or tensor.dtype
@@ -218,27 +217,27 @@ class DenseWeight:
     def device(self) -> torch.device:
         return self.tensor.device
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         return self._as_used(self.tensor[start:stop])
 
-    def columns(self, start: int, stop: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int) -> Tensor:
         return self._as_used(self.tensor[:, start:stop])
 
-    def gather(self, index: torch.Tensor) -> torch.Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         return self.tensor[index].to(self.dtype)
 
-    def _as_used(self, part: torch.Tensor) -> torch.Tensor:
+    def _as_used(self, part: Tensor) -> Tensor:
         if part.dtype == self.dtype:
             return part
         scratch = self._scratch or shared_arena(part.device)
         return scratch.take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
 
 
-def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> torch.Tensor | EncodedWeight:
+def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> Tensor | EncodedWeight:
     """A parameter over its bytes (uint8 [nbytes]), wherever they are: the numbers themselves where they are plain, an
     encoded matrix or a layer's encoded experts as a Weight; an encoded vector is decoded afresh. ``dtype`` is that of decoded
     numbers, the layout's unless given."""
-    if isinstance(bytes_P, torch.Tensor) and not layout.codec.encoded:
+    if isinstance(bytes_P, Tensor) and not layout.codec.encoded:
         return layout.codes(bytes_P).view(layout.shape)
     weight = EncodedWeight(bytes_P, layout, dtype or getattr(torch, layout.dtype))
     if len(layout.shape) > 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.nf4 import LEVELS
@@ -133,10 +134,10 @@ def _decode_kernel(
 
 
 def decode(
-    out: torch.Tensor,
-    buffer: torch.Tensor,
+    out: Tensor,
+    buffer: Tensor,
     layout: Layout,
-    rows: torch.Tensor | None,
+    rows: Tensor | None,
     first_row: int,
     first_column: int,
     key: Key | None,
@@ -178,6 +179,6 @@ def decode(
 
 
 @functools.cache
-def nf4_levels(device: torch.device) -> torch.Tensor:
+def nf4_levels(device: torch.device) -> Tensor:
     """The values of nf4's codes on a device: sent once, for the host waits for that copy."""
     return torch.tensor(LEVELS, device=device)

@@ -15,6 +15,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficients
 
@@ -193,7 +194,7 @@ def _draws_kernel(out, start, count, k0, k1, COUNTERS: tl.constexpr):
     tl.store(out + position, draws.to(out.dtype.element_ty), mask=(position >= 0) & (position < count))
 
 
-def write(w: Write) -> torch.Tensor:
+def write(w: Write) -> Tensor:
     """The operation behind ``noise.py``'s; answers ``out``."""
     source, out, place, code = w.source, w.out, w.place, KINDS[w.kind]
     draws = DRAWS[w.kind] if w.kind else 16
@@ -227,7 +228,7 @@ def write(w: Write) -> torch.Tensor:
     return out
 
 
-def random_uint16(key: Key, start: int, out: torch.Tensor) -> torch.Tensor:
+def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     """``noise.random_uint16``; its arguments are checked there."""
     counters, count = _COUNTERS[0], out.numel()
     with _on(out):
@@ -246,11 +247,11 @@ def _key_words(key: Key | None) -> tuple[int, int]:
     return (k0 + 2**63) % 2**64 - 2**63, (k1 + 2**63) % 2**64 - 2**63
 
 
-def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device."""
     return contextlib.nullcontext() if tensor.is_cpu else torch.accelerator.device_index(tensor.device.index)
 
 
 @functools.cache
-def _cubics(device: torch.device) -> torch.Tensor:
+def _cubics(device: torch.device) -> Tensor:
     return torch.from_numpy(cubic_coefficients()).to(device)

@@ -7,9 +7,9 @@ undivided product's by the order of a sum.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.kernels.codecs import FORMATS, _decoded, nf4_levels
@@ -65,11 +65,11 @@ def _product_kernel(
 
 
 def product(
-    x_MK: torch.Tensor,
-    buffer: torch.Tensor,
+    x_MK: Tensor,
+    buffer: Tensor,
     layout: Layout,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
+    bias_N: Tensor | None,
+    out_MN: Tensor,
     by_rows: bool,
 ) -> None:
     """``out`` = x·Wᵀ + bias where ``by_rows``, else x·W, for W [R, D] encoded in ``buffer``, ``x`` contiguous."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blockwalk.numerics.device import sent
 from blockwalk.numerics.kernels.codecs import _e4m3
@@ -94,8 +95,8 @@ def _numbers(words: Sequence[int], factors: Sequence[float], tensors: int) -> np
 
 
 def advance(
-    masters: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
+    masters: Sequence[Tensor],
+    outs: Sequence[Tensor],
     starts: Sequence[int],
     words: Sequence[int],
     factors: Sequence[float],
@@ -246,8 +247,8 @@ def _advance_rows_kernel(
 
 
 def advance_rows(
-    scales: torch.Tensor,
-    codes: torch.Tensor,
+    scales: Tensor,
+    codes: Tensor,
     origin: int,
     words: Sequence[int],
     factors: Sequence[float],
@@ -307,10 +308,10 @@ def _adamw_kernel(
 
 
 def adamw(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    first: torch.Tensor,
-    second: torch.Tensor,
+    param: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
     numbers: Sequence[float],
     rounding: Sequence[int],
 ) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import functools
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import numpy_words
@@ -17,7 +18,7 @@ _THREAD_ELEMENTS = 1 << 14
 """Elements for each thread below which sharing them out costs more than it saves."""
 
 
-def random_uint16(key: Key, start: int, out: torch.Tensor, *, native: bool = True) -> torch.Tensor:
+def random_uint16(key: Key, start: int, out: Tensor, *, native: bool = True) -> Tensor:
     """``noise.random_uint16``; its arguments are checked there."""
     count, library = out.numel(), _library() if native else None
     if library is None:
@@ -28,7 +29,7 @@ def random_uint16(key: Key, start: int, out: torch.Tensor, *, native: bool = Tru
     return out
 
 
-def write(w: Write, *, native: bool = True) -> torch.Tensor:
+def write(w: Write, *, native: bool = True) -> Tensor:
     """The operation behind ``noise.py``'s; answers ``out``."""
     library = _library() if native else None
     if library is not None:

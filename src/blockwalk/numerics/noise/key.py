@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 GENERATOR_VERSION = 1
 """The version of the words, the table and the key's derivation together; it stands in every ledger, and in every key."""
@@ -74,9 +75,9 @@ class Window(NamedTuple):
 class Write(NamedTuple):
     """One write of noise, its arguments checked: ``out`` = cast(float32(source) + scale·z)."""
 
-    source: torch.Tensor | None
+    source: Tensor | None
     """None: zeros."""
-    out: torch.Tensor
+    out: Tensor
     key: Key | None
     """None: no noise."""
     start: int
@@ -86,11 +87,11 @@ class Write(NamedTuple):
     rounding: Key | None
     """The draws of stochastic rounding; None: to nearest even."""
     place: Window
-    rows: torch.Tensor | None
+    rows: Tensor | None
     """The window's rows in the parameter, int64 [rows], where they do not follow each other."""
 
 
-def window(tensor: torch.Tensor, other: torch.Tensor, pitch: int | None, rows: torch.Tensor | None) -> Window:
+def window(tensor: Tensor, other: Tensor, pitch: int | None, rows: Tensor | None) -> Window:
     """The window of two tensors of one shape; refuses what the kernels could not walk."""
     if tensor.shape != other.shape or tensor.device != other.device:
         raise ValueError(

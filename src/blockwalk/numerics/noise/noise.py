@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any, TypedDict, Unpack
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise import cpu
@@ -32,19 +33,17 @@ class Where(TypedDict, total=False):
     """The place of a tensor in its parameter beside ``start``, and the way on a CPU; each as above."""
 
     pitch: int | None
-    rows: torch.Tensor | None
+    rows: Tensor | None
     native: bool
 
 
-def fill_(
-    out: torch.Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]
-) -> torch.Tensor:
+def fill_(out: Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]) -> Tensor:
     """``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or float16). Returns ``out``."""
     return perturbed(None, out, key, start, 1.0, kind, **where)
 
 
 def add_scaled_(
-    target: torch.Tensor,
+    target: Tensor,
     key: NoiseKey,
     start: int,
     scale: float,
@@ -52,7 +51,7 @@ def add_scaled_(
     *,
     rounding: Key | None = None,
     **where: Unpack[Where],
-) -> torch.Tensor:
+) -> Tensor:
     """``target`` += scale·z, in float32: ``scale`` is rounded to float32, then the product, then the sum.
 
     A target in bfloat16 or float16 is then rounded to nearest even or, with a ``rounding`` key, stochastically: the
@@ -62,16 +61,14 @@ def add_scaled_(
     return perturbed(target, target, key, start, scale, kind, rounding=rounding, **where)
 
 
-def stochastic_round(
-    source: torch.Tensor, out: torch.Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]
-) -> torch.Tensor:
+def stochastic_round(source: Tensor, out: Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]) -> Tensor:
     """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`add_scaled_` rounds; returns ``out``."""
     return perturbed(source, out, None, start, 0.0, None, rounding=rounding, **where)
 
 
 def perturbed(
-    source: torch.Tensor | None,
-    out: torch.Tensor,
+    source: Tensor | None,
+    out: Tensor,
     key: NoiseKey | None,
     start: int,
     scale: float,
@@ -79,9 +76,9 @@ def perturbed(
     *,
     rounding: Key | None = None,
     pitch: int | None = None,
-    rows: torch.Tensor | None = None,
+    rows: Tensor | None = None,
     native: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """``out`` = cast(float32(source) + scale·z), as :func:`add_scaled_` but out of place: the one operation that the others
     name. Returns ``out``.
 
@@ -100,7 +97,7 @@ def perturbed(
     return out
 
 
-def random_uint16(key: Key, start: int, count: int, out: torch.Tensor, *, native: bool = True) -> torch.Tensor:
+def random_uint16(key: Key, start: int, count: int, out: Tensor, *, native: bool = True) -> Tensor:
     """Draws start … start + count − 1 of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
     if out.dtype not in (torch.uint16, torch.int32) or out.shape != (count,) or not out.is_contiguous():
         raise ValueError(
@@ -120,9 +117,9 @@ def _check_start(start: int) -> None:
 
 def _noise(
     kernels: Any,
-    out: torch.Tensor,
-    source: torch.Tensor | None,
-    rows: torch.Tensor | None,
+    out: Tensor,
+    source: Tensor | None,
+    rows: Tensor | None,
     key: list[int],
     rounding: list[int],
     start: int,
@@ -135,7 +132,7 @@ def _noise(
     (kernels.noise if kernels else cpu).write(write)
 
 
-def _draws(kernels: Any, out: torch.Tensor, key: list[int], start: int) -> None:
+def _draws(kernels: Any, out: Tensor, key: list[int], start: int) -> None:
     words = received(key)
     assert words is not None
     (kernels.noise if kernels else cpu).random_uint16(words, start, out)

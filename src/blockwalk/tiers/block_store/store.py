@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blockwalk.models.folder import STORE_INDEX
 from blockwalk.numerics.codecs import codecs
@@ -73,7 +74,7 @@ class StoredParam:
         """The dtype that the parameter has when it is used as it lies."""
         return dtype_of(self.codec.dtype_of(self.dtype))
 
-    def open(self, bytes_P: torch.Tensor, group_size: int) -> Value:
+    def open(self, bytes_P: Tensor, group_size: int) -> Value:
         """The parameter over its bytes (uint8 [nbytes]), see :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout(group_size), bytes_P)
 
@@ -316,14 +317,14 @@ class BlockStore:
         self.verify(names)
         return {name: self._where[name][2].open(self._bytes(name), self.index.group_size) for name in names}
 
-    def _bytes(self, name: str) -> torch.Tensor:
+    def _bytes(self, name: str) -> Tensor:
         number, offset, param = self._where[name]
         return self._files[number].view(offset, param.nbytes, torch.uint8, (param.nbytes,))
 
     def in_place(self, name: str) -> bool:
         return self._where[name] is not None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: Tensor) -> None:
         param = self._where[name][2]
         if tuple(out.shape) != param.shape:
             raise ValueError(f"{name} has shape {param.shape}, the buffer given has {tuple(out.shape)}")
@@ -370,7 +371,7 @@ class BlockStore:
             file.close()
 
 
-def crc32(bytes_P: torch.Tensor, chunk: int = 1 << 20) -> int:
+def crc32(bytes_P: Tensor, chunk: int = 1 << 20) -> int:
     """CRC-32 of a uint8 tensor."""
     value = 0
     for part_P in torch.split(bytes_P, chunk):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.paths import StrPath
@@ -106,16 +107,16 @@ class WritableStore:
         """The step after which a unit was last written; 0 for a fresh copy."""
         return self._headers[unit].step
 
-    def bucket(self, unit: int) -> torch.Tensor | None:
+    def bucket(self, unit: int) -> Tensor | None:
         return None
 
-    def read_unit(self, unit: int, out_P: torch.Tensor) -> int:
+    def read_unit(self, unit: int, out_P: Tensor) -> int:
         """Read a unit's newest contents into ``out_P`` (contiguous CPU uint8 [nbytes]); returns the step of them."""
         header = self._headers[unit]
         self._move(os.preadv, unit, out_P, header.area)
         return header.step
 
-    def write_unit(self, unit: int, data_P: torch.Tensor, step: int) -> None:
+    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         """Write a unit's new contents (contiguous CPU uint8 [nbytes]), as they are after ``step``; durable on return."""
         old = self._headers[unit]
         fd, checksum = self._fds[unit], zlib.crc32(self._buffer(unit, data_P))
@@ -126,7 +127,7 @@ class WritableStore:
         self._settle(fd)
         self._headers[unit] = new
 
-    def _move(self, call: Transfer, unit: int, bytes_P: torch.Tensor, area: int) -> None:
+    def _move(self, call: Transfer, unit: int, bytes_P: Tensor, area: int) -> None:
         """Read or write one area: whole pages past the page cache, where that may be; the rest through it."""
         buffer, offset, fd = self._buffer(unit, bytes_P), self.units[unit].area_offset(area), self._direct[unit]
         pages = len(buffer) // HEADER_PAGE * HEADER_PAGE
@@ -141,7 +142,7 @@ class WritableStore:
             os.close(fd)
         _transfer(call, self._fds[unit], buffer[pages:], offset + pages)
 
-    def _buffer(self, unit: int, bytes_P: torch.Tensor) -> memoryview:
+    def _buffer(self, unit: int, bytes_P: Tensor) -> memoryview:
         nbytes = self.units[unit].nbytes
         given = (bytes_P.dtype, tuple(bytes_P.shape), bytes_P.is_contiguous())
         assert given == (torch.uint8, (nbytes,), True), f"unit {unit} moves as contiguous uint8 [{nbytes}], not {given}"

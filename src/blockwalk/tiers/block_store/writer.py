@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf import MADE
@@ -136,7 +137,7 @@ def write_store(
         atomic_files.write_sealed(folder / INDEX, {"format": FORMAT, "version": VERSION, **value})
 
 
-def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: torch.Tensor) -> Iterator[int]:
+def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: Tensor) -> Iterator[int]:
     """One parameter of ``source`` encoded into its bytes (CPU uint8), a few rows at a time; yields the number of rows done."""
     layout = param.layout(group_size)
     weight = source.weights([param.name])[param.name]
@@ -148,10 +149,10 @@ def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: t
         experts, weight = weight, torch.empty(weight.shape, dtype=weight.dtype)
         experts.read_into(weight)
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
-    rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, torch.Tensor) else weight
+    rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, Tensor) else weight
     for start in range(0, layout.rows, some):
         stop = min(start + some, layout.rows)
-        part_RD = rows_RD[start:stop] if isinstance(rows_RD, torch.Tensor) else rows_RD.rows(start, stop)
+        part_RD = rows_RD[start:stop] if isinstance(rows_RD, Tensor) else rows_RD.rows(start, stop)
         codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name)
         yield stop
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from blockwalk.tiers.model_folder.stored import StoredTensor
 
 
-View = Callable[["StoredTensor"], torch.Tensor]
+View = Callable[["StoredTensor"], Tensor]
 
 
 class _Shapes:
@@ -30,11 +31,11 @@ class _Shapes:
 
     def __init__(self, model: nn.Module) -> None:
         self.config: Any = model.config
-        self._tensors: dict[str, torch.Tensor] = {
+        self._tensors: dict[str, Tensor] = {
             name: tensor.detach().to("meta") for name, tensor in model.state_dict(keep_vars=True).items()
         }
 
-    def get_parameter(self, name: str) -> torch.Tensor:
+    def get_parameter(self, name: str) -> Tensor:
         return self._tensors[name]
 
 
@@ -57,7 +58,7 @@ class Conversion:
         operations = [(type(op).__name__, getattr(op, "dim", None)) for op in self.converter.operations]
         return operations in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
-    def run(self, sources: Sequence[StoredTensor], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(self, sources: Sequence[StoredTensor], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Every result by parameter name; meta tensors answer meta tensors."""
         converter = copy.deepcopy(self.converter)
         for stored, pattern, tensor in zip(sources, self.patterns, tensors, strict=True):
@@ -94,7 +95,7 @@ class Recipe:
             found = shapes if isinstance(shapes, str) else shapes.get(self.name)
         return "" if found == self.shape else f"{self.name} (model {self.shape}, checkpoint {found})"
 
-    def read_into(self, out: torch.Tensor, view: View) -> None:
+    def read_into(self, out: Tensor, view: View) -> None:
         """Write the parameter into ``out`` (of its shape, any floating dtype). Stacking experts takes no memory."""
         if self.conversion is None:
             out.copy_(view(self.sources[0]))
@@ -122,7 +123,7 @@ def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, wh
     Raises:
         ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ; numbers that are codes.
     """
-    wanted: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
     recipes, extra = _match(model, wanted, stored)
     _refuse_codes(wanted, recipes, [stored[key] for key in extra], where)
     misshaped = [text for text in (recipe.misfit() for recipe in recipes.values()) if text]
@@ -147,7 +148,7 @@ _SCALE = re.compile(r"(.*_)?(scales?|zeros?|zero_points?|absmax)(_inv|_\d)?")
 
 
 def _refuse_codes(
-    wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], extra: Sequence[StoredTensor], where: str
+    wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe], extra: Sequence[StoredTensor], where: str
 ) -> None:
     """Raise ValueError where a floating parameter is stored in a dtype of codes, or beside a scale that nothing reads. A
     buffer is converted instead, as transformers does it."""
@@ -190,7 +191,7 @@ def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
 
 
 def _match(
-    model: nn.Module, wanted: dict[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+    model: nn.Module, wanted: dict[str, Tensor], stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, Recipe], list[str]]:
     """Give each stored tensor to the parameter that it makes, by transformers' rules and in transformers' order
     (``convert_and_load_state_dict_in_model``); the second answer names those that make none."""
@@ -229,7 +230,7 @@ def _match(
 
 
 def _untie(
-    model: nn.Module, wanted: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe], view: View | None
+    model: nn.Module, wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe], view: View | None
 ) -> tuple[dict[str, Recipe], list[str]]:
     """One recipe a tensor, under its canonical name and in the model's order; the second answer names the missing.
 

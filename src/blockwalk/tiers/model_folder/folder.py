@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blockwalk.models.folder import checkpoint_files, model_folder
 from blockwalk.numerics.codecs.codecs import decode_whole
@@ -66,13 +67,13 @@ class CheckpointFolder:
             bytes_P.clone() if stored.offset % stored.dtype.itemsize else bytes_P
         )  # a header of any length is allowed
 
-    def _open(self, stored: StoredTensor) -> torch.Tensor | Weight:
+    def _open(self, stored: StoredTensor) -> Tensor | Weight:
         return stored.open(self._bytes(stored))
 
-    def _view(self, stored: StoredTensor) -> torch.Tensor:
+    def _view(self, stored: StoredTensor) -> Tensor:
         """A tensor as it lies; decoded whole where it is a matrix in codes."""
         found = self._open(stored)
-        return found if isinstance(found, torch.Tensor) else found.rows(0, found.shape[0]).clone()
+        return found if isinstance(found, Tensor) else found.rows(0, found.shape[0]).clone()
 
     def names(self) -> Sequence[str]:
         return tuple(self._recipes)
@@ -94,8 +95,8 @@ class CheckpointFolder:
     def stored_nbytes(self, name: str) -> int:
         return sum(stored.nbytes for stored in self._recipes[name].sources)
 
-    def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor | Weight]:
-        out: dict[str, torch.Tensor | Weight] = {}
+    def weights(self, names: Iterable[str]) -> dict[str, Tensor | Weight]:
+        out: dict[str, Tensor | Weight] = {}
         for name in names:
             recipe = self._recipes[name]
             if recipe.conversion is None:
@@ -110,7 +111,7 @@ class CheckpointFolder:
         recipe = self._recipes[name]
         return recipe.conversion is None and recipe.sources[0].in_place
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: Tensor) -> None:
         recipe = self._recipes[name]
         if tuple(out.shape) != recipe.shape:
             raise ValueError(f"{name} has shape {recipe.shape}, the buffer given has {tuple(out.shape)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.models import gguf
 from blockwalk.models.gguf import ARCHITECTURES
@@ -59,7 +60,7 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
     halves = upper, lower
     layouts = [replace(half.layout, shape=half.shape[1:]) for half in halves]
 
-    def read(parts: Sequence[torch.Tensor]) -> Reader:
+    def read(parts: Sequence[Tensor]) -> Reader:
         first, second = (_rows_of(part_P, layout) for part_P, layout in zip(parts, layouts, strict=True))
         return above(first, second, upper.shape[1])
 
@@ -72,12 +73,12 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
     return replace(upper, nbytes=nbytes, shape=shape, codec=Codec.STACKED, parts=parts, reader=read)
 
 
-def _rows_of(bytes_P: torch.Tensor, layout: Layout) -> Reader:
+def _rows_of(bytes_P: Tensor, layout: Layout) -> Reader:
     """A matrix over its bytes, in any codec."""
 
-    def read(rows: Index, columns: Index) -> torch.Tensor:
+    def read(rows: Index, columns: Index) -> Tensor:
         assert isinstance(columns, slice)
-        if isinstance(rows, torch.Tensor):
+        if isinstance(rows, Tensor):
             whole = torch.empty(len(rows), layout.columns, device=bytes_P.device)
             return gather_rows(bytes_P, layout, rows, whole)[:, columns]
         out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, device=bytes_P.device)
@@ -106,7 +107,7 @@ def _names(header: gguf.Header, model: nn.Module) -> dict[str, str]:
 
 
 @lru_cache(16)
-def row_order(heads: int, rows: int) -> torch.Tensor:
+def row_order(heads: int, rows: int) -> Tensor:
     """The place in the file of each of a Llama's query or key rows: a head's rows, of which the file has first and second half
     in turn (``permute`` of llama.cpp's ``convert_hf_to_gguf.py``)."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(rows)

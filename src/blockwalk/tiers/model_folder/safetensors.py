@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from blockwalk.models.folder import INDEX
 from blockwalk.system.atomic_files import naming, reading
@@ -90,7 +91,7 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[torch.Tensor]) -> None:
+def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[Tensor]) -> None:
     """Write a safetensors file in pieces, holding one piece at a time.
 
     Args:
@@ -168,10 +169,10 @@ def save_model(
         (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
 
 
-def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[torch.Tensor]:
+def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
     """A parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one piece, since writing it takes no
     copy."""
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, Tensor):
         yield weight
         return
     rows, columns = weight.shape[0], prod(weight.shape[1:])

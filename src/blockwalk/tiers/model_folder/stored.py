@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Bytes, Layout, Parts
 from blockwalk.numerics.codecs.readers import Reader
@@ -25,13 +26,13 @@ class StoredTensor:
     """The dtype of its numbers; float32 where they are codes."""
     shape: tuple[int, ...]
     codec: Codec = Codec.RAW
-    order: torch.Tensor | None = field(default=None, compare=False)
+    order: Tensor | None = field(default=None, compare=False)
     """The place in the file of each of its rows, see :class:`~blockwalk.numerics.codecs.layout.Layout`."""
     plus: float = 0.0
     """A number that the file's values lack."""
     parts: tuple[StoredTensor, ...] = ()
     """The tensors of the files that it consists of, where it is more than one; its own place is the first one's."""
-    reader: Callable[[Sequence[torch.Tensor]], Reader] | None = field(default=None, compare=False)
+    reader: Callable[[Sequence[Tensor]], Reader] | None = field(default=None, compare=False)
     """The reader that is made of those."""
 
     @property
@@ -48,13 +49,13 @@ class StoredTensor:
         """Whether its bytes serve as they lie: as a tensor, or as an encoded matrix or experts."""
         return not self.codec.encoded or len(self.shape) > 1
 
-    def open(self, bytes_P: Bytes) -> torch.Tensor | Weight:
+    def open(self, bytes_P: Bytes) -> Tensor | Weight:
         """The tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight where rows are decoded or put in
         order when they are read, and a fresh tensor where it is small and another number is added."""
         if self.order is not None and len(self.shape) == 2:
             return EncodedWeight(bytes_P, self.layout, self.dtype)
         found = opened(self.layout, bytes_P)
-        if isinstance(found, torch.Tensor):
+        if isinstance(found, Tensor):
             found = found if self.order is None else found[self.order]
             return found + self.plus if self.plus else found
         return found
