@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
-from blockwalk.models.folder import INDEX, lies_in
+from blockwalk.models.folder import lies_in
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder import safetensors
@@ -36,7 +36,7 @@ def merge(
     out_dir: StrPath,
     *,
     dtype: str = "",
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Write a model with a LoRA adapter in PEFT's format merged into it, as a Hugging Face model folder, streaming.
@@ -58,7 +58,7 @@ def merge(
             exists; a disk that is too full.
     """
     from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.tiers.block_store.store import BlockStore, is_store
+    from blockwalk.engine.open_model import open_source
     from blockwalk.tiers.block_store.writer import copy_model_files
     from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
@@ -70,7 +70,7 @@ def merge(
         )
     skeleton = build_skeleton(model)
     changes = read_adapter(adapter_dir, skeleton)
-    source: WeightSource = BlockStore(model) if is_store(model) else CheckpointFolder(model, skeleton)
+    source = open_source(model, skeleton)
     try:
         outputs, untied = _outputs(source, skeleton, changes)
         stored = {key: source.dtype(output.source) for key, output in outputs.items()}
@@ -80,7 +80,16 @@ def merge(
         entries = {key: safetensors.Entry(source.shape(out.source), written[key]) for key, out in outputs.items()}
         total = sum(entry.nbytes for entry in entries.values())
         atomic_files.require_space(out_dir, total, "the merged model")
-        shards = dict(safetensors.shards(entries, max_shard_bytes))
+        done = 0
+
+        def values(key: str) -> Iterator[Tensor]:
+            nonlocal done
+            for part_ND in _merged(source, outputs[key], entries[key].dtype):
+                yield part_ND
+                done += part_ND.nbytes
+                if progress is not None:
+                    progress(done, total)
+
         with atomic_files.atomic_folder(out_dir) as folder:
             copy_model_files(model, folder)
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -90,14 +99,7 @@ def merge(
                 changed["dtype"] = dtype
             if changed:
                 atomic_files.write_json(folder / "config.json", {**config, **changed})
-            done = 0
-            for file, part in shards.items():
-                wanted = [(outputs[key], entry.dtype) for key, entry in part.items()]
-                pieces = _merged(source, wanted, done, total, progress)
-                safetensors.write(folder / file, part, pieces)
-                done += sum(entry.nbytes for entry in part.values())
-            if len(shards) > 1:
-                atomic_files.write_json(folder / INDEX, safetensors.index(shards))
+            safetensors.write_shards(folder, entries, values, max_shard_bytes)
             CheckpointFolder(folder, build_skeleton(folder)).close()  # it loads, and nothing is missing
     finally:
         source.close()
@@ -250,27 +252,17 @@ def _outputs(source: WeightSource, model: nn.Module, changes: Mapping[str, Chang
     return outputs, untied
 
 
-def _merged(
-    source: WeightSource,
-    outputs: Sequence[tuple[_Output, torch.dtype]],
-    done: int,
-    total: int,
-    progress: Progress | None,
-) -> Iterator[Tensor]:
-    """The outputs' values, each in its dtype, some rows at a time, in order; ``done`` bytes of ``total`` were written."""
+def _merged(source: WeightSource, output: _Output, dtype: torch.dtype) -> Iterator[Tensor]:
+    """An output's values in a dtype, some rows at a time."""
     from blockwalk.numerics.codecs.weights import DenseWeight
 
-    for (name, change), dtype in outputs:
-        weight, shape = source.weights([name])[name], source.shape(name)
-        rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
-        if isinstance(weight, Tensor):
-            weight = DenseWeight(weight.reshape(rows, columns))
-        some = max(1, CHUNK_ELEMENTS // max(1, columns))
-        for start in range(0, rows, some):
-            part_ND = weight.rows(start, min(start + some, rows))
-            part_ND = part_ND.to(dtype) if change is None else change.rows(part_ND, start, dtype)
-            yield part_ND
-            source.release([name])
-            done += part_ND.nbytes
-            if progress is not None:
-                progress(done, total)
+    name, change = output
+    weight, shape = source.weights([name])[name], source.shape(name)
+    rows, columns = shape[0] if shape else 1, math.prod(shape[1:])
+    if isinstance(weight, Tensor):
+        weight = DenseWeight(weight.reshape(rows, columns))
+    some = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, some):
+        part_ND = weight.rows(start, min(start + some, rows))
+        yield part_ND.to(dtype) if change is None else change.rows(part_ND, start, dtype)
+        source.release([name])

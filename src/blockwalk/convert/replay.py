@@ -26,7 +26,7 @@ from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import Progress
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of, trained_in_order
-from blockwalk.models.folder import INDEX, file_of, repository
+from blockwalk.models.folder import file_of, repository
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
@@ -39,9 +39,6 @@ from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import crc32
 from blockwalk.tiers.block_store.writer import copy_model_files, plan_units
 from blockwalk.tiers.model_folder import safetensors
-
-SHARD_BYTES = 5_000_000_000
-"""Bytes of tensors in one file, as Hugging Face cuts them."""
 
 
 def replay(
@@ -144,7 +141,7 @@ class ReplayedRun:
         self.base, self.header, self.entries, self.progress = base, found, entries, progress
         self.module: Any = build_skeleton(base)
         self.buffers = persistent_buffers(self.module)
-        self.source = open_source(base, Codec.RAW, self.module, base)
+        self.source = open_source(base, self.module)
         lora = found["lora"]
         if lora is not None:
             chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
@@ -240,14 +237,9 @@ class ReplayedRun:
         entries = {p.name: safetensors.Entry(p.shape, self._dtype(p)) for p in self.spec.params()}
         buffers = self.source.weights(name for name in self.buffers if name in self.source.names())
         entries |= {n: safetensors.Entry(tuple(b.shape), b.dtype) for n, b in buffers.items()}
-        files_of = dict(safetensors.shards(entries, SHARD_BYTES))
         values = self._values(buffers)
-        for name, part in files_of.items():
-            pieces = (piece for _ in part for piece in safetensors.pieces(next(values)))
-            safetensors.write(folder / name, part, pieces)
+        safetensors.write_shards(folder, entries, lambda _: safetensors.pieces(next(values)))
         assert next(values, None) is None
-        if len(files_of) > 1:
-            atomic_files.write_json(folder / INDEX, safetensors.index(files_of))
 
     def _dtype(self, param: ParamSpec) -> torch.dtype:
         """The dtype that a parameter is written in: its master's dtype, or the model's where that is no plain one."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSource:
+def open_source(path: StrPath, model: Any, codec: Codec = Codec.RAW, workdir: Path = Path()) -> WeightSource:
     """The weights of the model at ``path`` in the codec that a plan asks for.
 
     A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for a codec of
@@ -55,7 +55,7 @@ def open_source(path: Path, codec: Codec, model: Any, workdir: Path) -> WeightSo
         return store
     if not codec.encoded:
         return CheckpointFolder(path, model)
-    return BlockStore(packed(path, codec, model, workdir))
+    return BlockStore(packed(Path(path), codec, model, workdir))
 
 
 def comes_in(model: StrPath | Any) -> Codec | None:
@@ -117,8 +117,7 @@ def require_weights(path: StrPath) -> None:
     """Raise ValueError where a folder's weights do not fit its configuration's model: by names, shapes and dtypes alone."""
     from blockwalk.cutting.skeleton import build_skeleton
 
-    source = BlockStore(path) if is_store(path) else CheckpointFolder(path, build_skeleton(path))
-    source.close()
+    open_source(path, build_skeleton(path)).close()
 
 
 def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
@@ -215,7 +214,7 @@ def open_model(
         stored = config.dtype or torch.float32
         dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
     skeleton = build_skeleton(config, dtype, cls)
-    source = open_source(path, plan.frozen.codec, skeleton, packs)
+    source = open_source(path, skeleton, plan.frozen.codec, packs)
     _fill_buffers(skeleton, source)
     trained = {name: tensor.requires_grad for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     if lost := sorted(trained.keys() - source.names()):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.models.folder import INDEX
-from blockwalk.system.atomic_files import naming, reading
+from blockwalk.system.atomic_files import naming, reading, write_json
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
@@ -43,6 +44,8 @@ DTYPE = {
 }
 """The format's names of dtypes, as torch's."""
 _NAME = {dtype: name for name, dtype in DTYPE.items()}
+SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in one file, as Hugging Face cuts them."""
 
 
 def read_header(path: StrPath) -> dict[str, StoredTensor]:
@@ -116,9 +119,17 @@ def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[Tensor])
     assert written == offset, f"{path}: {written} bytes of {offset} were given"
 
 
-def shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[tuple[str, dict[str, Entry]]]:
-    """Cut a model into files of at most ``max_bytes`` bytes of tensors (a larger tensor stands alone), in order, under
-    the names that Hugging Face gives them."""
+def write_shards(
+    folder: Path, entries: Mapping[str, Entry], values: Callable[[str], Iterable[Tensor]], max_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a model's tensors, in order, under the names that Hugging Face gives the files.
+
+    Args:
+        folder: where they go, with their index where they are several; tensors are not synced.
+        entries: the tensors.
+        values: answers those of one, in one piece or several; asked in order, once each.
+        max_bytes: of tensors in one file; a larger tensor stands alone.
+    """
     parts: list[dict[str, Entry]] = [{}]
     room = max_bytes
     for name, entry in entries.items():
@@ -127,25 +138,21 @@ def shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[tuple[str, 
             room = max_bytes
         parts[-1][name] = entry
         room -= entry.nbytes
+    files: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
-        single = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        yield single, part
-
-
-def index(files: Mapping[str, Mapping[str, Entry]]) -> dict[str, object]:
-    """The contents of ``model.safetensors.index.json`` for several files."""
-    total = sum(entry.nbytes for part in files.values() for entry in part.values())
-    return {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file for file, part in files.items() for name in part},
-    }
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        write(folder / file, part, chain.from_iterable(map(values, part)))
+        files |= dict.fromkeys(part, file)
+    if len(parts) > 1:
+        total = sum(entry.nbytes for entry in entries.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
 def save_model(
     folder: StrPath,
     model: nn.Module,
     weights: Mapping[str, Value],
-    max_bytes: int = 5_000_000_000,
+    max_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
 
@@ -162,11 +169,7 @@ def save_model(
         if config is not None:
             config.save_pretrained(folder)
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
-    parts = dict(shards(entries, max_bytes))
-    for file, part in parts.items():
-        write(folder / file, part, (piece for name in part for piece in pieces(weights[name])))
-    if len(parts) > 1:
-        (folder / INDEX).write_text(json.dumps(index(parts), indent=2) + "\n", encoding="utf-8")
+    write_shards(folder, entries, lambda name: pieces(weights[name]), max_bytes)
 
 
 def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
