@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +31,7 @@ from blockwalk.numerics.lazy_linear import lazy_linear
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.placement import Codec
+from tests.support.native import by
 
 DECODE_BOUND = 40.0
 LINEAR_BOUND = 1.15
@@ -72,7 +75,7 @@ def decoding() -> list[dict[str, Any]]:
                 decode_rows(buffer, layout, 0, 1024, out, columns=(256, 384))
 
             def plain(buffer: torch.Tensor = buffer, layout: Layout = layout, out: torch.Tensor = out) -> None:
-                decode_rows(buffer, layout, 0, 1024, out, native=False)
+                by(False, decode_rows, buffer, layout, 0, 1024, out)
 
             taken = seconds([whole, columns], inner=20)
             (slow,) = seconds([plain], repeats=3)

@@ -21,7 +21,8 @@ import torch
 from benchmarks.common import Bound, finish, interleaved, median, parser
 
 from blockwalk.numerics.noise.key import NoiseKey
-from blockwalk.numerics.noise.noise import add_scaled_, fill_, perturbed, random_uint16, stochastic_round
+from blockwalk.numerics.noise.noise import fill_, perturbed, random_uint16, stochastic_round
+from tests.support.native import by
 
 KEY = NoiseKey(0, 0, 0, "weight")
 ROUNDING = NoiseKey(0, 0, 0, "weight", "rounding")
@@ -37,19 +38,19 @@ def cases(elements: int, device: torch.device) -> dict[str, Callable[[], object]
         "torch normal_": z.normal_,
         "gaussian": lambda: fill_(z, KEY),
         "rademacher": lambda: fill_(z, KEY, 0, "rademacher"),
-        "w += s z, float32, gaussian": lambda: add_scaled_(z, KEY, 0, 1e-9),
-        "w += s z, float32, rademacher": lambda: add_scaled_(z, KEY, 0, 1e-9, "rademacher"),
+        "w += s z, float32, gaussian": lambda: perturbed(z, z, KEY, 0, 1e-9),
+        "w += s z, float32, rademacher": lambda: perturbed(z, z, KEY, 0, 1e-9, "rademacher"),
         "w + s z, bfloat16, gaussian": lambda: perturbed(half, half_out, KEY, 0, 1e-3),
         "w + s z, bfloat16, rademacher": lambda: perturbed(half, half_out, KEY, 0, 1e-3, "rademacher"),
-        "w += s z, bfloat16, gaussian, stochastic": lambda: add_scaled_(half, KEY, 0, 1e-3, rounding=ROUNDING),
+        "w += s z, bfloat16, gaussian, stochastic": lambda: perturbed(half, half, KEY, 0, 1e-3, rounding=ROUNDING),
         "float32 to bfloat16, stochastic": lambda: stochastic_round(z, half, ROUNDING),
-        "16-bit words": lambda: random_uint16(KEY, 0, elements, words),
+        "16-bit words": lambda: random_uint16(KEY, 0, words),
     }
     if device.type == "cpu":
         normal, array = np.random.Generator(np.random.SFC64(0)), z.numpy()
         table["numpy standard_normal"] = lambda: normal.standard_normal(out=array, dtype=np.float32)
-        table["gaussian, without a compiler"] = lambda: fill_(z, KEY, native=False)
-        table["rademacher, without a compiler"] = lambda: fill_(z, KEY, 0, "rademacher", native=False)
+        table["gaussian, without a compiler"] = lambda: by(False, fill_, z, KEY)
+        table["rademacher, without a compiler"] = lambda: by(False, fill_, z, KEY, 0, "rademacher")
     return table
 
 

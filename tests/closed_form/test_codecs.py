@@ -18,6 +18,7 @@ from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from tests.support.codecs import decode, encode
+from tests.support.native import by
 
 KEY = NoiseKey(seed=0, step=3, query=0, name="weight", domain="rounding")
 WRITTEN = [codec for codec in Codec if codec.written]
@@ -200,9 +201,9 @@ def test_a_large_parameter_is_encoded_in_pieces() -> None:
         for fast in (True, False):
             layout = Layout((300, 1024), codec)
             whole, parts = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
-            encode_rows(x_RD, whole, layout, 0, rounding=KEY, native=fast)
+            by(fast, encode_rows, x_RD, whole, layout, 0, rounding=KEY)
             for start in (0, 150):
-                encode_rows(x_RD[start : start + 150], parts, layout, start, rounding=KEY, native=fast)
+                by(fast, encode_rows, x_RD[start : start + 150], parts, layout, start, rounding=KEY)
             assert torch.equal(whole, parts)
 
 
@@ -269,12 +270,12 @@ def test_the_kernel_and_torch_agree(
     shape = (stop - start, last - first)
     outs = [torch.full(shape, 7.0, dtype=dtype) for _ in range(2)]
     for out, fast in zip(outs, (True, False), strict=True):
-        decode_rows(buffer, layout, start, stop, out, columns=(first, last), native=fast)
+        by(fast, decode_rows, buffer, layout, start, stop, out, columns=(first, last))
     assert torch.equal(*(out.view(torch.int32 if dtype == torch.float32 else torch.int16) for out in outs))
     index = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=12)), dtype=torch.int64)
     chosen = [torch.empty(len(index), columns, dtype=dtype) for _ in range(2)]
     for out, fast in zip(chosen, (True, False), strict=True):
-        gather_rows(buffer, layout, index, out, native=fast)
+        by(fast, gather_rows, buffer, layout, index, out)
     assert torch.equal(*chosen)
 
 
@@ -292,7 +293,7 @@ def test_the_kernel_and_torch_encode_alike(
     layout = Layout((rows, columns), codec)
     buffers = [torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2)]
     for buffer, fast in zip(buffers, (True, False), strict=True):
-        encode_rows(x_RD, buffer, layout, 0, rounding=KEY if stochastic else None, native=fast)
+        by(fast, encode_rows, x_RD, buffer, layout, 0, rounding=KEY if stochastic else None)
     assert torch.equal(*buffers)
 
 
@@ -305,7 +306,7 @@ def test_the_kernel_and_torch_agree_on_subnormal_numbers(codec: Codec) -> None:
         for dtype in FLOATS:
             outs = [torch.empty(2, 128, dtype=dtype) for _ in range(2)]
             for out, fast in zip(outs, (True, False), strict=True):
-                decode_rows(encoded(x_RD, codec), Layout((2, 128), codec), 0, 2, out, native=fast)
+                by(fast, decode_rows, encoded(x_RD, codec), Layout((2, 128), codec), 0, 2, out)
             assert torch.equal(*outs)
 
 
@@ -317,7 +318,7 @@ def test_the_kernel_and_torch_round_alike(codec: Codec) -> None:
     layout = Layout((1024, 1024), codec)
     buffers = [torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2)]
     for buffer, fast in zip(buffers, (True, False), strict=True):
-        encode_rows(x_RD, buffer, layout, 0, rounding=KEY, native=fast)
+        by(fast, encode_rows, x_RD, buffer, layout, 0, rounding=KEY)
     assert torch.equal(*buffers)
 
 
@@ -331,7 +332,7 @@ def test_threads_share_the_rows() -> None:
         for codec in SCALED:
             outs = [torch.empty(512, 512) for _ in range(2)]
             for out, fast in zip(outs, (True, False), strict=True):
-                decode_rows(encoded(x_RD, codec), Layout((512, 512), codec), 0, 512, out, native=fast)
+                by(fast, decode_rows, encoded(x_RD, codec), Layout((512, 512), codec), 0, 512, out)
             assert torch.equal(*outs)
     finally:
         torch.set_num_threads(before)

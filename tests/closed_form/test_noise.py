@@ -22,12 +22,12 @@ from blockwalk.numerics.noise import key as noise_key
 from blockwalk.numerics.noise import numpy_words
 from blockwalk.numerics.noise.key import NoiseKey, Window, Write
 from blockwalk.numerics.noise.noise import (
-    add_scaled_,
     fill_,
     perturbed,
     random_uint16,
     stochastic_round,
 )
+from tests.support.native import by
 
 KEY = NoiseKey(seed=0, step=7, query=0, name="model.layers.0.self_attn.q_proj.weight")
 ROUNDING = NoiseKey(seed=0, step=7, query=0, name=KEY.name, domain="rounding")
@@ -103,13 +103,13 @@ def test_values_by_definition(native: bool, start: int) -> None:
     """Oracle: the definition, element by element: 16-bit draws through the table, bits as signs."""
     count = 700
     draws = draws_of(KEY, start, count)
-    got = random_uint16(KEY, start, count, torch.empty(count, dtype=torch.int32), native=native)
+    got = by(native, random_uint16, KEY, start, torch.empty(count, dtype=torch.int32))
     assert got.tolist() == draws.tolist()
-    short = random_uint16(KEY, start, count, torch.empty(count, dtype=torch.uint16), native=native)
+    short = by(native, random_uint16, KEY, start, torch.empty(count, dtype=torch.uint16))
     assert short.tolist() == draws.tolist()
-    z = fill_(torch.empty(count), KEY, start, "gaussian", native=native)
+    z = by(native, fill_, torch.empty(count), KEY, start, "gaussian")
     assert torch.equal(z, torch.from_numpy(numpy_words.gaussian_table()[draws]))
-    signs = fill_(torch.empty(count), KEY, start, "rademacher", native=native)
+    signs = by(native, fill_, torch.empty(count), KEY, start, "rademacher")
     for e in (start, start + 1, start + 63, start + 64, start + count - 1):
         word = philox((e // 256, 0, 0, 0), KEY.philox_key())[e % 256 // 64]
         assert signs[e - start] == 1 - 2 * (word >> e % 64 & 1)
@@ -193,10 +193,10 @@ def test_a_slice_alone_is_the_slice_of_the_whole(
     native: bool, start: int, count: int, kind: str, data: st.DataObject
 ) -> None:
     """Oracle: the whole, generated at once."""
-    whole = fill_(torch.empty(count), KEY, start, kind, native=native)
+    whole = by(native, fill_, torch.empty(count), KEY, start, kind)
     a = data.draw(st.integers(0, count))
     b = data.draw(st.integers(a, count))
-    assert torch.equal(fill_(torch.empty(b - a), KEY, start + a, kind, native=native), whole[a:b])
+    assert torch.equal(by(native, fill_, torch.empty(b - a), KEY, start + a, kind), whole[a:b])
 
 
 @pytest.mark.parametrize("native", PATHS)
@@ -204,17 +204,17 @@ def test_a_slice_alone_is_the_slice_of_the_whole(
 def test_windows(native: bool, kind: str) -> None:
     """Oracle: the whole parameter [N, D], generated at once, then sliced: rows, columns, named rows."""
     height, width, begin = 37, 300, 5
-    whole = fill_(torch.empty(height, width), KEY, begin, kind, native=native)
-    rows = fill_(torch.empty(4, width), KEY, begin + 3 * width, kind, native=native)
+    whole = by(native, fill_, torch.empty(height, width), KEY, begin, kind)
+    rows = by(native, fill_, torch.empty(4, width), KEY, begin + 3 * width, kind)
     assert torch.equal(rows, whole[3:7])
-    columns = fill_(torch.empty(height, 50), KEY, begin + 20, kind, pitch=width, native=native)
+    columns = by(native, fill_, torch.empty(height, 50), KEY, begin + 20, kind, pitch=width)
     assert torch.equal(columns, whole[:, 20:70])
     tokens = torch.tensor([5, 0, 36, 5])
-    named = fill_(torch.empty(4, width), KEY, begin, kind, pitch=width, rows=tokens, native=native)
+    named = by(native, fill_, torch.empty(4, width), KEY, begin, kind, pitch=width, rows=tokens)
     assert torch.equal(named, whole[tokens])
     weight = torch.randn(height, width)
     into = torch.zeros(height, 2 * width)[:, 7:57]  # rows of a wider buffer
-    perturbed(weight[:, 20:70], into, KEY, begin + 20, 1e-3, kind, pitch=width, native=native)
+    by(native, perturbed, weight[:, 20:70], into, KEY, begin + 20, 1e-3, kind, pitch=width)
     assert torch.equal(into, weight[:, 20:70] + 1e-3 * whole[:, 20:70])
     assert torch.equal(bits(fill_(torch.empty(0, width), KEY, 0, kind, pitch=width)), torch.empty(0, width).int())
 
@@ -229,12 +229,12 @@ def test_perturbed_rounds_as_torch_does(
     """Oracle: torch's float32 product, sum and conversion, one after another."""
     n, start, scale = 5000, 11, 1e-3
     source = awkward(n, source_dtype)
-    z = fill_(torch.empty(n), KEY, start, kind, native=native)
+    z = by(native, fill_, torch.empty(n), KEY, start, kind)
     want = (source.float() + z * scale).to(out_dtype)
-    got = perturbed(source, torch.empty(n, dtype=out_dtype), KEY, start, scale, kind, native=native)
+    got = by(native, perturbed, source, torch.empty(n, dtype=out_dtype), KEY, start, scale, kind)
     assert torch.equal(bits(got), bits(want))
     if source_dtype == out_dtype:
-        assert torch.equal(bits(add_scaled_(source, KEY, start, scale, kind, native=native)), bits(want))
+        assert torch.equal(bits(by(native, perturbed, source, source, KEY, start, scale, kind)), bits(want))
 
 
 @pytest.mark.parametrize("native", PATHS)
@@ -251,7 +251,7 @@ def test_stochastic_rounding_by_definition(native: bool, dtype: torch.dtype) -> 
     below = torch.floor(magnitude / unit)
     up = torch.floor((magnitude / unit - below) * 2**16) + draws >= 2**16
     want = torch.copysign((below + up) * unit, x.double()).to(dtype)
-    got = stochastic_round(x, torch.empty(n, dtype=dtype), ROUNDING, start, native=native)
+    got = by(native, stochastic_round, x, torch.empty(n, dtype=dtype), ROUNDING, start)
     assert torch.equal(bits(got), bits(want))
     assert 0.3 < up.double().mean() < 0.7, "both directions were taken"
 
@@ -277,8 +277,8 @@ def test_special_values() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for rounding in (None, ROUNDING):
             for native in (True, False):
-                got = perturbed(
-                    special, torch.empty(35, dtype=dtype), KEY, 0, 0.0, rounding=rounding, native=native
+                got = by(
+                    native, perturbed, special, torch.empty(35, dtype=dtype), KEY, 0, 0.0, rounding=rounding
                 ).float()
                 assert torch.equal(got[:2], special[:2])
                 assert got[2].isnan()
@@ -300,7 +300,7 @@ def test_threads_change_nothing() -> None:
             window = perturbed(table[:, :250], torch.empty(1100, 250), KEY, start, 1e-3, "rademacher", pitch=300)
             index = torch.arange(1100).flip(0)
             named = perturbed(table, torch.empty(1100, 300), KEY, start, 1e-3, pitch=300, rows=index)
-            results.append((flat, window, named, random_uint16(KEY, 1, n, torch.empty(n, dtype=torch.int32))))
+            results.append((flat, window, named, random_uint16(KEY, 1, torch.empty(n, dtype=torch.int32))))
     finally:
         torch.set_num_threads(before)
     for one, three in zip(*results, strict=True):
@@ -355,7 +355,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="start is -1"):
         fill_(torch.empty(4), KEY, -1)
     with pytest.raises(ValueError, match="uint16 or int32"):
-        random_uint16(KEY, 0, 4, torch.empty(5, dtype=torch.int32))
+        random_uint16(KEY, 0, torch.empty(5, 1, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="Meta tensors"):
         fill_(torch.empty(4, device="meta"), KEY)
 
@@ -414,7 +414,7 @@ def compare_triton(device: str) -> None:
         noise_cuda.write(Write(x.to(device), out, None, 3, 0.0, None, ROUNDING, Window(1, n, 0), None))
         same(out, want)
     for dtype in (torch.int32, torch.uint16):
-        want = random_uint16(KEY, 9, n, torch.empty(n, dtype=dtype))
+        want = random_uint16(KEY, 9, torch.empty(n, dtype=dtype))
         assert noise_cuda.random_uint16(KEY, 9, torch.empty(n, dtype=dtype, device=device)).tolist() == want.tolist()
 
 
@@ -434,4 +434,4 @@ def test_triton_kernels_on_a_gpu() -> None:
     compare_triton("cuda")
     weight = torch.randn(3000)
     on_gpu = weight.cuda()
-    assert torch.equal(add_scaled_(on_gpu, KEY, 5, 1e-3).cpu(), add_scaled_(weight, KEY, 5, 1e-3))
+    assert torch.equal(perturbed(on_gpu, on_gpu, KEY, 5, 1e-3).cpu(), perturbed(weight, weight, KEY, 5, 1e-3))

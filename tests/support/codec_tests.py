@@ -21,6 +21,7 @@ from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows, gather_ro
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
+from tests.support.native import by
 
 
 class ReadCodecTests:
@@ -83,18 +84,17 @@ class ReadCodecTests:
         for native in (True, False):
             out = torch.empty(5, 60)
             assert torch.equal(
-                decode_rows(buffer, turned, 2, 7, out, columns=(70, 130), native=native), whole[2:7, 70:130]
+                by(native, decode_rows, buffer, turned, 2, 7, out, columns=(70, 130)), whole[2:7, 70:130]
             )
             index = torch.tensor([8, 0, 3, 3])
-            assert torch.equal(gather_rows(buffer, turned, index, torch.empty(4, 150), native=native), whole[index])
+            assert torch.equal(by(native, gather_rows, buffer, turned, index, torch.empty(4, 150)), whole[index])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_the_kernel_and_torch_agree(self, dtype: torch.dtype) -> None:
         """Oracle: torch's path, for each dtype that a weight is decoded to."""
         layout, buffer = self.encoded(self.numbers(7, 160))
         fast, slow = (
-            decode_rows(buffer, layout, 1, 7, torch.empty(6, 160, dtype=dtype), native=native)
-            for native in (True, False)
+            by(native, decode_rows, buffer, layout, 1, 7, torch.empty(6, 160, dtype=dtype)) for native in (True, False)
         )
         assert torch.equal(fast, slow)
 

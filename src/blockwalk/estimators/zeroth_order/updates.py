@@ -28,7 +28,7 @@ from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
 from blockwalk.numerics import advance  # noqa: F401  (its operators)
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind
-from blockwalk.numerics.noise.noise import add_scaled_
+from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.numerics.updates import Rule
@@ -215,7 +215,7 @@ def _advance_(
         """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place of zᵢ."""
         for noise, coefficient in zip(noises, entry.coefficients, strict=True):
             if kind.direction_ is None and isinstance(noise, Elementwise):
-                add_scaled_(target_RD, noise.key, start, factor * coefficient, noise.kind)
+                perturbed(target_RD, target_RD, noise.key, start, factor * coefficient, noise.kind)
                 continue
             z_RD = noise.fill_(take("z"), start)
             if kind.direction_ is not None:

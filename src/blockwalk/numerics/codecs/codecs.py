@@ -14,9 +14,7 @@ numbers. At a learning rate of 1e-7 an update is far below a step: rounded to ne
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -64,7 +62,6 @@ def encode_rows(
     origin: int = 0,
     name: str = "the parameter",
     check: bool = True,
-    native: bool = True,
 ) -> Tensor:
     """Write rows ``start`` … of a parameter, [rows, D] of any float dtype, into its bytes; returns ``buffer``.
 
@@ -74,7 +71,7 @@ def encode_rows(
     Raises:
         ValueError: a value that the codec cannot hold: not finite, or beyond float16 for fp16 and for int4's scales.
             ``raw``, ``fp32`` and a source in the codec's own dtype are copied as they are. ``check=False`` leaves the
-            look at the values out, which on CUDA is a synchronisation; ``native=False`` takes torch's path throughout.
+            look at the values out, which on CUDA is a synchronisation.
     """
     if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
         raise ValueError(
@@ -108,8 +105,7 @@ def encode_rows(
             _check_values(x_RD, layout, a, name)
         if layout.groups:
             draws = None if rounding is None else Rounding(rounding, origin + a * layout.columns)
-            encoded = native and _encode_native(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
-            if not encoded:
+            if not _encode_native(x_RD.float(), scales[a:b], codes[a:b], layout, draws):
                 encode = matrix_codec(layout.codec).encode
                 assert encode is not None
                 encode(x_RD.float(), scales[a:b], codes[a:b], layout, draws)
@@ -128,12 +124,11 @@ def decode_rows(
     out: Tensor,
     *,
     columns: tuple[int, int] | None = None,
-    native: bool = True,
 ) -> Tensor:
     """Rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
 
     ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first]. Nothing is allocated
-    where the C kernel serves. ``native=False`` takes torch's path, as a machine without compiler does.
+    where the C kernel serves.
     """
     first, last = columns or (0, layout.columns)
     assert 0 <= start <= stop <= layout.rows, (start, stop, layout)
@@ -145,7 +140,7 @@ def decode_rows(
         decode_on_device(buffer, layout, out, first_row=start, first_column=first)
         return out
     order = None if layout.order is None else layout.order[start:stop]
-    if native and _decode_native(buffer, layout, order, start, first, last, out):
+    if _decode_native(buffer, layout, order, start, first, last, out):
         return out
     codes, scales = layout.codes(buffer), layout.scales(buffer)
     if not layout.groups:
@@ -159,7 +154,7 @@ def decode_rows(
     return out
 
 
-def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor, *, native: bool = True) -> Tensor:
+def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor) -> Tensor:
     """The rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
 
     Raises:
@@ -176,7 +171,7 @@ def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor, *, na
         return out
     if layout.order is not None:
         index = layout.order.to(index.device)[index]
-    if native and _decode_native(buffer, layout, index, 0, 0, layout.columns, out):
+    if _decode_native(buffer, layout, index, 0, 0, layout.columns, out):
         return out
     codes = layout.codes(buffer)
     if not layout.groups:
@@ -248,13 +243,13 @@ def _encode_native(
     x_RD: Tensor, scales_R1: Tensor, codes_RD: Tensor, layout: Layout, rounding: Rounding | None
 ) -> bool:
     """Encode scaled rows with the C kernel where it can: False, and nothing written, where torch must."""
-    library = _library()
+    library = native_code.load("codecs")
     if library is None or x_RD.device.type != "cpu" or layout.codec.facts.group_sizes:
         return False
     draws = None
     if rounding is not None:
         draws = torch.empty(x_RD.numel(), dtype=torch.uint16)
-        random_uint16(rounding.key, rounding.first_element, x_RD.numel(), draws)
+        random_uint16(rounding.key, rounding.first_element, draws)
     library.blockwalk_encode(
         matrix_codec(layout.codec).native,
         x_RD.data_ptr(),
@@ -282,7 +277,7 @@ def _decode_native(
     dtype = _NATIVE_DTYPE.get(out.dtype)
     if codec is None or dtype is None or buffer.device.type != "cpu" or not out.is_contiguous():
         return False
-    library = _library()
+    library = native_code.load("codecs")
     if library is None:
         return False
     assert buffer.is_contiguous(), buffer.stride()
@@ -307,26 +302,6 @@ def _decode_native(
         threads,
     )
     return True
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = native_code.load("codecs")
-    if library is not None:
-        number, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.blockwalk_decode.restype = None
-        library.blockwalk_decode.argtypes = [
-            *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
-            *(pointer, pointer, number, number),
-            *(pointer, number, number, number, number),
-            *(pointer, pointer, ctypes.c_int),
-        ]
-        library.blockwalk_encode.restype = None
-        library.blockwalk_encode.argtypes = [
-            *(ctypes.c_int, pointer, pointer, pointer, pointer),
-            *(number, number, pointer, ctypes.c_int),
-        ]
-    return library
 
 
 def _decode(

@@ -46,7 +46,7 @@ def _encode(
 def _round_stochastically(steps_RD: Tensor, grid: Grid, rounding: Rounding) -> Tensor:
     """``steps_RD`` on the codes' grid."""
     draws = torch.empty(steps_RD.numel(), dtype=torch.int32, device=steps_RD.device)
-    random_uint16(rounding.key, rounding.first_element, steps_RD.numel(), draws)
+    random_uint16(rounding.key, rounding.first_element, draws)
     magnitude_RD = steps_RD.abs()
     grid_RD = grid(magnitude_RD)
     units_RD = magnitude_RD / grid_RD

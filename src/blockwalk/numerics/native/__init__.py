@@ -46,6 +46,31 @@ such or better; the best first."""
 
 log = logging.getLogger(__name__)
 
+_POINTER, _INT, _LONG, _WORD = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+ARGUMENTS = {
+    "blockwalk_decode": (
+        *(_INT, _INT, _INT),  # codec, half a group, dtype
+        *(_POINTER, _POINTER, _LONG, _LONG),  # scales, codes, bytes of a row, groups
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG),  # row index, first row, rows, first column, last
+        *(_POINTER, _POINTER, _INT),  # out, the team, its threads
+    ),
+    "blockwalk_encode": (
+        *(_INT, _POINTER, _POINTER, _POINTER, _POINTER),  # codec, values, draws, scales, codes
+        *(_LONG, _LONG, _POINTER, _INT),  # rows, columns, the team, its threads
+    ),
+    "blockwalk_noise": (
+        *(_POINTER, _INT, _LONG),  # source
+        *(_POINTER, _INT, _LONG),  # out
+        *(_LONG, _LONG, _LONG, _LONG, _POINTER),  # rows, width, start, pitch, row index
+        *(_INT, _WORD, _WORD, ctypes.c_float),  # kind, key, scale
+        *(_INT, _WORD, _WORD),  # rounding
+        *(_POINTER, _POINTER),  # coefficients, table
+        *(_POINTER, _INT),  # the team, its threads
+    ),
+    "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
+}
+"""The arguments of each function of the kernels; none answers anything."""
+
 _COMPILE_SECONDS = 120
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
@@ -55,14 +80,17 @@ def load(name: str) -> ctypes.CDLL | None:
     """The compiled library of ``<name>.c``, or None where it cannot be had; the caller then takes its other path.
 
     Compiles at most once per machine and source, and tries at most once per process. A compiler that fails is reported
-    once, as a ``RuntimeWarning``. The caller declares ``argtypes`` and ``restype``.
+    once, as a ``RuntimeWarning``.
     """
     if os.environ.get("BLOCKWALK_NATIVE", "1") == "0":
         return None
     with _lock:
         if name not in _loaded:
             try:
-                _loaded[name] = _build(name)
+                library = _loaded[name] = _build(name)
+                for function, types in ARGUMENTS.items():
+                    if hasattr(library, function):
+                        getattr(library, function).argtypes, getattr(library, function).restype = types, None
             except (OSError, subprocess.SubprocessError) as error:
                 detail = getattr(error, "stderr", None) or str(error)
                 warnings.warn(

@@ -1,9 +1,8 @@
-"""The noise of ``noise.py`` on a CPU: a C kernel, or numpy where there is no compiler (``native=False`` forces it)."""
+"""The noise of ``noise.py`` on a CPU: a C kernel, or numpy where there is no compiler."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ _THREAD_ELEMENTS = 1 << 14
 """Elements for each thread below which sharing them out costs more than it saves."""
 
 
-def random_uint16(key: Key, start: int, out: Tensor, *, native: bool = True) -> Tensor:
+def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     """``noise.random_uint16``; its arguments are checked there."""
-    count, library = out.numel(), _library() if native else None
+    count, library = out.numel(), native_code.load("noise")
     if library is None:
         return out.copy_(torch.from_numpy(numpy_words.draws(key.philox_key(), start, count)))
     k0, k1 = key.philox_key()
@@ -29,9 +28,9 @@ def random_uint16(key: Key, start: int, out: Tensor, *, native: bool = True) -> 
     return out
 
 
-def write(w: Write, *, native: bool = True) -> Tensor:
+def write(w: Write) -> Tensor:
     """The operation behind ``noise.py``'s; answers ``out``."""
-    library = _library() if native else None
+    library = native_code.load("noise")
     if library is not None:
         _write_native(library, w)
     else:
@@ -88,26 +87,3 @@ def _write_numpy(w: Write) -> None:
 
 def _thread_count(elements: int) -> int:
     return min(torch.get_num_threads(), elements // _THREAD_ELEMENTS)
-
-
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, integer, long, word = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
-    library.blockwalk_noise.restype = None
-    library.blockwalk_noise.argtypes = [
-        *(pointer, integer, long),  # source
-        *(pointer, integer, long),  # out
-        *(long, long, long, long, pointer),  # rows, width, start, pitch, row index
-        *(integer, word, word, ctypes.c_float),  # kind, key, scale
-        *(integer, word, word),  # rounding
-        *(pointer, pointer),  # coefficients, table
-        *(pointer, integer),  # the team, its threads
-    ]
-    library.blockwalk_draws.restype = None
-    library.blockwalk_draws.argtypes = [pointer, integer, long, long, word, word, pointer, integer]
-    return library
-
-
-def _library() -> ctypes.CDLL | None:
-    library = native_code.load("noise")
-    return None if library is None else _declared(library)

@@ -11,8 +11,8 @@ the parameter's rows) a 2-D tensor [R, W] is a window: row r begins at ``start +
 rows[r]·pitch`` where ``rows`` (int64 [R], same device) names rows. In a parameter [N, D], columns a:b are ``start=a,
 pitch=D``, rows a:b are ``start=a·D``, and the rows of an embedding's tokens are ``start=0, pitch=D, rows=tokens``.
 
-On a CPU a C kernel does the work, or numpy where there is no compiler (``native=False`` forces it); elsewhere an operator
-of torch (:mod:`blockwalk.numerics.operators`), on CUDA Triton's.
+On a CPU a C kernel does the work, or numpy where there is no compiler; elsewhere an operator of torch
+(:mod:`blockwalk.numerics.operators`), on CUDA Triton's.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from blockwalk.numerics.operators import received, register, sent
 
 
 class Where(TypedDict, total=False):
-    """The place of a tensor in its parameter beside ``start``, and the way on a CPU; each as above."""
+    """The place of a tensor in its parameter beside ``start``, each as above."""
 
     pitch: int | None
     rows: Tensor | None
-    native: bool
 
 
 def fill_(out: Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]) -> Tensor:
@@ -42,27 +41,8 @@ def fill_(out: Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussia
     return perturbed(None, out, key, start, 1.0, kind, **where)
 
 
-def add_scaled_(
-    target: Tensor,
-    key: NoiseKey,
-    start: int,
-    scale: float,
-    kind: NoiseKind = "gaussian",
-    *,
-    rounding: Key | None = None,
-    **where: Unpack[Where],
-) -> Tensor:
-    """``target`` += scale·z, in float32: ``scale`` is rounded to float32, then the product, then the sum.
-
-    A target in bfloat16 or float16 is then rounded to nearest even or, with a ``rounding`` key, stochastically: the
-    magnitude rounds up where its remainder, in 2^-16 of the last place and truncated to that, plus the element's 16-bit
-    draw reaches 2^16. ``rounding`` has no effect on a float32 target. Returns ``target``.
-    """
-    return perturbed(target, target, key, start, scale, kind, rounding=rounding, **where)
-
-
 def stochastic_round(source: Tensor, out: Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]) -> Tensor:
-    """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`add_scaled_` rounds; returns ``out``."""
+    """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`perturbed` rounds; returns ``out``."""
     return perturbed(source, out, None, start, 0.0, None, rounding=rounding, **where)
 
 
@@ -77,10 +57,12 @@ def perturbed(
     rounding: Key | None = None,
     pitch: int | None = None,
     rows: Tensor | None = None,
-    native: bool = True,
 ) -> Tensor:
-    """``out`` = cast(float32(source) + scale·z), as :func:`add_scaled_` but out of place: the one operation that the others
-    name. Returns ``out``.
+    """``out`` = cast(float32(source) + scale·z): the one operation that the others name. Returns ``out``.
+
+    ``scale`` is rounded to float32, then the product, then the sum. An ``out`` in bfloat16 or float16 is then rounded to
+    nearest even or, with a ``rounding`` key, stochastically: the magnitude rounds up where its remainder, in 2^-16 of the
+    last place and truncated to that, plus the element's 16-bit draw reaches 2^16.
 
     ``source`` (None: zeros) and ``out`` are float32, bfloat16 or float16, of one shape, and may be one tensor; ``rows`` names
     the noise's rows, the source has them gathered. Without a key, and with kind None, it only rounds.
@@ -92,20 +74,18 @@ def perturbed(
     if place.rows * place.width == 0:
         return out
     if is_cpu(out.device):
-        return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, rows), native=native)
+        return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, rows))
     torch.ops.blockwalk.noise_(out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind)
     return out
 
 
-def random_uint16(key: Key, start: int, count: int, out: Tensor, *, native: bool = True) -> Tensor:
-    """Draws start … start + count − 1 of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
-    if out.dtype not in (torch.uint16, torch.int32) or out.shape != (count,) or not out.is_contiguous():
-        raise ValueError(
-            f"random_uint16 needs a contiguous uint16 or int32 tensor of {count} elements, not {out.dtype} {out.shape}"
-        )
+def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
+    """Draws start … of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
+    if out.dtype not in (torch.uint16, torch.int32) or out.dim() != 1 or not out.is_contiguous():
+        raise ValueError(f"random_uint16 needs a contiguous uint16 or int32 vector, not {out.dtype} {out.shape}")
     _check_start(start)
     if is_cpu(out.device):
-        return cpu.random_uint16(key, start, out, native=native)
+        return cpu.random_uint16(key, start, out)
     torch.ops.blockwalk.draws_(out, sent(key), start)
     return out
 
