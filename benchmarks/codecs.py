@@ -29,7 +29,6 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear
 from blockwalk.numerics.noise.key import NoiseKey
-from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.placement import Codec
 from tests.support.native import by
 
@@ -114,7 +113,7 @@ def encoding() -> list[dict[str, Any]]:
 
 def linears(group_size: int) -> list[dict[str, Any]]:
     """Milliseconds of each linear of a model, dense bf16 and lazy int4, forward and backward (dX alone)."""
-    scratch, results = ScratchArena(), []
+    results = []
     for model, (hidden, kv, inner) in MODELS.items():
         shapes = {"q, o": (hidden, hidden, 2), "k, v": (kv, hidden, 2), "gate, up": (inner, hidden, 2)}
         shapes["down"] = (hidden, inner, 1)
@@ -123,7 +122,7 @@ def linears(group_size: int) -> list[dict[str, Any]]:
             w_ND = torch.randn(n, d, dtype=torch.bfloat16).div_(d**0.5)
             dense = [w_ND.clone() for _ in range(copies)]
             buffer, layout = encoded(w_ND, Codec.INT4, group_size)
-            lazy = [EncodedWeight(buffer.clone(), layout, torch.bfloat16, scratch) for _ in range(copies)]
+            lazy = [EncodedWeight(buffer.clone(), layout, torch.bfloat16) for _ in range(copies)]
             x_PD = torch.randn(TOKENS, d, dtype=torch.bfloat16, requires_grad=True)
             grad_PN = torch.randn(TOKENS, n, dtype=torch.bfloat16)
             turn = iter(range(1 << 30))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear, lora_linear
-from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import DECODE_BYTES
 from tests.support.codecs import encode
 
 
@@ -56,7 +56,13 @@ CASES = [
 @pytest.mark.parametrize(("leading", "shape", "has_bias", "transposed"), CASES)
 @pytest.mark.parametrize("codec", [Codec.INT4, Codec.INT8, Codec.BF16])
 def test_forward_and_gradients(
-    codec: Codec, leading: tuple[int, ...], shape: tuple[int, int], has_bias: bool, transposed: bool, dtype: torch.dtype
+    codec: Codec,
+    leading: tuple[int, ...],
+    shape: tuple[int, int],
+    has_bias: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Oracle: the product and its derivatives, over one chunk and over several."""
     weight = encoded_weight(shape, codec, dtype)
@@ -66,8 +72,9 @@ def test_forward_and_gradients(
     x = random(*leading, n_in, seed=1, dtype=dtype).requires_grad_()
     bias = random(n_out, seed=2, dtype=dtype).requires_grad_() if has_bias else None
     grad_y = random(*leading, n_out, seed=3, dtype=dtype)
-    for chunk_bytes in (None, 64 * n_in * dtype.itemsize):
-        y = lazy_linear(x, weight, bias, transposed=transposed, chunk_bytes=chunk_bytes)
+    for chunk_bytes in (DECODE_BYTES["cpu"], 64 * n_in * dtype.itemsize):
+        monkeypatch.setitem(DECODE_BYTES, "cpu", chunk_bytes)
+        y = lazy_linear(x, weight, bias, transposed=transposed)
         assert y.shape == (*leading, n_out)
         assert_product(y, x, w_OI.t(), bias)
         grad_x, *grad_bias = torch.autograd.grad(y, [x] if bias is None else [x, bias], grad_y)
@@ -77,27 +84,27 @@ def test_forward_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_at_the_dimensions_of_a_model(dtype: torch.dtype) -> None:
+def test_chunks_at_the_dimensions_of_a_model(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the product and its derivative, at dimensions where BLAS blocks its loops, cut as a large weight is cut."""
     weight = encoded_weight((1088, 896), Codec.INT4, dtype)
     w_ND = weight.rows(0, 1088).clone()
     x = random(256, 896, seed=1, dtype=dtype).requires_grad_()
-    y = lazy_linear(x, weight, chunk_bytes=1 << 19)
+    monkeypatch.setitem(DECODE_BYTES, "cpu", 1 << 19)
+    y = lazy_linear(x, weight)
     grad_y = random(256, 1088, seed=2, dtype=dtype)
     assert_product(y, x, w_ND.t())
     assert_product(torch.autograd.grad(y, x, grad_y)[0], grad_y, w_ND)
 
 
-def test_scratch_may_be_overwritten_before_backward() -> None:
+def test_scratch_may_be_overwritten_before_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: autograd. Two layers share one scratch; the gradient of a sum is an expanded tensor."""
-    scratch = ScratchArena()
+    monkeypatch.setitem(DECODE_BYTES, "cpu", 1 << 14)
     first, second = (
-        encoded_weight(shape, Codec.INT4, torch.float32, seed).to(torch.float32, scratch)
-        for seed, shape in enumerate([(160, 96), (64, 160)])
+        encoded_weight(shape, Codec.INT4, torch.float32, seed) for seed, shape in enumerate([(160, 96), (64, 160)])
     )
     dense = [weight.rows(0, weight.shape[0]).clone() for weight in (first, second)]
     x = random(5, 96, seed=3).requires_grad_()
-    loss = lazy_linear(lazy_linear(x, first, chunk_bytes=1 << 14), second).sum()
+    loss = lazy_linear(lazy_linear(x, first), second).sum()
     expected = F.linear(F.linear(x, dense[0]), dense[1]).sum()
     torch.testing.assert_close(*(torch.autograd.grad(each, x)[0] for each in (loss, expected)))
 
@@ -144,15 +151,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda() -> None:
+def test_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: F.linear and autograd on the device, to rounding where its BLAS splits sums by shape."""
     layout = Layout((1088, 896), Codec.INT4)
     buffer = encode(random(1088, 896), Codec.INT4, torch.empty(layout.nbytes, dtype=torch.uint8)).cuda()
     weight = EncodedWeight(buffer, layout, torch.float32)
     dense = weight.rows(0, 1088).clone()
     x = random(256, 896, seed=1).cuda().requires_grad_()
-    for chunk_bytes in (None, 1 << 20):
-        y, expected = lazy_linear(x, weight, chunk_bytes=chunk_bytes), F.linear(x, dense)
+    for chunk_bytes in (DECODE_BYTES["cuda"], 1 << 20):
+        monkeypatch.setitem(DECODE_BYTES, "cuda", chunk_bytes)
+        y, expected = lazy_linear(x, weight), F.linear(x, dense)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
         grads = [torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)]
         torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)

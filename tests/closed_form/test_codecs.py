@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.numerics import native
+from blockwalk.numerics import native, scratch
 from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows, gather_rows
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
@@ -345,12 +345,11 @@ def test_weights_are_ranges_of_the_decoded_parameter(codec: Codec, dtype: torch.
     x_RD = random(24, 70)
     layout = Layout((24, 70), codec)
     whole_RD = decode(encoded(x_RD, codec), (24, 70), codec, torch.empty(24, 70, dtype=dtype))
-    scratch = ScratchArena()
     for weight in (
-        EncodedWeight(encoded(x_RD, codec), layout, dtype, scratch),
+        EncodedWeight(encoded(x_RD, codec), layout, dtype),
         EncodedWeight(encoded(x_RD, codec), layout).to(dtype),
         DenseWeight(whole_RD.clone(), dtype),
-        DenseWeight(whole_RD.double(), dtype, scratch),
+        DenseWeight(whole_RD.double(), dtype),
     ):
         assert (weight.shape, weight.dtype) == ((24, 70), dtype)
         assert torch.equal(weight.rows(3, 20), whole_RD[3:20])
@@ -358,18 +357,17 @@ def test_weights_are_ranges_of_the_decoded_parameter(codec: Codec, dtype: torch.
         index = torch.tensor([[3, 0], [23, 3]])
         assert torch.equal(weight.gather(index), whole_RD[index])
         assert torch.equal(weight.gather(index.int()[:, ::2]), whole_RD[index[:, ::2]])
-    assert scratch.nbytes <= 24 * 70 * 4
 
 
-def test_scratch_is_one_buffer() -> None:
-    """Oracle: addresses. Weights that share a scratch decode into one place; dense ones are views of themselves."""
-    scratch = ScratchArena()
+def test_scratch_is_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: addresses. Weights decode into one place of a thread's; dense ones are views of themselves."""
+    arena = ScratchArena()
+    monkeypatch.setattr(scratch._SHARED, "arena", arena)
     weights = [EncodedWeight(encoded(random(8, 64, seed=s), Codec.INT4), Layout((8, 64), Codec.INT4)) for s in (1, 2)]
-    first, second = (weight.to(torch.float32, scratch) for weight in weights)
+    first, second = (weight.to(torch.float32) for weight in weights)
     address = first.rows(0, 8).data_ptr()
-    assert scratch.nbytes == 8 * 64 * 4
+    assert arena.nbytes == 8 * 64 * 4
     assert {second.rows(2, 4).data_ptr(), first.columns(0, 64).data_ptr(), first.rows(0, 1).data_ptr()} == {address}
-    assert weights[0].rows(0, 8).data_ptr() == weights[1].columns(0, 32).data_ptr() != address
     tensor = random(8, 64)
     assert DenseWeight(tensor).columns(1, 3).data_ptr() == tensor[:, 1:].data_ptr()
 

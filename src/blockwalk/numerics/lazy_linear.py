@@ -56,7 +56,6 @@ def lazy_linear(
     bias: Tensor | None = None,
     *,
     transposed: bool = False,
-    chunk_bytes: int | None = None,
 ) -> Tensor:
     """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
 
@@ -65,7 +64,6 @@ def lazy_linear(
         weight: the provider of W.
         bias: [N], may be trained.
         transposed: y = x·W instead of x·Wᵀ, for layers that keep W as [in, out] (D and N change places).
-        chunk_bytes: decoded bytes at a time, instead of the measured choice for the device.
 
     Returns:
         [..., N]: ``F.linear`` on the decoded weight, and in backward its gradients with respect to ``x`` and ``bias``.
@@ -87,7 +85,7 @@ def lazy_linear(
     if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
         raise ValueError(f"the bias is {tuple(bias.shape)} of {bias.dtype}, the output [..., {n_out}] of {x.dtype}")
     with torch._C.DisableTorchFunction():  # each operation within would ask the mode of row_tiles
-        y: Tensor = _LazyLinear.apply(x, bias, weight, transposed, chunk_bytes)  # type: ignore[no-untyped-call]
+        y: Tensor = _LazyLinear.apply(x, bias, weight, transposed)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -145,9 +143,7 @@ def _grouped_product(a_SI: Tensor, experts: Experts, ends: list[int], *, by_rows
     out_SO = a_SI.new_empty(a_SI.shape[0], experts.shape[-2 if by_rows else -1])
     for expert, (start, stop) in enumerate(pairwise([0, *ends])):
         if stop > start:
-            out_SO[start:stop] = _product(
-                a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows, chunk_bytes=None
-            )
+            out_SO[start:stop] = _product(a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows)
     return out_SO
 
 
@@ -171,7 +167,7 @@ class _LoraLinear(torch.autograd.Function):
         if any(weight is each for each in _unread.get()):
             y = x.new_zeros(*x.shape[:-1], b_NR.shape[0])
         else:
-            y = _product(x, weight, bias, by_rows=not transposed, chunk_bytes=None)
+            y = _product(x, weight, bias, by_rows=not transposed)
             row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous(), scaling)
         ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
@@ -185,7 +181,7 @@ class _LoraLinear(torch.autograd.Function):
         grad_t_PR = row_tiles.product(grad_PN, b_NR).mul_(ctx.scaling)
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=None)
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed)
             row_tiles.add_product(grad_x.view(-1, grad_x.shape[-1]), grad_t_PR, a_RD)
         if ctx.needs_input_grad[1]:
             grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
@@ -202,25 +198,24 @@ class _LazyLinear(torch.autograd.Function):
         bias: Tensor | None,
         weight: Weight,
         transposed: bool,
-        chunk_bytes: int | None,
     ) -> Tensor:
-        ctx.weight, ctx.transposed, ctx.chunk_bytes = weight, transposed, chunk_bytes
+        ctx.weight, ctx.transposed = weight, transposed
         if any(weight is each for each in _unread.get()):
             return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
-        return _product(x, weight, bias, by_rows=not transposed, chunk_bytes=chunk_bytes)
+        return _product(x, weight, bias, by_rows=not transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed, chunk_bytes=ctx.chunk_bytes)
+            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed)
         if ctx.needs_input_grad[1]:
             grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
-        return grad_x, grad_bias, None, None, None
+        return grad_x, grad_bias, None, None
 
 
-def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool, chunk_bytes: int | None) -> Tensor:
+def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:
     """a·Wᵀ over chunks of W's rows, or a·W over chunks of its columns, written into slices of one new tensor."""
     n_in, n_out = weight.shape[::-1] if by_rows else weight.shape
     # An expanded gradient (that of a sum) would be copied again by each product.
@@ -238,7 +233,7 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool, c
         arguments = (a_PI, weight.buffer, bias, layout.codec, shape, layout.group_size, by_rows)
         torch.ops.blockwalk.product_(out_PO, *arguments)
         return out
-    for start, stop in pairwise(_borders(n_in, n_out, a_PI, chunk_bytes)):
+    for start, stop in pairwise(_borders(n_in, n_out, a_PI)):
         part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
         row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], None if bias is None else bias[start:stop])
     return out
@@ -275,15 +270,13 @@ register(
 )
 
 
-def _borders(n_in: int, n_out: int, a_PI: Tensor, chunk_bytes: int | None) -> list[int]:
+def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
     """Borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
 
     Chunks are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so
     narrow that another kernel, with another order of additions, would take it.
     """
-    if chunk_bytes is None:
-        chunk_bytes = DECODE_BYTES[a_PI.device.type]
     align = min(_ALIGN * torch.get_num_threads(), 1024) if is_cpu(a_PI.device) else _ALIGN
-    chunks = -(-n_out * n_in * a_PI.element_size() // chunk_bytes)
+    chunks = -(-n_out * n_in * a_PI.itemsize // DECODE_BYTES[a_PI.device.type])
     chunks = max(min(chunks, n_out // align), 1)
     return [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows
 from blockwalk.numerics.codecs.layout import Bytes, Layout
-from blockwalk.numerics.scratch import ScratchArena, shared_arena
+from blockwalk.numerics.scratch import shared_arena
 
 
 class Weight(Protocol):
@@ -68,7 +68,7 @@ class EncodedWeight:
     of three dimensions is :class:`Experts`.
 
     ``buffer`` (uint8, 1-D, of the encoded size, or the tensors of a parted codec; views of file maps will do) stays where it
-    is. :meth:`rows` and :meth:`columns` decode into ``scratch`` and allocate nothing; ``dtype`` is that of what they return.
+    is. :meth:`rows` and :meth:`columns` decode into scratch and allocate nothing; ``dtype`` is that of what they return.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class EncodedWeight:
         buffer: Bytes,
         layout: Layout,
         dtype: torch.dtype = torch.bfloat16,
-        scratch: ScratchArena | None = None,
         span: tuple[int, int] | None = None,
     ) -> None:
         if isinstance(buffer, Tensor) and (buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,)):
@@ -85,7 +84,7 @@ class EncodedWeight:
                 f"not {tuple(buffer.shape)} of {buffer.dtype}"
             )
         self.buffer, self.layout, self.dtype = buffer, layout, dtype
-        self._scratch, self._span = scratch, span or (0, layout.rows)
+        self._span = span or (0, layout.rows)
         self.shape = layout.shape if span is None else (span[1] - span[0], layout.columns)
 
     @property
@@ -99,17 +98,17 @@ class EncodedWeight:
     def expert(self, index: int) -> EncodedWeight:
         if self.layout.parts is not None:
             own = tuple(part[index] for part in self.layout.split(self.buffer))
-            return EncodedWeight(own, replace(self.layout, shape=self.layout.shape[1:]), self.dtype, self._scratch)
+            return EncodedWeight(own, replace(self.layout, shape=self.layout.shape[1:]), self.dtype)
         rows = self.layout.shape[-2]
-        return EncodedWeight(self.buffer, self.layout, self.dtype, self._scratch, (index * rows, (index + 1) * rows))
+        return EncodedWeight(self.buffer, self.layout, self.dtype, (index * rows, (index + 1) * rows))
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         ends: list[int] = offs_E.tolist()
         return ends
 
-    def to(self, dtype: torch.dtype, scratch: ScratchArena | None = None) -> EncodedWeight:
+    def to(self, dtype: torch.dtype) -> EncodedWeight:
         """A weight over all of these bytes that decodes to another dtype."""
-        return EncodedWeight(self.buffer, self.layout, dtype, scratch or self._scratch)
+        return EncodedWeight(self.buffer, self.layout, dtype)
 
     def together(self, out_P: Tensor) -> Tensor:
         """Copy its bytes to ``out_P`` (uint8 [nbytes], any device), and answer that."""
@@ -147,8 +146,7 @@ class EncodedWeight:
             decode_rows(self.buffer, self.layout, *self._span, out)
 
     def _take(self, rows: int, columns: int) -> Tensor:
-        scratch = self._scratch or shared_arena(self.device)
-        return scratch.take("weight", rows, columns, like=self._like, dtype=self.dtype)
+        return shared_arena(self.device).take("weight", rows, columns, like=self._like, dtype=self.dtype)
 
 
 class JoinedWeight:
@@ -199,14 +197,13 @@ class DenseWeight:
     """A :class:`~blockwalk.numerics.codecs.weights.Weight` over a dense tensor [N, D].
 
     Where ``dtype`` is the tensor's own, ranges are views of the tensor itself, not to be written; otherwise they are
-    converted into ``scratch``.
+    converted into scratch.
     """
 
-    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, scratch: ScratchArena | None = None) -> None:
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
         if tensor.dim() != 2:
             raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
         self.tensor, self.dtype = tensor, dtype or tensor.dtype
-        self._scratch = scratch
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -229,8 +226,7 @@ class DenseWeight:
     def _as_used(self, part: Tensor) -> Tensor:
         if part.dtype == self.dtype:
             return part
-        scratch = self._scratch or shared_arena(part.device)
-        return scratch.take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
+        return shared_arena(part.device).take("weight", *part.shape, like=part, dtype=self.dtype).copy_(part)
 
 
 def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> Tensor | EncodedWeight:
