@@ -15,11 +15,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, get_type_hints
+from typing import Any
 
 from blockwalk.plan import choices, run_config
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.parsing import flat
+from blockwalk.plan.parsing import flat, hints_of
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import CHOICES, Plan
 from blockwalk.train import config
@@ -68,7 +68,7 @@ _CLASSES: dict[str, tuple[type, ...]] = {
     "": (run_config.RunConfig, Plan),
     "lora": (choices.LoraSettings,),
     "data": (run_config.DataSettings,),
-    **{name: (type(value),) for name in get_type_hints(Plan) if hasattr(value := getattr(Plan(), name), "__slots__")},
+    **{name: (type(value),) for name in hints_of(Plan) if hasattr(value := getattr(Plan(), name), "__slots__")},
 }
 
 
@@ -103,16 +103,11 @@ def described(name: str) -> tuple[str, str]:
     """One word for the values that a setting takes, and the sentence of its field."""
     section, _, field = name.rpartition(".")
     (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
-    hint = bool if name == "lora" else _hints(cls)[field]
+    hint = bool if name == "lora" else hints_of(cls)[field]
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
     if name in _CHOICES:
         return "|".join(_CHOICES[name]), sentence
     return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else _FORM[hint], sentence
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
 
 
 @functools.cache

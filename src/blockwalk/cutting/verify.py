@@ -12,7 +12,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from blockwalk.cutting import anatomy as anatomy_room
 from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
 from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
+from blockwalk.plan.parsing import from_plain
 from blockwalk.system import cache
 from blockwalk.system.out_of_memory import is_out_of_memory
 
@@ -65,7 +66,7 @@ def certified_anatomy(model: Any) -> Anatomy:
     """
     key = _key(model)
     if key not in _known:
-        _known[key] = _read(key) or _study_and_keep(key, model)
+        _known[key] = cache.read_json(f"anatomy-{key}", _parsed) or _study_and_keep(key, model)
     verdict = _known[key]
     if isinstance(verdict, str):
         raise ValueError(f"{type(model).__name__} cannot be walked block by block: {verdict}")
@@ -99,15 +100,9 @@ def _key(model: Any) -> str:
     return cache.key(text + b"".join(code))
 
 
-def _read(key: str) -> Anatomy | str | None:
-    return cache.read_json(f"anatomy-{key}", _parsed)
-
-
 def _parsed(kept: dict[str, Any]) -> Anatomy | str:
-    if "refused" in kept:
-        return str(kept["refused"])
-    sequences = {name: tuple(kept[name]) for name in ("layer_parents", "prologue", "epilogue", "unread")}
-    return Anatomy(**{**{each.name: kept[each.name] for each in fields(Anatomy)}, **sequences})
+    found: Anatomy | str = str(kept["refused"]) if "refused" in kept else from_plain(Anatomy, kept)
+    return found
 
 
 def _study_and_keep(key: str, model: Any) -> Anatomy | str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Callable, Hashable, Mapping
 from enum import StrEnum
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -32,7 +33,7 @@ def lora_settings(given: Mapping[str, Any]) -> LoraSettings:
 
 def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
     """Take the settings of one section out of ``settings`` and build its value."""
-    hints = get_type_hints(cls)
+    hints = hints_of(cls)
     given: dict[str, Any] = {}
     for key in [k for k in settings if k.startswith(f"{name}.")]:
         value, short = settings.pop(key), key.removeprefix(f"{name}.")
@@ -57,6 +58,26 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: plain_values(v) for k, v in value.items()}
     return value
+
+
+hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
+"""The types of a dataclass's fields, by name."""
+
+
+def from_plain(hint: Any, value: Any) -> Any:
+    """The value of a type that JSON holds taken apart: a dataclass of such values, an enumeration, a tuple; others as they are.
+
+    Raises:
+        TypeError, LookupError, AttributeError, ValueError: it is none.
+    """
+    if dataclasses.is_dataclass(hint):
+        hints = hints_of(hint)
+        return hint(**{name: from_plain(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        return tuple(from_plain(kind, each) for kind, each in zip(kinds, value, strict=True))
+    return hint(value) if isinstance(hint, type) and issubclass(hint, StrEnum) else value
 
 
 def flat(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any
 
-from blockwalk.plan.parsing import coerce, did_you_mean, placement_parts
+from blockwalk.plan.parsing import coerce, did_you_mean, hints_of, placement_parts
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 
@@ -30,7 +30,7 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         elif isinstance(value, Mapping):
             nested.setdefault(head, {}).update(value)
         else:
-            found = coerce(key, value, get_type_hints(type(plan))[head])
+            found = coerce(key, value, hints_of(type(plan))[head])
             if isinstance(found, Placement) and not isinstance(value, Placement) and len(placement_parts(value)) < 3:
                 found = dataclasses.replace(found, group=getattr(plan, head).group)
             changes[head] = found
@@ -38,7 +38,7 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         current = changes.get(head, getattr(plan, head))
         if not dataclasses.is_dataclass(current):
             raise ValueError(f"setting {head!r} has no parts; it was given {', '.join(inner)}")
-        hints = get_type_hints(type(current))
+        hints = hints_of(type(current))
         for key in inner:
             if key not in hints:
                 raise ValueError(f"unknown setting '{head}.{key}'{did_you_mean(f'{head}.{key}', setting_names(plan))}")

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import yaml
 
-from blockwalk.plan.parsing import NoAliases, did_you_mean, parse_bytes
+from blockwalk.plan.parsing import NoAliases, did_you_mean, hints_of, parse_bytes
 from blockwalk.program.costs import Sizes
 from blockwalk.system.atomic_files import read_yaml, reading
 
@@ -196,7 +196,7 @@ def load(name_or_path: str | Path) -> Hardware:
 
 def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
     """A machine from a file's keys and figures."""
-    hints = get_type_hints(Hardware)
+    hints = hints_of(Hardware)
     values: dict[str, Any] = {"name": path.stem}
     for key, value in raw.items():
         if key not in hints:

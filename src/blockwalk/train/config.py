@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
 from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.parsing import Loader, _resolvers, coerce, did_you_mean, section
+from blockwalk.plan.parsing import Loader, _resolvers, coerce, did_you_mean, hints_of, section
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
@@ -69,7 +69,7 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
 
     if str(resume := settings.get("resume_from_checkpoint")).lower() in ("true", "false"):
         settings["resume_from_checkpoint"] = "latest" if str(resume).lower() == "true" else ""
-    own = {k: coerce(k, settings.pop(k), get_type_hints(RunConfig)[k]) for k in list(settings) if k in _OWN}
+    own = {k: coerce(k, settings.pop(k), hints_of(RunConfig)[k]) for k in list(settings) if k in _OWN}
     data = section(DataSettings, "data", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
     wants_lora = coerce("lora", settings.pop("lora", True), bool)

@@ -16,6 +16,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES
+from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
@@ -99,7 +101,8 @@ class UnitCosts:
         traits = _traits(plan, str(self.stored).removeprefix("torch."), self._lies_in)
         key = cache.key(f"{self._digest} {traits} {shape}".encode())
         if key not in self._known:
-            self._known[key] = _read(key) or self._measured(key, traits, shape)
+            kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
+            self._known[key] = kept or self._measured(key, traits, shape)
         return self._known[key]
 
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
@@ -115,7 +118,7 @@ class UnitCosts:
                 reason,
             )
             return Costs()
-        _keep(key, found)
+        cache.write_json(f"costs-{key}", asdict(found))
         return found
 
     def _cut(self, dtype: torch.dtype) -> CutModel:
@@ -483,24 +486,3 @@ def _folder_digest(folder: Any) -> str:
     if folder is None:
         return ""
     return (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
-
-
-def _read(key: str) -> Costs | None:
-    return cache.read_json(f"costs-{key}", _parsed)
-
-
-def _parsed(kept: dict[str, Any]) -> Costs:
-    return Costs(tuple((kind, _read_cost(cost)) for kind, cost in kept["units"]), kept["scratch"])
-
-
-def _read_cost(cost: dict[str, Any]) -> UnitCost:
-    def work(kept: dict[str, Any]) -> Work:
-        read: dict[str, Any] = {k: sizes(map(tuple, v)) if isinstance(v, list) else v for k, v in kept.items()}
-        return Work(**read)
-
-    return UnitCost(**{**cost, **{name: work(cost[name]) for name in ("forward", "backward", "unread")}})
-
-
-def _keep(key: str, costs: Costs) -> None:
-    value = {"units": [(kind, asdict(cost)) for kind, cost in costs.units], "scratch": costs.scratch}
-    cache.write_json(f"costs-{key}", value)

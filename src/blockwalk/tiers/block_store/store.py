@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,12 @@ from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, Layout, dtype_of
 from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.plan import sizes
+from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
-
-if TYPE_CHECKING:
-    pass
-
 
 FORMAT, VERSION = "blockwalk-store", 2
 INDEX = STORE_INDEX
@@ -210,40 +207,21 @@ def read_index(path: StrPath) -> StoreIndex:
     if not file.is_file():
         raise ValueError(f"{path} is no block store: it has no {INDEX}; make one with `blockwalk pack`")
     value = atomic_files.read_sealed(file)
-    if value.get("format") != FORMAT:
+    if value.pop("format", None) != FORMAT:
         raise ValueError(f"{file} is no block store's: its format is not {FORMAT!r}")
-    versions = (value.get("version"), value.get("codec_version"))
+    versions = (value.pop("version", None), value.get("codec_version"))
     if versions != (VERSION, FORMAT_VERSION):
         raise ValueError(
             f"{path} has block store version {versions[0]} and codec version {versions[1]}; this version of blockwalk "
             f"reads {VERSION} and {FORMAT_VERSION}: pack the model again"
         )
     try:
-        units = tuple(
-            StoredUnit(
-                **{
-                    **unit,
-                    "params": tuple(
-                        StoredParam(**{**param, "codec": Codec(param["codec"]), "shape": tuple(param["shape"])})
-                        for param in unit["params"]
-                    ),
-                }
-            )
-            for unit in value["units"]
-        )
-        if value["generations"] not in (1, 2):
-            raise ValueError(f"generations is {value['generations']!r}, not 1 or 2")
-        for unit in units:
-            _require_inside(unit, value["group_size"])
-        return StoreIndex(
-            model=value["model"],
-            codec=Codec(value["codec"]),
-            codec_version=value["codec_version"],
-            group_size=value["group_size"],
-            generations=value["generations"],
-            tied=tuple((alias, name) for alias, name in value["tied"]),
-            units=units,
-        )
+        index: StoreIndex = from_plain(StoreIndex, value)
+        if index.generations not in (1, 2):
+            raise ValueError(f"generations is {index.generations!r}, not 1 or 2")
+        for unit in index.units:
+            _require_inside(unit, index.group_size)
+        return index
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
 
