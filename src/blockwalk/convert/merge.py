@@ -13,21 +13,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import lies_in
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder import safetensors
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from blockwalk.tiers.protocols import WeightSource
+from blockwalk.tiers.protocols import WeightSource
 
 
 def merge(

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,10 @@ from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.numerics.codecs.weights import DenseWeight, LowRankSum, Value, Weight
 from blockwalk.numerics.lazy_linear import lora_linear, unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.sizes import DECODE_BYTES
 from blockwalk.system.atomic_files import reading
-
-if TYPE_CHECKING:
-    from blockwalk.plan.choices import LoraSettings
-
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 """PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,11 @@ from torch import Tensor, nn
 from blockwalk.cutting import anatomy as anatomy_room
 from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
 from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
+from blockwalk.cutting.calls import BlockCall
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
 from blockwalk.plan.parsing import from_plain
 from blockwalk.system import cache
 from blockwalk.system.out_of_memory import is_out_of_memory
-
-if TYPE_CHECKING:
-    from blockwalk.cutting.calls import BlockCall
-
 
 TOLERANCE = 1e-4
 """Largest relative difference (of norms) between the walk and the control, in float32."""

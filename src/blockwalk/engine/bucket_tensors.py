@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,18 +11,14 @@ from torch import Tensor
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout, dtype_of
 from blockwalk.numerics.codecs.weights import Value, opened
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import side_by_side
-from blockwalk.tiers.block_store.store import ALIGN, crc32
+from blockwalk.tiers.block_store.store import ALIGN, StoredUnit, crc32
 from blockwalk.tiers.block_store.writer import encode
-
-if TYPE_CHECKING:
-    from blockwalk.numerics.noise.key import NoiseKey
-    from blockwalk.numerics.scratch import ScratchArena
-    from blockwalk.tiers.block_store.store import StoredUnit
-    from blockwalk.tiers.protocols import TensorSource
-
+from blockwalk.tiers.protocols import TensorSource
 
 STATE = "\0"
 """The separator between a parameter's name and that of a state kept beside it."""

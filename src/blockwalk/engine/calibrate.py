@@ -11,22 +11,19 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.calls import BlockCall
+from blockwalk.cutting.cut_model import CutModel
 from blockwalk.engine.second_order import encode_with_inputs, has_grid
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.disk import MappedFile
-
-if TYPE_CHECKING:
-    from blockwalk.cutting.cut_model import CutModel
-    from blockwalk.tiers.protocols import WeightSource
+from blockwalk.tiers.protocols import WeightSource
 
 
 class CalibratedSource:

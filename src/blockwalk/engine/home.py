@@ -20,16 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
+from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.program.program import Op
-
-if TYPE_CHECKING:
-    from blockwalk.engine.slots import Slots
 
 Work = Callable[[], None]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,12 @@ from blockwalk.models.folder import repository
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Value
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.residency import epilogue_reads
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.protocols import as_stored
-
-if TYPE_CHECKING:
-    from blockwalk.plan.choices import LoraSettings
-    from blockwalk.tiers.protocols import WeightSource
+from blockwalk.tiers.protocols import WeightSource, as_stored
 
 
 class OpenedModel:

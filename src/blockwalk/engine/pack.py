@@ -6,14 +6,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
-
-if TYPE_CHECKING:
-    import torch
 
 Progress = Callable[[int, int], None]
 

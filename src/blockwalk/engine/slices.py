@@ -15,19 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill
 from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit, side_by_side
-
-if TYPE_CHECKING:
-    from blockwalk.numerics.codecs.weights import Value
-
 
 SLICE = f"{STATE}slice"
 """The ending of a unit's name under which its slice is one parameter of a store."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.key import Key, NoiseKey
 from blockwalk.numerics.noise.noise import stochastic_round
 from blockwalk.numerics.operators import received, register, sent
+from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.update_rules import RULES
-
-if TYPE_CHECKING:
-    from blockwalk.plan.choices import OptimizerSettings
-
 
 UPDATE_CHUNK = 1 << 16
 """Elements updated at a time on a processor, with 256 KiB of scratch: what stays in cache."""

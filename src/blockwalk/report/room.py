@@ -10,18 +10,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockwalk.checkpoints import run_checkpoint
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.system.atomic_files import nearest
 from blockwalk.system.process_memory import memory_limits
-
-if TYPE_CHECKING:
-    from blockwalk.plan.run_config import RunConfig
-
 
 CLOSE = 0.9
 """The fraction of a limit from which on a run is warned."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import Value
+from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
-
-if TYPE_CHECKING:
-    from blockwalk.numerics.codecs.layout import Layout
-    from blockwalk.numerics.codecs.weights import Value
-    from blockwalk.plan.model_spec import ParamSpec
 
 
 class TensorSource(Protocol):

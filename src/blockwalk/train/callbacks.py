@@ -6,16 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from blockwalk.models import hub
 from blockwalk.plan.parsing import did_you_mean, flat
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report import card
-
-if TYPE_CHECKING:
-    from blockwalk.plan.run_config import RunConfig
-    from blockwalk.walk.walker import Walker
+from blockwalk.walk.walker import Walker
 
 INSTALL = "pip install 'blockwalk[track]'"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.tasks import ANSWER_TOKENS
 from blockwalk.plan.run_config import DataSettings
-
-if TYPE_CHECKING:
-    from blockwalk.walk.walker import Walker
+from blockwalk.walk.walker import Walker
 
 
 @dataclass(frozen=True, slots=True)

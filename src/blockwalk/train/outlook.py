@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
-
-if TYPE_CHECKING:
-    from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.run_config import RunConfig
 
 
 def steps_of(run: RunConfig) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import from_plain
@@ -48,10 +49,6 @@ from blockwalk.system import cache
 from blockwalk.system.paths import StrPath
 from blockwalk.walk import meter as metering
 from blockwalk.walk.meter import Meter
-
-if TYPE_CHECKING:
-    from blockwalk.plan.choices import LoraSettings
-
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,10 +34,7 @@ from blockwalk.tiers.block_store.store import (
     side_by_side,
 )
 from blockwalk.tiers.disk import MappedFile
-
-if TYPE_CHECKING:
-    from blockwalk.tiers.protocols import TensorSource
-
+from blockwalk.tiers.protocols import TensorSource
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of a parameter that are encoded between two releases of pages."""

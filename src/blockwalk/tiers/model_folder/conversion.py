@@ -12,16 +12,12 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from blockwalk.tiers.model_folder.stored import StoredTensor
-
+from blockwalk.tiers.model_folder.stored import StoredTensor
 
 View = Callable[["StoredTensor"], Tensor]
 

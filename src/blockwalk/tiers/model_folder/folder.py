@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockwalk.models.folder import checkpoint_files, model_folder
 from blockwalk.numerics.codecs.codecs import decode_whole
@@ -17,10 +16,6 @@ from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.model_folder import gguf_file, quantised, safetensors, torch_file
 from blockwalk.tiers.model_folder.stored import StoredTensor
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 _READERS: dict[str, Callable[[Path, nn.Module], dict[str, StoredTensor]]] = {
     ".safetensors": lambda path, model: safetensors.read_header(path),

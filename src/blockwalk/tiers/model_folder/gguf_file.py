@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockwalk.models import gguf
 from blockwalk.models.gguf import ARCHITECTURES
@@ -23,9 +23,6 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.readers import Index, Reader, above
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.model_folder.stored import StoredTensor
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:

@@ -12,21 +12,16 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockwalk.models.folder import INDEX
+from blockwalk.numerics.codecs.weights import Value
 from blockwalk.system.atomic_files import naming, reading, write_json
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.stored import StoredTensor
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from blockwalk.numerics.codecs.weights import Value
-
 
 DTYPE = {
     "F64": torch.float64,
