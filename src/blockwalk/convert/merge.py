@@ -18,11 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import lies_in
+from blockwalk.numerics.codecs.weights import DenseWeight
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
+from blockwalk.tiers.block_store.writer import copy_model_files
 from blockwalk.tiers.model_folder import safetensors
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.protocols import WeightSource
 
 
@@ -53,11 +58,6 @@ def merge(
         ValueError: an adapter that is no plain LoRA, or not this model's; codes and no ``dtype``; an output that
             exists; a disk that is too full.
     """
-    from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.engine.open_model import open_source
-    from blockwalk.tiers.block_store.writer import copy_model_files
-    from blockwalk.tiers.model_folder.folder import CheckpointFolder
-
     atomic_files.refuse_existing(out_dir)
     if not dtype and (codec := lies_in(model)) is not None:
         raise ValueError(
@@ -250,8 +250,6 @@ def _outputs(source: WeightSource, model: nn.Module, changes: Mapping[str, Chang
 
 def _merged(source: WeightSource, output: _Output, dtype: torch.dtype) -> Iterator[Tensor]:
     """An output's values in a dtype, some rows at a time."""
-    from blockwalk.numerics.codecs.weights import DenseWeight
-
     name, change = output
     weight, shape = source.weights([name])[name], source.shape(name)
     rows, columns = shape[0] if shape else 1, math.prod(shape[1:])

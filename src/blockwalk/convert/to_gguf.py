@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from blockwalk.convert.merge import read_adapter
+from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
+from blockwalk.models.folder import model_folder
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
 INSTALL = "pip install 'blockwalk[gguf]'"
 
@@ -59,10 +62,6 @@ def convert(
         ValueError: ``gguf`` is not installed, a model of another family, a tokenizer or rotary scaling that GGUF has no name
             for, or an output that exists.
     """
-    from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.models.folder import model_folder
-    from blockwalk.tiers.model_folder.folder import CheckpointFolder
-
     try:
         import gguf
     except ImportError:

@@ -20,7 +20,12 @@ import torch
 
 from blockwalk.doctor import rates as probe_rates
 from blockwalk.doctor import walks as probe_walk
+from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
+from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import perturbed
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import ByDevice
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.system.paths import StrPath
@@ -234,9 +239,6 @@ def _launch(device: torch.device) -> float:
 
 def _noise(device: torch.device) -> float:
     """Elements/s of perturbing float32 weights a chunk at a time, from memory, as a forward does."""
-    from blockwalk.numerics.noise.key import NoiseKey
-    from blockwalk.numerics.noise.noise import perturbed
-
     chunk = 1 << (20 if device.type == "cpu" else 25)
     xs = torch.zeros(16 if device.type == "cpu" else 1, chunk, dtype=torch.float32, device=device)
     out = torch.empty_like(xs[0])
@@ -246,10 +248,6 @@ def _noise(device: torch.device) -> float:
 
 def _decoding(device: torch.device) -> float:
     """Elements/s of decoding 4-bit weights a chunk at a time, from memory."""
-    from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
-    from blockwalk.numerics.codecs.layout import Layout
-    from blockwalk.plan.placement import Codec
-
     shape = (16384, 1024) if device.type == "cpu" else (8192, 8192)
     rows = 1024 if device.type == "cpu" else 8192
     layout = Layout(shape, Codec.INT4)

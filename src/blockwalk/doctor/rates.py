@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import stochastic_round
+from blockwalk.numerics.updates import UPDATE_CHUNK, Rule, global_norm
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.plan.update_rules import RULES
 from blockwalk.simulate.hardware import Curve
 
@@ -150,11 +154,6 @@ def attention() -> dict[str, float]:
 def updates() -> dict[str, float]:
     """Elements/s of each update rule and of the gradients' norm, and of a 16-bit parameter's chunks that are lifted to float32
     and written back, rounded to nearest ("lift") or stochastically ("round")."""
-    from blockwalk.numerics.noise.key import NoiseKey
-    from blockwalk.numerics.noise.noise import stochastic_round
-    from blockwalk.numerics.updates import UPDATE_CHUNK, Rule, global_norm
-    from blockwalk.plan.sizes import UPDATE_ELEMENTS
-
     param, grad = torch.ones(UPDATED), torch.ones(UPDATED)
     rates = {"norm": UPDATED / typical(lambda: global_norm([grad]))}
     for name, facts in RULES.items():

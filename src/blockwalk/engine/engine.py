@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
+from blockwalk.cutting.adapters import save_adapter, unfuse
 from blockwalk.engine.buckets import Buckets
 from blockwalk.engine.frozen import Frozen
 from blockwalk.engine.home import Differentiated, Gradients, Home, Trained, Work
@@ -115,8 +116,6 @@ class Engine:
                     f" it is used (frozen: {self.plan.frozen}, compute_dtype: {self.plan.compute_dtype}). Set compile: false,"
                     " or frozen: device, or keep the model in the compute dtype"
                 )
-        from blockwalk.cutting.adapters import unfuse
-
         unfuse(self.module)
         self.cut.compile_blocks()
 
@@ -249,8 +248,6 @@ class Engine:
         parameters together all of them call this, rank 0 writes, and one unit is whole at a time."""
         weights = self.trained.weights()
         if hasattr(self.module, "peft_config"):
-            from blockwalk.cutting.adapters import save_adapter
-
             whole = {name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0]) for name, w in weights.items()}
             if self.rank == 0:
                 save_adapter(self.module, whole, folder)

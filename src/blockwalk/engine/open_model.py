@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from blockwalk.cutting.skeleton import persistent_buffers, stays_float32
+from blockwalk.cutting.adapters import adapt, adapt_alike, adapter_parameters, base_tensors, refuse_copies
+from blockwalk.cutting.skeleton import build_skeleton, load_config, persistent_buffers, stays_float32
+from blockwalk.cutting.verify import certified
 from blockwalk.models.folder import lies_in
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import Codec
@@ -25,8 +27,11 @@ from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
+from blockwalk.tiers.block_store.writer import write_store
+from blockwalk.tiers.model_folder.conversion import optional
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.tiers.model_folder.safetensors import save_model
 from blockwalk.tiers.protocols import WeightSource
 
 log = logging.getLogger(__name__)
@@ -98,9 +103,6 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
             " use_dora out"
         )
     if codec.encoded and options.get("modules_to_save"):
-        from blockwalk.cutting.adapters import adapt, adapter_parameters
-        from blockwalk.cutting.skeleton import build_skeleton
-
         skeleton = adapt(build_skeleton(model.config if isinstance(model, nn.Module) else model), lora)
         trained = adapter_parameters(skeleton).items()
         if rounded := [name for name, param in trained if ".lora_" not in name and param.ndim > 1]:
@@ -112,8 +114,6 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
 
 def require_weights(path: StrPath) -> None:
     """Raise ValueError where a folder's weights do not fit its configuration's model: by names, shapes and dtypes alone."""
-    from blockwalk.cutting.skeleton import build_skeleton
-
     open_source(path, build_skeleton(path)).close()
 
 
@@ -134,9 +134,6 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
         if (there := next(filter(_is_undamaged, stores), None)) is not None:
             return there
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
-        from blockwalk.cutting.verify import certified
-        from blockwalk.tiers.block_store.writer import write_store
-
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
             shutil.rmtree(other)
         write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
@@ -183,9 +180,6 @@ def open_model(
     Raises:
         ValueError: the folder holds no weights that fit the plan.
     """
-    from blockwalk.cutting.adapters import adapt_alike, base_tensors, refuse_copies
-    from blockwalk.cutting.skeleton import build_skeleton, load_config
-
     refuse_copies(model)
     path, cls = Path(workdir / "in-memory" if isinstance(model, nn.Module) else model), None
     tensors: dict[str, torch.Tensor] = {}
@@ -200,8 +194,6 @@ def open_model(
                         exact = "lora_" not in name and stays_float32(base, dtype, name)
                         param.data = param.data.to(torch.float32 if exact else dtype)
             return model, None, dtype
-        from blockwalk.tiers.model_folder.safetensors import save_model
-
         base, tensors = base_tensors(model)
         config, cls = base.config, type(base)
         shutil.rmtree(path, ignore_errors=True)  # another model's: whoever has its files mapped keeps them
@@ -233,8 +225,6 @@ def _fill_buffers(model: Any, source: WeightSource) -> None:
         ValueError: the source lacks a buffer, or has it in another shape. One that transformers lets a checkpoint leave out
             keeps the value that the constructor gave it.
     """
-    from blockwalk.tiers.model_folder.conversion import optional
-
     known, done = set(source.names()), set()
     for name in persistent_buffers(model):
         buffer = model.get_buffer(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from blockwalk.cutting.adapters import adapt
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.open_model import open_model, refuse_rounded
@@ -57,8 +58,6 @@ class OpenedModel:
         self.source: WeightSource | None
         module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs)
         if lora is not None:
-            from blockwalk.cutting.adapters import adapt
-
             revision = None if isinstance(model, nn.Module) else repository(model)[1]
             read = None if self.source is None else self._source_value
             module = adapt(module, lora, seed=plan.seed, revision=revision, read=read)

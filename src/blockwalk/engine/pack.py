@@ -9,9 +9,16 @@ from pathlib import Path
 
 import torch
 
+from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.cutting.verify import certified
+from blockwalk.engine.calibrate import CalibratedSource
+from blockwalk.engine.second_order import has_grid
+from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
+from blockwalk.tiers.block_store.writer import write_store
+from blockwalk.tiers.model_folder.folder import CheckpointFolder
 
 Progress = Callable[[int, int], None]
 
@@ -43,16 +50,6 @@ def pack(
         ValueError: no such model, one that cannot be cut into blocks, tensors that do not fit it, an output that exists,
             a disk that is too full, or a value that the codec cannot hold.
     """
-    import torch
-
-    from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.cutting.verify import certified
-    from blockwalk.engine.calibrate import CalibratedSource
-    from blockwalk.engine.second_order import has_grid
-    from blockwalk.numerics.codecs.layout import Layout
-    from blockwalk.tiers.block_store.writer import write_store
-    from blockwalk.tiers.model_folder.folder import CheckpointFolder
-
     atomic_files.refuse_existing(out_dir)
     if sequences and not has_grid(Layout((1, 1), codec, group_size=group_size)):
         raise ValueError(f"--calibrate rounds to int4 and int4a, not to {codec}: choose one of them, or leave it out")

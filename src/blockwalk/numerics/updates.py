@@ -145,8 +145,6 @@ def _adamw(
         sent_as = (1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, rate)
         kernels.updates.adamw(param, grad, m, v, sent_as, words)
         return
-    from blockwalk.plan.choices import OptimizerSettings
-
     settings = OptimizerSettings("adamw", betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
     for work, pieces in _chunks(received(words), param, grad, m, v):
         adamw(settings, work, *pieces, step=step, lr=lr)

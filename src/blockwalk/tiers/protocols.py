@@ -1,4 +1,4 @@
-"""Tiers: the memories that state lives in. This file is what they have in common; it does not import torch."""
+"""Tiers: the memories that state lives in. This file is what they have in common."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from blockwalk.cutting.adapters import adapt, add_lora
 from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
@@ -121,8 +122,6 @@ class UnitCosts:
     def _cut(self, dtype: torch.dtype) -> CutModel:
         """The model with no weights, parameters in this dtype, cut."""
         if dtype not in self._cuts:
-            from blockwalk.cutting.adapters import adapt, add_lora
-
             model, lora = build_skeleton(self.config, dtype, self._class), self._lora
             if lora is not None:
                 model = add_lora(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)

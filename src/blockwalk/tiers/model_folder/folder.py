@@ -14,7 +14,7 @@ from blockwalk.numerics.codecs.layout import Bytes, Layout
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.disk import MappedFile
-from blockwalk.tiers.model_folder import gguf_file, quantised, safetensors, torch_file
+from blockwalk.tiers.model_folder import conversion, gguf_file, quantised, safetensors, torch_file
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 _READERS: dict[str, Callable[[Path, nn.Module], dict[str, StoredTensor]]] = {
@@ -43,8 +43,6 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: StrPath, model: nn.Module) -> None:
-        from blockwalk.tiers.model_folder import conversion
-
         self.path = model_folder(path)
         stored: dict[str, StoredTensor] = {}
         self._files: dict[str, MappedFile] = {}
