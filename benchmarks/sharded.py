@@ -157,7 +157,7 @@ def hidden_share(ops: list[tuple[Any, float, float]]) -> float:
     busy = [(began, ended) for op, began, ended in ops if op.lane == "compute"]
     total = hidden = 0.0
     for op, began, ended in ops:
-        if op.lane in ("intra-node", "inter-node"):
+        if op.lane.link in ("intra-node", "inter-node"):
             total += ended - began
             hidden += sum(max(0.0, min(ended, e) - max(began, b)) for b, e in busy)
     return hidden / total if total else 1.0

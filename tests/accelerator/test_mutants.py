@@ -107,11 +107,11 @@ def test_lanes_of_collectives_are_issued_by_one_thread(sim: Simulated, monkeypat
         queues.close()
         return found
 
-    communicate = [Lane.INTRA, Lane.COMPUTE, Lane.INTER, Lane.INTRA]
+    communicate = [Lane.INTRA, Lane.COMPUTE, Lane.INTER, Lane.INTER_SUMS, Lane.INTRA]
     assert set(threads(communicate)) == {threading.get_ident()}
     assert threading.get_ident() not in threads([Lane.FETCH])
     monkeypatch.setattr(lanes, "_ISSUED_BY_CALLER", ())
-    assert len(set(threads(communicate))) == 3
+    assert len(set(threads(communicate))) == 4
 
 
 def test_a_slice_that_stays_is_not_written_while_its_memory_is_read(

@@ -23,6 +23,7 @@ from tests.ranks.processes import run_ranks
 MESH = {"world": 4, "ranks_per_node": 2}
 CASES: dict[str, dict[str, Any]] = {
     "fcdp": {"gradient_accumulation_steps": 2},
+    "zero3": {"recompute": "none"},
     "zeropp": {"optimizer.max_grad_norm": 1.0},
 }
 Answer = tuple[list[float], dict[str, torch.Tensor], list[tuple[str, Lane]], int]

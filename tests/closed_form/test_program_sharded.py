@@ -41,7 +41,7 @@ def steady(plan: Plan, model: ModelSpec) -> Program:
 
 def node_bytes(program: Program, plan: Plan, kinds: tuple[OpKind, ...] = (OpKind.GATHER, OpKind.REDUCE)) -> int:
     """Bytes that one node sends to others."""
-    sent = sum(op.nbytes for op in program.ops if op.lane is Lane.INTER and op.kind in kinds)
+    sent = sum(op.nbytes for op in program.ops if op.lane.link is Lane.INTER and op.kind in kinds)
     return sent * plan.mesh.ranks_per_node
 
 

@@ -104,9 +104,10 @@ def improved(machine: Hardware, part: str, by: float) -> Hardware:
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(sorted(PLANS)), faster=st.sampled_from((*PARTS, *MEASURED)), by=st.floats(1.0, 50.0))
 def test_a_faster_part_never_makes_a_step_slower(name: str, faster: str, by: float) -> None:
+    """Where two lanes take turns on a link another op may come first: there by a hundredth or two."""
     machine = measured() if faster in MEASURED else hardware.load("a40-48gb-x8-eth10")
-    better = improved(machine, faster, by)
-    assert run(PLANS[name], better).seconds <= run(PLANS[name], machine).seconds * (1 + 1e-12)
+    better, slack = improved(machine, faster, by), 0.02 if PLANS[name].sums_apart else 1e-12
+    assert run(PLANS[name], better).seconds <= run(PLANS[name], machine).seconds * (1 + slack)
 
 
 @given(st.floats(1e3, 1e12), st.floats(1.0, 100.0))
@@ -196,6 +197,24 @@ def test_lanes_overlap_as_far_as_dependencies_allow() -> None:
     assert [span.ended for span in spans[0]] == [3, 5, 6, 8, 9, 11]
     path = simulator.critical_path((program,), spans, lambda op: str(op.lane))
     assert path == {"fetch": 9.0, "compute": 2.0}
+
+
+def test_lanes_that_share_a_link_take_turns_as_they_come() -> None:
+    """Closed form: the sum comes at 1 s and has the link of both gathers' lane for 4; the gather that was written first and
+    comes at 2 begins at 5, and the sum that it finds in front of it is in its path. Ops without bytes do not wait."""
+    draft = Draft()
+    for lane, seconds in ((Lane.FETCH, 2), (Lane.COMPUTE, 1)):
+        draft.op(OpKind.FETCH, 1, lane, flops=seconds)
+    draft.op(OpKind.GATHER, 1, Lane.INTER, [0], nbytes=1, flops=3)
+    draft.op(OpKind.REDUCE, 1, Lane.INTER_SUMS, [1], nbytes=1, flops=4)
+    draft.op(OpKind.REDUCE, 1, Lane.INTER_SUMS, flops=1)
+    draft.op(OpKind.GATHER, 1, Lane.INTRA, [0], nbytes=1, flops=3)
+    program = Program("toy", StepKind.TRAIN, SHAPE, ("a", "b"), frozenset(), frozenset(), tuple(draft.ops))
+    spans = simulator.schedule((program,), lambda op: float(op.flops))
+    assert [(span.began, span.ended) for span in spans[0]] == [(0, 2), (0, 1), (5, 8), (1, 5), (5, 6), (2, 5)]
+    path = simulator.critical_path((program,), spans, lambda op: str(op.lane))
+    assert path == {"inter-sums": 4.0, "inter-node": 3.0, "compute": 1.0}
+    assert program.bytes_by_lane() == {Lane.INTER: 2, Lane.INTRA: 1}
 
 
 def test_a_gather_takes_alpha_and_beta() -> None:

@@ -7,6 +7,7 @@ import platform
 import signal
 import time
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def _refuse(why: str) -> None:
 
 
 def _collectives(rank: int) -> None:
-    groups = make_groups(MeshSettings(world=4, ranks_per_node=2), CPU)
+    groups = make_groups(MeshSettings(world=4, ranks_per_node=2), CPU, sums_apart=True)
     inner, outer = groups.between(1, 2), groups.between(2, 4)
     numel = 24
     generator = torch.Generator().manual_seed(7)
@@ -48,8 +49,13 @@ def _collectives(rank: int) -> None:
     mine = groups.reduce(groups.reduce(everyone[rank].clone(), inner, Lane.INTRA), outer, Lane.INTER)
     expected = (everyone[0] + everyone[1]) + (everyone[2] + everyone[3])
     assert torch.equal(mine, expected[own])
-    replica = everyone[rank].clone()
-    groups.sum_(replica, outer, Lane.INTER)
+    replica, apart = everyone[rank].clone(), Thread(target=groups.gather_, args=(full, outer, Lane.INTER))
+    if rank < 2:  # a gather that the other node has not come to: the sum passes it by
+        apart.start()
+    groups.sum_(replica, outer, Lane.INTER_SUMS)
+    if rank >= 2:
+        apart.start()
+    apart.join()
     assert torch.equal(replica, everyone[rank % 2] + everyone[rank % 2 + 2])
     assert groups.exchange([rank, 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]
     dist.distributed_c10d._tensor_to_object = None  # type: ignore[assignment]  # what torch unpickles objects with

@@ -61,7 +61,9 @@ class Engine:
         self.model, self.plan, self.device = opened, opened.plan, opened.device
         plan, device = opened.plan, opened.device
         self._differentiates = not plan.zeroth_order
-        self._groups: Groups | None = make_groups(plan.mesh, device) if plan.sharded else None
+        self._groups: Groups | None = (
+            make_groups(plan.mesh, device, sums_apart=plan.sums_apart) if plan.sharded else None
+        )
         self.rank = 0 if self._groups is None else self._groups.rank
         self.scratch = ScratchMaps(opened.workdir)
         self.module, self.cut, self.spec, self.source = opened.module, opened.cut, opened.spec, opened.source

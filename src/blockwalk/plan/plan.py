@@ -117,6 +117,12 @@ class Plan:
         return group_sizes(self.mesh)[self.trainable.group]
 
     @property
+    def sums_apart(self) -> bool:
+        """Whether reductions between nodes have a lane beside that of gathers: where every use of parameters gathers between
+        nodes and then inside them, a gather would wait on the first of these links for sums that still wait on the second."""
+        return 1 < self.mesh.ranks_per_node < self.parameter_ranks
+
+    @property
     def gradient_ranks(self) -> int:
         """Ranks that gradients are spread over while they accumulate."""
         return group_sizes(self.mesh)[self.gradient.group]

@@ -71,6 +71,13 @@ class Lane(StrEnum):
     STORE = "store"
     INTRA = "intra-node"
     INTER = "inter-node"
+    INTER_SUMS = "inter-sums"
+    """Reductions between nodes, where gathers have the other lane to themselves; they share its link."""
+
+    @property
+    def link(self) -> Lane:
+        """The lane that a link is named for: this one, or the one that it shares its link with."""
+        return Lane.INTER if self is Lane.INTER_SUMS else self
 
 
 class Pool(StrEnum):
@@ -193,11 +200,11 @@ class Program:
     _peaks: Counter[Pool] = field(default_factory=Counter, compare=False, repr=False)
 
     def bytes_by_lane(self) -> dict[Lane, int]:
-        """Bytes that each lane moves in one run."""
+        """Bytes that cross the link of each lane in one run."""
         total: Counter[Lane] = Counter()
         for op in self.ops:
             if op.nbytes:
-                total[op.lane] += op.nbytes
+                total[op.lane.link] += op.nbytes
         return dict(total)
 
     def peaks(self) -> Counter[Pool]:

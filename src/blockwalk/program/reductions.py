@@ -65,6 +65,7 @@ class Reductions:
         for k, (lane, axes) in enumerate(pieces):
             inner, outer = reach(axes)
             twice = 2 if axes and inner >= plan.optimizer_ranks else 1  # every replica needs the sum
+            lane = Lane.INTER_SUMS if lane is Lane.INTER and plan.sums_apart else lane
             reads = inner < plan.gradient_ranks or k == 0 or not accumulates(plan)
             at = self.b.op(
                 OpKind.REDUCE, unit, lane, [at], part=StateKind.GRADIENT, axes=names_of(axes), buffer=buffer if reads else -1,

@@ -2,13 +2,15 @@
 over ranks that die or hang.
 
 An axis inside the node belongs to the intra-node lane, one between nodes to the inter-node lane: each lane has process
-groups of its own, so that collectives of different lanes never wait for each other.
+groups of its own, so that collectives of different lanes never wait for each other. Reductions between nodes may have such a
+lane beside that of gathers (:attr:`blockwalk.plan.plan.Plan.sums_apart`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -160,8 +162,8 @@ def _backend(device: torch.device) -> str | None:
     return config.get(device.type)
 
 
-def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
-    """The process groups of a mesh; every rank calls this together.
+def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = False) -> Groups:
+    """The process groups of a mesh, with ``sums_apart`` others for reductions between nodes; every rank calls this together.
 
     Raises:
         ValueError: the mesh does not nest, or is not the world that was started.
@@ -169,8 +171,8 @@ def make_groups(mesh: MeshSettings, device: torch.device) -> Groups:
     axes, world = make_axes(mesh), started(mesh)
     groups = Groups(mesh, dist.get_rank() if world > 1 else 0, axes, device)
     for axis in axes:
-        lane = groups.lane(axis)
-        for first in range(world):
+        lanes = [groups.lane(axis), *([Lane.INTER_SUMS] if sums_apart and axis.crosses_nodes else [])]
+        for lane, first in product(lanes, range(world)):
             if axis.coordinate(first) == 0:
                 members = axis.members(first)
                 made = dist.new_group(list(members), backend=_backend(device))

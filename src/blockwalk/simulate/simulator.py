@@ -12,9 +12,10 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind, Tier
@@ -134,26 +135,48 @@ def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
 
 def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> Spans:
     """The times at which each op begins and ends, given the seconds that it takes. An op of several ranks begins on all of them
-    when the last has come."""
-    meets, ready = together(programs), dict[Place, float]()
-    free: list[dict[Lane, float]] = [{} for _ in programs]
-    spans: list[list[Span]] = [[] for _ in programs]
-    going = list(range(len(programs)))
-    while going:
-        rank = going.pop()
-        for op in programs[rank].ops[len(spans[rank]) :]:
-            place, ended = (rank, op.index), (spans[rank][dep].ended for dep in op.deps)
-            ready[place] = max([free[rank].get(op.lane, 0.0), *ended])
-            members = meets.get(place, [place])
-            if not all(member in ready for member in members):
-                break  # the last of them goes on with this rank
-            going += [other for other, _ in members if other != rank]
-            began = max(ready[member] for member in members)
-            spans[rank].append(Span(op, began, began + seconds_of(op)))
-            free[rank][op.lane] = spans[rank][-1].ended
-    waiting = [rank for rank, program in enumerate(programs) if len(spans[rank]) < len(program.ops)]
+    when the last has come. Lanes that share a link take turns, an op at a time, and who came first goes first: what a link
+    with one queue does, and no later at the end of the queue than one that halves its bandwidth."""
+    meets, begins, ready = together(programs), order(programs), Counter[Place]()
+    later, waits = defaultdict[Place, list[Place]](list), Counter[Place]()
+    for place, earlier in begins.items():
+        for each in earlier:
+            later[each].append(meets.get(place, [place])[0])
+            waits[later[each][-1]] += 1
+    firsts = (meets.get(place, [place])[0] for place in begins)
+    queue = [(0.0, place) for place in dict.fromkeys(firsts) if not waits[place]]
+    free: Counter[tuple[int, Lane]] = Counter()
+    spans: dict[Place, Span] = {}
+    while queue:
+        came, place = heappop(queue)
+        members = [(each, programs[each[0]].ops[each[1]]) for each in meets.get(place, [place])]
+        began = max([came, *(free[each[0], op.lane.link] for each, op in members if op.nbytes)])
+        for each, op in members:
+            spans[each] = Span(op, began, began + seconds_of(op))
+            if op.nbytes:
+                free[each[0], op.lane.link] = spans[each].ended  # type: ignore[assignment]
+            for follower in later[each]:
+                ready[follower] = max(ready[follower], spans[each].ended)  # type: ignore[assignment]
+                waits[follower] -= 1
+                if not waits[follower]:
+                    heappush(queue, (ready[follower], follower))
+    waiting = [
+        rank for rank, program in enumerate(programs) if any((rank, op.index) not in spans for op in program.ops)
+    ]
     assert not waiting, f"the programs of ranks {waiting} wait for each other"
-    return tuple(map(tuple, spans))
+    return tuple(tuple(spans[rank, op.index] for op in program.ops) for rank, program in enumerate(programs))
+
+
+def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
+    """The ops that each waits for: those that it names, and the one before it on its lane."""
+    before: dict[Place, list[Place]] = {}
+    for rank, program in enumerate(programs):
+        last: dict[Lane, int] = {}
+        for op in program.ops:
+            earlier = [*op.deps, *([last[op.lane]] if op.lane in last else [])]
+            before[rank, op.index] = [(rank, index) for index in earlier]
+            last[op.lane] = op.index
+    return before
 
 
 def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
@@ -180,13 +203,14 @@ def critical_path(programs: Sequence[Program], spans: Spans, words: Callable[[Op
     def ended(place: Place) -> float:
         return spans[place[0]][place[1]].ended
 
-    meets, before = together(programs), dict[Place, list[Place]]()
-    for rank, program in enumerate(programs):
-        last: dict[Lane, int] = {}
-        for op in program.ops:
-            earlier = [*op.deps, *([last[op.lane]] if op.lane in last else [])]
-            before[rank, op.index] = [(rank, index) for index in earlier]
-            last[op.lane] = op.index
+    meets, before = together(programs), order(programs)
+    for rank, its in enumerate(spans):
+        had: dict[Lane, int] = {}  # who had the link before
+        for span in sorted(its, key=lambda span: (span.began, span.ended)):
+            if span.op.nbytes:
+                link, index = span.op.lane.link, span.op.index
+                before[rank, index] += [(rank, had[link])] if link in had else []
+                had[link] = index
     total: Counter[str] = Counter()
     at = max(before, key=ended, default=None)
     while at is not None:
@@ -208,7 +232,7 @@ _DOING = {OpKind.FORWARD: "computing forwards", OpKind.BACKWARD: "computing back
 def _words(op: Op, model_of: CostModel) -> str:
     if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
         return _DOING.get(op.kind, "computing the rest")
-    if op.lane is Lane.INTER:
+    if op.lane.link is Lane.INTER:
         where = "the network"
     elif op.lane is Lane.INTRA:
         where = "the node's own link"

@@ -19,7 +19,7 @@ import torch
 from blockwalk.numerics.device import is_cpu, recorded
 from blockwalk.program.program import Lane
 
-_ISSUED_BY_CALLER = (Lane.INTRA, Lane.INTER)
+_ISSUED_BY_CALLER = (Lane.INTRA, Lane.INTER, Lane.INTER_SUMS)
 
 
 @dataclass(slots=True)
