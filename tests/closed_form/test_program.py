@@ -170,6 +170,17 @@ def test_no_slot_waits_for_another_unit_s_write_back() -> None:
         assert not writers & {op.lane for op in evictions}
 
 
+@pytest.mark.parametrize("frozen", ["host × raw", "disk × int4"])
+def test_adapters_are_updated_without_their_block_s_frozen_weights(frozen: str) -> None:
+    """Closed form: a block's frozen weights come for its forward and its backward, and once where the one follows the other;
+    updates at the step's end bring nothing, wherever adapters are resident."""
+    for clip in (0.0, 1.0):
+        plan = method("plain", frozen=frozen, recompute="all", **{"optimizer.max_grad_norm": clip})
+        program = compile(plan, toy(5, lora=True, tied=False), StepKind.TRAIN, Shape(1, 8), device="cuda")
+        brought = [op.unit for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.FROZEN]
+        assert brought == [1, 2, 3, 4, 5, 4, 3, 2, 1]
+
+
 def test_flush_every_divides_the_bytes_stored() -> None:
     """Closed form: a steady run of k steps writes every block once."""
     plan = method("zo2", update={"flush_every": 4})

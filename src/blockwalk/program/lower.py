@@ -93,7 +93,8 @@ class Builder:
             yield k
 
     def _needs(self, turn: Turn) -> tuple[int, ...]:
-        return () if turn.updates and self.places.sharded else self.places.needs(turn.unit)
+        resident = turn.updates and not self.places.streams(turn.unit, StateKind.TRAINABLE)
+        return () if resident else self.places.needs(turn.unit)
 
     def _slot_key(self, unit: int) -> tuple[int, ...]:
         slot = self.places.own_slot(unit)
