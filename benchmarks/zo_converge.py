@@ -63,11 +63,11 @@ class Case:
     """Of ``--forwards`` that it runs: exact gradients need fewer."""
 
     def plan(self, rate: float, seed: int) -> Plan:
-        """The plan, with everything in float32 and on the device: neither method is to begin from rounded weights."""
+        """The plan, with everything on the device, and in float32 unless the case says otherwise: neither method is to begin
+        from rounded weights."""
+        usual = {"frozen": "device", "trainable": "device × fp32", "compute_dtype": "float32"}
         optimizer = {"learning_rate": rate, **self.settings.get("optimizer", {})}
-        zo = {"zo": self.settings["zo"]} if "zo" in self.settings else {}
-        places = {"frozen": "device", "trainable": "device × fp32"}
-        return method(self.method, optimizer=optimizer, compute_dtype="float32", seed=seed, **places, **zo)
+        return method(self.method, seed=seed, **{**usual, **self.settings, "optimizer": optimizer})
 
 
 CASES: dict[str, Case] = {
@@ -81,6 +81,33 @@ CASES: dict[str, Case] = {
         {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}},
     ),
     "HiZOO": Case("mezo", 3, (3e-5, 6e-5, 1.2e-4), {"zo": {"kind": "hizoo", "epsilon": 1e-3, "hessian_alpha": 1e-8}}),
+}
+METHODS = tuple(CASES)
+"""The cases that are run unless others are named; the rest are variants of theirs."""
+
+
+TWO_POINT = (2.4e-4, 4.8e-4)
+
+
+def bfloat16(rounding: str) -> Case:
+    """Two-point with masters and forwards in 16 bits."""
+    places = {"trainable": "device × bf16", "compute_dtype": "bfloat16"}
+    return Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "rounding": rounding}, **places})
+
+
+def scales(codec: str, epsilon: float, rates: tuple[float, ...]) -> Case:
+    """Two-point on the scales of weights in 4 or 8 bits."""
+    return Case("mezo", 2, rates, {"zo": {"epsilon": epsilon, "target": "scales"}, "trainable": f"device × {codec}"})
+
+
+CASES |= {
+    "Gaussian": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3}}),
+    "Rademacher": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "rademacher"}}),
+    "low rank": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "lowrank", "noise_rank": 4}}),
+    "scales, int8": scales("int8", 1e-5, (1e-8, 3e-8)),
+    "scales, int4": scales("int4", 1e-4, (1e-6, 1e-5)),
+    "bf16": bfloat16("nearest"),
+    "bf16 stoch.": bfloat16("stochastic"),
 }
 
 
@@ -118,7 +145,7 @@ def task(held_out: int) -> tuple[Choices, HeldOut]:
     assert template is not None
     rows = encode_choices(read_records(DATA.train), tokenizer, template, max_length=DATA.max_length)
     records = list(read_records(DATA.eval))[: held_out or None]
-    return rows, HeldOut(encode_choices(records, tokenizer, template, max_length=DATA.max_length), 64, 8)
+    return rows, HeldOut(encode_choices(records, tokenizer, template, max_length=DATA.max_length), 64, DATA)
 
 
 def train(run: Run, device: str) -> Curve:
@@ -216,7 +243,7 @@ def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    options.add_argument("--case", nargs="+", choices=list(CASES), default=METHODS)
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--forwards", type=int, default=1000, help="forward passes of a run")
     options.add_argument("--sweep-forwards", type=int, default=480, help="of the runs that choose the learning rate")
