@@ -92,6 +92,7 @@ def test_two_ranks_are_one_process(tmp_path: Path) -> None:
 
 
 SLICED: list[Case] = [
+    ("distzo2", "opt", {"trainable": "host × int4", "zo.target": "scales", "zo.epsilon": 1e-4}),
     ("distzo2", "opt", {"trainable": "host × fp8", "update": {"flush_every": 2}}),
     ("distzo2", "llama", {"trainable": "host × int8", "optimizer": {**OPTIMIZER, "name": "adamw"}}),
     ("distzo2", "opt", {"trainable": "disk × bf16", "optimizer": {**OPTIMIZER, "name": "momentum"}}),
@@ -136,7 +137,8 @@ def _words(step: int) -> LabelWordBatch:
 
 
 def _special(rank: int, mesh: dict[str, Any]) -> Any:
-    """One run each of an uneven split of forwards, an objective that is no sum, and in-place noise with drawn seeds."""
+    """One run each of an uneven split of forwards, an objective that is no sum, and torch's noise with drawn seeds: in place,
+    and on slices of blocks."""
     out = []
     for name, settings, batch in SPECIAL:
         own = {key: value for key, value in mesh.items() if not (name == "mezo" and key == "perturb")}
@@ -154,6 +156,7 @@ SPECIAL: list[tuple[str, dict[str, Any], str]] = [
     ("distzo2", {"zo.kind": "fzoo", "zo.queries": 2, "zo.noise": "rademacher"}, "loss"),
     ("distzo2", {"zo.objective": "f1"}, "words"),
     ("mezo", {"zo.noise": "mezo", "loss": "model"}, "loss"),
+    ("distzo2", {"zo.noise": "torch", "zo.queries": 2, "update.flush_every": 2}, "loss"),
 ]
 
 
@@ -163,7 +166,7 @@ def test_uneven_forwards_objectives_that_are_no_sums_and_drawn_seeds() -> None:
     halves = _special(0, {"gradient_accumulation_steps": 2})
     answers = run_ranks(2, _special, {"world": 2, "perturb": 2}, timeout=120)
     for answer in answers:
-        for found, wanted in zip(answer, [*expected[:2], halves[2]], strict=True):
+        for found, wanted in zip(answer, [*expected[:2], halves[2], expected[3]], strict=True):
             assert found[0] == wanted[0]
             assert_same(found[1], wanted[1])
 

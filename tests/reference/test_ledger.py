@@ -60,6 +60,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "fzoo": {"name": "zo2", "trainable": "disk", "zo": {"kind": "fzoo", "queries": 3, "noise": "rademacher"}},
     "adamw": {"name": "zo2", "optimizer": {**OPTIMIZER, "name": "adamw", "learning_rate": 1e-3}},
     "low rank": {"name": "zo2", "trainable": "disk", "zo": {"noise": "lowrank", "noise_rank": 2, "noise_interval": 3}},
+    "scales": {
+        "name": "zo2",
+        "trainable": "disk × int4",
+        "zo": {"target": "scales", "epsilon": 1e-4},
+        "optimizer": {**OPTIMIZER, "learning_rate": 1e-6},
+    },
     "pool of seeds": {"name": "zo2", "zo": {"noise": "gaussian", "queries": 2, "seed_pool": 3}},
     "torch's draws": {"name": "zo2", "trainable": "disk", "zo": {"noise": "torch"}, "update": {"flush_every": 3}},
     "the original": {"name": "mezo", "zo": {"noise": "mezo"}, "loss": "model"},

@@ -49,6 +49,13 @@ class BucketTensor:
         """The elements as they lie there, see :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout, self.bytes_P)
 
+    @property
+    def scales(self) -> BucketTensor:
+        """The scales of a codec of codes, [R, groups], as a tensor of plain numbers over the same bytes."""
+        layout, columns = self.layout, max(self.layout.columns, 1)
+        own = Layout((layout.rows, layout.groups), Codec.RAW, layout.codec.facts.scales[0])
+        return BucketTensor(own, self.bytes_P[: layout.scale_bytes], self.origin // columns * layout.groups)
+
     def load(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
         rows_RD = self.rows(first, last, scratch, name)

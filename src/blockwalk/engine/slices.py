@@ -58,7 +58,8 @@ class TensorRun:
         scale, size = own.groups * own.scale_dtype.itemsize, own.code_dtype.itemsize
         if scale:
             yield self.at, start + self.first // whole.columns * scale, own.scale_bytes
-        yield self.at + own.scale_bytes, start + whole.scale_bytes + self.first * size, own.nbytes - own.scale_bytes
+        codes = start + whole.scale_bytes + self.first * whole.code_columns // whole.columns * size
+        yield self.at + own.scale_bytes, codes, own.nbytes - own.scale_bytes
 
 
 class BucketSlices:

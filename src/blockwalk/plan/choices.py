@@ -112,6 +112,9 @@ class ZerothOrderSettings:
 
     kind: str = "spsa"
     """The forwards of a step, and what is made of their losses: two-point estimates are spsa (MeZO)."""
+    target: str = "weights"
+    """weights, or scales: those of matrices that ``trainable`` keeps in 4- or 8-bit codes, which stay as they are, as does
+    everything else."""
     epsilon: float = 1e-3
     """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times the noise."""
     queries: int = 1
@@ -129,6 +132,9 @@ class ZerothOrderSettings:
     """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
     hessian_codec: Codec = Codec.FP32
     """The codec that HiZOO's curvature is kept in: fp32, bf16 or fp16."""
+    rounding: str = "nearest"
+    """The rounding of perturbed weights to a forward's 16 bits: nearest, or stochastic, by the same draws in all forwards of a
+    step: an epsilon far below a weight's last place then moves it in expectation."""
     objective: str = "loss"
     """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
 

@@ -171,7 +171,9 @@ CHOICES: dict[str, Collection[str]] = {
     "optimizer.schedule": SCHEDULES,
     "update.rounding": ("stochastic", "nearest"),
     "zo.kind": KINDS,
+    "zo.target": ("weights", "scales"),
     "zo.noise": NOISES,
+    "zo.rounding": ("nearest", "stochastic"),
     "cache.tier": ("none", "device", "host"),
 }
 """Settings that take one of a few words, and the words."""
@@ -256,6 +258,7 @@ def _fixed(plan: Plan) -> Iterator[str]:
         (original, "zo.queries", 1, f"{own} two-point estimate"),
         (original, "trainable", Placement(), "zo.noise: mezo perturbs the weights where they lie"),
         (original, "optimizer.name", "sgd", f"{own} update"),
+        (original, "zo.rounding", "nearest", f"{own} arithmetic"),
         (original, "mesh.perturb", 1, "zo.noise: mezo perturbs the weights one forward after the other"),
         *((name not in NOISES[plan.zo.noise].settings, f"zo.{name}", value, f"zo.noise: {plan.zo.noise} has no use for it")
           for name, value in (("seed_pool", 0), ("noise_rank", 1), ("noise_interval", 1))),
@@ -316,7 +319,14 @@ def _others(plan: Plan) -> Iterator[str]:
             "compute_dtype is float16, and backpropagation does not scale its losses: most gradients lie below float16's"
             " smallest number; set compute_dtype: bfloat16 (as many bytes) or float32"
         )
-    if trainable.codec.encoded and not trainable.codec.facts.trainable:
+    scales, facts = plan.zo.target == "scales", trainable.codec.facts
+    if scales and (len(facts.scales) != 1 or not NOISES[plan.zo.noise].elementwise or kind.states or rule.states):
+        yield (
+            f"zo.target: scales is of codes with one scale a row or group, and of noise and rules without more beside them; it"
+            f" has trainable: {trainable}, {plan.zo.noise}, {plan.zo.kind}, {plan.optimizer.name}; use int8, fp8, int4 or nf4,"
+            " gaussian or rademacher, spsa or fzoo, sgd or sign"
+        )
+    if trainable.codec.encoded and not facts.trainable and not scales:
         codecs = ", ".join(codec for codec in Codec if not codec.encoded or codec.facts.trainable)
         yield f"a trainable parameter cannot be kept in {trainable.codec}, which has no stochastic rounding; use {codecs}"
     if not zeroth_order and trainable.codec.encoded:

@@ -181,6 +181,8 @@ class _Traits:
     """Whether the update rule is."""
     copied: bool = False
     """Whether blocks are perturbed whole."""
+    scales: bool = False
+    """Whether the scales of codes are perturbed, beside a copy of the codes."""
 
 
 def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
@@ -199,6 +201,7 @@ def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
         shaped=zeroth and bool(plan.kind.states),
         linear=not zeroth or plan.update_rule.linear,
         copied=zeroth and (plan.compile or plan.copies_blocks),
+        scales=zeroth and plan.zo.target == "scales",
     )
 
 
@@ -447,6 +450,8 @@ def _scratch(bench: _Bench, device: str) -> int:
         return largest
     if traits.copied:  # a block's trainables whole, under a perturbation
         largest += max(unit.numel(trainable=True) * size for unit in spec.blocks)
+    if traits.scales:
+        largest += max(unit.nbytes(traits.trainable, trainable=True) for unit in spec.units)
     narrow = any(bench.master_dtype(p) != torch.float32 for p in spec.params(trainable=True))
     pieces = narrow + (not traits.linear or made) * 2
     if device != "cpu" and traits.linear and not made:  # an update in one launch

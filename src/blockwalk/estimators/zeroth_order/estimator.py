@@ -25,7 +25,12 @@ from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Ending, Matrix, Vector
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
-from blockwalk.estimators.zeroth_order.perturbed_weight import Perturbation, PerturbedWeight, perturbed_at_once
+from blockwalk.estimators.zeroth_order.perturbed_weight import (
+    Perturbation,
+    PerturbedWeight,
+    perturbed_at_once,
+    with_scales,
+)
 from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve, trained_in_order
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
@@ -205,7 +210,8 @@ class ZerothOrder:
 
     def _perturbation(self, op: Op, state: Step) -> Perturbation:
         query, sign = state.passes[op.forward_pass]
-        return Perturbation(state.seed, state.asked.step, query, sign * self.plan.zo.epsilon)
+        stochastic = state.asked.training and self.plan.zo.rounding == "stochastic"
+        return Perturbation(state.seed, state.asked.step, query, sign * self.plan.zo.epsilon, stochastic)
 
     def _bind(self, op: Op, state: Step) -> None:
         """Put a unit's trainables in their places, perturbed, in the compute dtype. They are made for the first micro-batch of
@@ -265,8 +271,11 @@ class ZerothOrder:
         states = self.engine.buckets.tensors(self.engine.buckets.home[name])[name]
         beside = {state: states[state] for state in self.plan.kind.states}
         dtype, direction_ = self.engine.used_as(name), self.rule.kind.direction_
-        noise = perturbation.noise(self.rule.draws, name)
-        return PerturbedWeight(states[""], noise, perturbation.scale, dtype, self.scratch, beside, direction_)
+        noise, rounding = perturbation.noise(self.rule.draws, name), perturbation.rounding(name)
+        master, scale = states[""], perturbation.scale
+        if scale and self.plan.zo.target == "scales":
+            master, scale = master if master.dense else with_scales(master, noise, scale, self.scratch), 0.0
+        return PerturbedWeight(master, noise, scale, dtype, self.scratch, beside, direction_, rounding)
 
     # ---- from losses to weights -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank,
 from blockwalk.estimators.zeroth_order.kind import Direction
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.weights import LowRankSum, Weight
-from blockwalk.numerics.noise.noise import perturbed
+from blockwalk.numerics.noise.key import NoiseKey
+from blockwalk.numerics.noise.noise import Where, perturbed, stochastic_round
 from blockwalk.numerics.operators import sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import DECODE_BYTES
@@ -32,10 +34,16 @@ class Perturbation:
     query: int
     scale: float
     """±ε, or 0 for the weights as they are."""
+    stochastic: bool = False
+    """Whether the sum is rounded stochastically to 16 bits."""
 
     def noise(self, draws: Draws, name: str) -> Noise:
         """The z of one parameter."""
         return draws(self.seed, self.step, self.query, name)
+
+    def rounding(self, name: str) -> NoiseKey | None:
+        """The draws of one parameter's rounding: one and the same for all forwards of a step."""
+        return NoiseKey(self.seed, self.step, 0, name, "forward") if self.stochastic else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class PerturbedWeight:
     scratch: ScratchArena
     beside: Mapping[str, BucketTensor] = field(default_factory=dict)
     direction_: Direction | None = None
+    rounding: NoiseKey | None = None
+    """The draws by which a range is rounded to 16 bits; None rounds to nearest."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -119,29 +129,43 @@ class PerturbedWeight:
             out = self.scratch.take("range", *shape, like=self.master.bytes_P, dtype=self.dtype)
         noise, scale = self.noise, self.scale
         by_element = noise if self.direction_ is None and isinstance(noise, Elementwise) else None
-        if scale and by_element and codecs.has_kernel(self.master.layout, self.master.bytes_P):
+        if scale and by_element and not self.rounding and codecs.has_kernel(self.master.layout, self.master.bytes_P):
             place = {"rows": rows, "first_row": first_row, "first_column": first_column}
             drawn = {"key": by_element.key, "scale": scale, "kind": by_element.kind, "origin": self.master.origin}
             return codecs.decode_on_device(self.master.bytes_P, self.master.layout, out, **place, **drawn)  # type: ignore[arg-type]
         source, start, pitch = read(self.master, "value"), first_row * self.shape[1] + first_column, self.shape[1]
+        place_of: Where = {"pitch": pitch, "rows": rows}
         if not scale:
-            return out.copy_(source)
+            return self._rounded(source, out, start, **place_of)
         if by_element:
-            return perturbed(source, out, by_element.key, start, scale, by_element.kind, pitch=pitch, rows=rows)
+            drawn_by = by_element.key, start, scale, by_element.kind
+            return perturbed(source, out, *drawn_by, rounding=self.rounding, **place_of)
 
         def take(name: str) -> Tensor:
             return self.scratch.take(name, *source.shape, like=source, dtype=torch.float32)
 
-        z = noise.fill_(take("z"), start, pitch=pitch, rows=rows)
+        z = noise.fill_(take("z"), start, **place_of)
         if self.direction_ is not None:
             self.direction_(z, {state: read(tensor, state) for state, tensor in self.beside.items()}, take)
-        return out.copy_(z.mul_(scale).add_(source))
+        return self._rounded(z.mul_(scale).add_(source), out, start, **place_of)
+
+    def _rounded(self, source: Tensor, out: Tensor, start: int, **where: Unpack[Where]) -> Tensor:
+        if self.rounding is None or out.dtype == torch.float32 or source.dtype == out.dtype:
+            return out.copy_(source)
+        return stochastic_round(source, out, self.rounding, start, **where)
+
+
+def with_scales(master: BucketTensor, noise: Noise, scale: float, scratch: ScratchArena) -> BucketTensor:
+    """A copy of a matrix in codes, its scales under a perturbation."""
+    copied = replace(master, bytes_P=master.bytes_P.clone())
+    PerturbedWeight(master.scales, noise, scale, (own := copied.scales.tensor).dtype, scratch).into(own)
+    return copied
 
 
 def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, Tensor]:
     """Those of the weights whose numbers are plain, and whose noise is drawn by element, by name: each whole and freshly
     allocated in its own shape, in one launch of an accelerator's kernel: the vectors of a block."""
-    found = [(w, w.noise) for w in weights if w.master.dense and isinstance(w.noise, Elementwise)]
+    found = [(w, w.noise) for w in weights if w.master.dense and isinstance(w.noise, Elementwise) and not w.rounding]
     if not found:
         return {}
     outs = [torch.empty(w.master.layout.shape, dtype=w.dtype, device=w.master.bytes_P.device) for w, _ in found]

@@ -103,8 +103,10 @@ def apply_entries_(
     scratch: ScratchArena,
 ) -> None:
     """Bring one parameter, ``tensors[""]``, and the states beside it up to date, in place, entry by entry in order."""
-    master = tensors[""]
-    if not entries or not master.layout.rows * master.layout.columns:
+    if rule.zo.target == "scales":
+        tensors = {} if tensors[""].dense else {"": tensors[""].scales}
+    master = tensors.get("")
+    if master is None or not entries or not master.layout.rows * master.layout.columns:
         return
     piece = max(1, UPDATE_ELEMENTS[master.bytes_P.device.type] // master.layout.columns)
     for first in range(0, master.layout.rows, piece):
@@ -157,7 +159,7 @@ def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
     """Whether a launch serves many parameters: on an accelerator, where nothing but the noise goes into an update."""
     kind = rule.kind
     plain = RULES[rule.optimizer.name].linear and kind.direction_ is None and kind.advance_ is None
-    return plain and NOISES[rule.zo.noise].elementwise and not is_cpu(device)
+    return plain and rule.zo.target == "weights" and NOISES[rule.zo.noise].elementwise and not is_cpu(device)
 
 
 def _as_sent(rule: ZerothOrderRule, entry: Entry, name: str) -> tuple[list[list[int]], list[float]]:
@@ -245,6 +247,7 @@ def settings_of(zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding:
         **{name: getattr(optimizer, name) for name in RULES[optimizer.name].settings},
         **{name: getattr(zo, name) for name in KINDS[zo.kind].settings},
         **{name: value for name, value in of_noise.items() if value != getattr(usual, name)},
+        **({"target": zo.target} if zo.target != usual.target else {}),
         "rounding": rounding,
     }
 
@@ -269,7 +272,7 @@ def rule_of(header: Mapping[str, Any], parameters: Mapping[str, ParamSpec], step
         given["betas"] = tuple(given["betas"])
     codecs: dict[str, Any] = {name: Codec(header[name]) for name, _ in KINDS[kind].states.values()}
     settings: dict[str, Any] = {name: given[name] for name in ("noise", *KINDS[kind].settings)}
-    settings |= {name: given[name] for name in NOISES[given["noise"]].settings if name in given}
+    settings |= {name: given[name] for name in ("target", *NOISES[given["noise"]].settings) if name in given}
     options: dict[str, Any] = {name: given[name] for name in RULES[optimizer].settings}
     zo = ZerothOrderSettings(kind, **settings, **codecs)
     return ZerothOrderRule(zo, OptimizerSettings(optimizer, **options), given["rounding"], Draws(zo, parameters, steps))
