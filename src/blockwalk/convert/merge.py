@@ -6,7 +6,6 @@ size nor its largest matrix matters. Their output appears, synced, when it is wh
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -88,7 +87,7 @@ def merge(
 
         with atomic_files.atomic_folder(out_dir) as folder:
             copy_model_files(model, folder)
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = atomic_files.read_json(folder / "config.json")
             changed: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
             if dtype:
                 config.pop("torch_dtype", None)  # the older name
@@ -153,7 +152,7 @@ def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is no adapter in PEFT's format: it has no {name}")
-    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = atomic_files.read_json(folder / "adapter_config.json")
     _refuse_variants(folder, config)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     factors: dict[str, dict[str, Tensor]] = {}

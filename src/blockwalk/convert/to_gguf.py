@@ -6,7 +6,6 @@ Names, keys and encodings are those of the ``gguf`` package. One parameter at a 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -213,7 +212,7 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     import gguf
 
     path = folder / "tokenizer.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Any] = atomic_files.read_json(path) if path.is_file() else {}
     model = found.get("model", {})
     if model.get("type") != "BPE":
         raise ValueError(

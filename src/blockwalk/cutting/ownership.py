@@ -16,6 +16,7 @@ from torch import nn
 
 from blockwalk.cutting.anatomy import Anatomy, pieces
 from blockwalk.cutting.skeleton import stays_float32
+from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 
 _IDS_OF_PLACE = ("layer_idx", "layer_id", "layer_index", "layer_number")
@@ -96,7 +97,7 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
     Raises ValueError where two blocks share a parameter.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    name_of: dict[int, str] = {}
+    known: dict[int, str] = {}
     places: dict[str, list[tuple[str, int, ParameterPlace]]] = {}
     tied: list[tuple[str, str]] = []
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -104,7 +105,7 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
             continue
         prefix, _, leaf = name.rpartition(".")
         alias = canonical(name)
-        plain = name_of.setdefault(id(param), alias)
+        plain = known.setdefault(id(param), alias)
         assert units.placeholders.setdefault(plain, param) is param, f"two parameters are named {plain}"
         places.setdefault(plain, []).append((name, units.owner(name), ParameterPlace(modules[prefix], leaf)))
         if alias != plain:
@@ -136,16 +137,17 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         epilogue=UnitSpec("epilogue", "epilogue", tuple(spec for _, spec in specs[-1])),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        dtype=str(most).removeprefix("torch."),
+        dtype=name_of(most),
         tied=tuple(tied),
     )
 
 
 def _param_spec(name: str, param: torch.Tensor, place: ParameterPlace, exact: bool) -> ParamSpec:
-    dtype = str(param.dtype).removeprefix("torch.")
     quantizable = _quantizable(place, param, name)
     fused = quantizable and param.ndim == 3
-    return ParamSpec(name, tuple(param.shape), dtype, param.requires_grad, quantizable, assembled=fused, exact=exact)
+    return ParamSpec(
+        name, tuple(param.shape), name_of(param.dtype), param.requires_grad, quantizable, assembled=fused, exact=exact
+    )
 
 
 def _quantizable(place: ParameterPlace, param: torch.Tensor, name: str) -> bool:

@@ -21,7 +21,7 @@ import torch
 from blockwalk.doctor import rates as probe_rates
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import perturbed
@@ -167,7 +167,7 @@ def measure(
         devices_per_node=per_node,
         nodes=nodes,
         source="measured by blockwalk doctor",
-        flops={probe_rates.name_of(dtype): _flops(device, dtype) for dtype in dtypes},
+        flops={name_of(dtype): _flops(device, dtype) for dtype in dtypes},
         **found,
     )
     busy = f"{load:.1f} processes were computing on {cores} cores when this began: what is foreseen from these figures is of a"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import stochastic_round
 from blockwalk.numerics.updates import UPDATE_CHUNK, Rule, global_norm
@@ -67,10 +68,6 @@ def _middle(found: Sequence[Any]) -> Any:
         seconds = zip(*([seconds for _, seconds in each.points] for each in found), strict=True)
         return Curve(tuple((size, median(each)) for (size, _), each in zip(first.points, seconds, strict=True)))
     return median(found)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _cold(work: Callable[[int], object], tensors: int) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from blockwalk.cutting.calls import BlockCall
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.engine.second_order import encode_with_inputs, has_grid
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
@@ -147,5 +147,4 @@ class CalibratedSource:
         return grams
 
     def _layout(self, param: ParamSpec) -> Layout:
-        dtype = str(self._source.dtype(param.name)).removeprefix("torch.")
-        return Layout(param.shape, self._codec, dtype, self._group_size)
+        return Layout(param.shape, self._codec, name_of(self._source.dtype(param.name)), self._group_size)

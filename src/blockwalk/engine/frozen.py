@@ -17,7 +17,7 @@ from blockwalk.engine.bucket_tensors import BucketLayout
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value, opened
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
@@ -72,7 +72,7 @@ class Frozen:
         dtype = self._model.used_as(param.name)
         if isinstance(stored, Tensor) and param.quantizable and stored.dim() == 2:
             dtype = stored.dtype
-        return Layout(param.shape, Codec.RAW, str(dtype).removeprefix("torch."))
+        return Layout(param.shape, Codec.RAW, name_of(dtype))
 
     def _as_used(self, param: ParamSpec, *, whole: bool) -> Value:
         """A parameter that stays, as its products read it: converted where it is small, a range at a time where it is a

@@ -13,6 +13,7 @@ from blockwalk.engine.gradients import NamedGradients
 from blockwalk.engine.home import Change, Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
+from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import Tier
 from blockwalk.program.program import Op, OpKind
@@ -34,7 +35,7 @@ class Masters:
         for unit, spec in enumerate(model.spec.units):
             params = spec.part(True)
             kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-                p.name: (p.shape, getattr(torch, plan.trainable.codec.dtype_of(p.dtype))) for p in params
+                p.name: (p.shape, dtype_of(plan.trainable.codec.dtype_of(p.dtype))) for p in params
             }
             self.masters |= self._allocate(plan.trainable.tier, kept, unit)
             for p in params:

@@ -20,6 +20,7 @@ from blockwalk.cutting.adapters import adapt, adapt_alike, adapter_parameters, b
 from blockwalk.cutting.skeleton import build_skeleton, load_config, persistent_buffers, stays_float32
 from blockwalk.cutting.verify import certified
 from blockwalk.models.folder import lies_in
+from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
@@ -201,7 +202,7 @@ def open_model(
     else:
         config = load_config(path)
         stored = config.dtype or torch.float32
-        dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else getattr(torch, str(stored)))
+        dtype = _compute_dtype(plan, stored if isinstance(stored, torch.dtype) else dtype_of(str(stored)))
     skeleton = build_skeleton(config, dtype, cls)
     source = open_source(path, skeleton, plan.frozen.codec, packs)
     _fill_buffers(skeleton, source)
@@ -243,7 +244,7 @@ def _fill_buffers(model: Any, source: WeightSource) -> None:
 
 
 def _compute_dtype(plan: Plan, stored: torch.dtype) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, computes_in(plan, str(stored).removeprefix("torch.")))
+    dtype = dtype_of(computes_in(plan, name_of(stored)))
     if dtype != stored and plan.compute_dtype == "auto":
         log.warning(
             "the model is stored in float16, where gradients vanish, and computes in bfloat16 (compute_dtype: float32 is"

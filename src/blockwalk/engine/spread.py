@@ -21,7 +21,7 @@ from blockwalk.engine.assembled import Assembled, Assembler
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Layout, dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value, opened
 from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.plan.mesh import reach
@@ -66,7 +66,7 @@ class UnitSlices:
     def layout_of(self, name: str, dtype: torch.dtype | None = None) -> Layout:
         """The layout of a parameter's bytes in a bucket of a dtype, the compute dtype unless given; one that keeps float32's
         bits in a narrower one is in float32."""
-        param, plain = self.params[name], str(dtype or self.compute_dtype).removeprefix("torch.")
+        param, plain = self.params[name], name_of(dtype or self.compute_dtype)
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, plain))
 
     def open(self, bucket_P: Tensor) -> dict[str, Value]:
@@ -254,7 +254,7 @@ class SpreadPart:
         this rank's slice of a unit, and over how many ranks it is one."""
         assembler = Assembler(lambda unit: self.units[unit].open(self.gathered(unit, *own(unit))))
         return {
-            name: Assembled(assembler, unit, p.shape, getattr(torch, p.dtype), itemgetter(name))
+            name: Assembled(assembler, unit, p.shape, dtype_of(p.dtype), itemgetter(name))
             for unit, slices in enumerate(self.units)
             for name, p in slices.params.items()
         }

@@ -7,7 +7,6 @@ checked by name.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from blockwalk.models import gguf, hub
 from blockwalk.models.quantised import quantisation
 from blockwalk.plan.placement import Codec
-from blockwalk.system.atomic_files import reading
+from blockwalk.system.atomic_files import read_json, reading
 from blockwalk.system.paths import StrPath
 
 INDEX = "model.safetensors.index.json"
@@ -56,14 +55,18 @@ def lies_in(name: StrPath) -> Codec | None:
     return found and found[0]
 
 
+def _of_hub(name: StrPath) -> re.Match[str] | None:
+    """The parts of a name of the hub; None for what is here."""
+    return None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
+
+
 def _gguf_file(name: StrPath) -> Path | None:
     """The GGUF file that a name says: itself, one of the hub's, or the only weights in a folder without configuration.
 
     Raises:
         ValueError: the hub has no such file, or a folder has several.
     """
-    path = Path(name)
-    found = None if path.exists() else _HUB_NAME.fullmatch(os.fspath(name))
+    path, found = Path(name), _of_hub(name)
     if found and (file := found["file"]):
         path = hub.download(found["repo"], found["revision"], gguf.pattern_of_parts(file[1:])) / file[1:]
         if not path.is_file():
@@ -98,13 +101,13 @@ def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
 
 def repository(name: StrPath) -> tuple[str, str | None]:
     """The name that an adapter gives its base, and the revision: of a hub's repository, or the path as it is and None."""
-    found = None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
+    found = _of_hub(name)
     return (found["repo"], found["revision"]) if found else (os.fspath(name), None)
 
 
 def file_of(name: StrPath, file: str) -> Path:
     """A file that is named by its path, or by the repository of the hub that holds it as ``file``."""
-    found = None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
+    found = _of_hub(name)
     return hub.download(found["repo"], found["revision"], file) / file if found else Path(name)
 
 
@@ -164,7 +167,7 @@ def listed_parts(folder: Path, whole: str) -> list[str]:
     if not index.is_file():
         return []
     with reading(index):
-        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        parts = sorted(set(read_json(index)["weight_map"].values()))
         if outside := [part for part in parts if Path(part).name != part]:
             raise LookupError(f"{outside[0]!r} is no name of a file beside it")
         return parts

@@ -12,7 +12,6 @@ Source of the layout: github.com/ggml-org/ggml, ``docs/gguf.md``; of type number
 from __future__ import annotations
 
 import atexit
-import json
 import mmap
 import os
 import re
@@ -270,7 +269,7 @@ MADE, _SHORT = "gguf.json", "metadata.gguf"
 def _stands_for(folder: Path, seen: list[Any]) -> bool:
     """Whether a folder was made of this file as it is now."""
     try:
-        return bool(json.loads((folder / MADE).read_text(encoding="utf-8")) == seen)
+        return bool(atomic_files.read_json(folder / MADE) == seen)
     except (OSError, ValueError):
         return False
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from blockwalk.plan.placement import Codec
-from blockwalk.system.atomic_files import reading
+from blockwalk.system.atomic_files import read_json, reading
 
 METHODS = {
     "fp8": Codec.FP8_BLOCKS,
@@ -34,7 +33,7 @@ def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
     if not config.is_file():
         return None
     with reading(config):
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = read_json(config)
         parts = [values, *(part for part in values.values() if isinstance(part, dict))]
         found = next((part[key] for part in parts for key in KEYS if part.get(key)), None)
         if found is None:

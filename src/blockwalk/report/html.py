@@ -7,7 +7,6 @@ where they are there, ``forecast.json`` and ``trace.json``. Nothing here imports
 from __future__ import annotations
 
 import html
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import yaml
 
 from blockwalk.plan.parsing import Loader
 from blockwalk.program.program import human_bytes
-from blockwalk.system.atomic_files import reading, whole_lines
+from blockwalk.system.atomic_files import read_json, reading, whole_lines
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
 """Sizes of a chart, in its own units: it scales with the page."""
@@ -221,7 +220,7 @@ def _section(title: str, sizes: dict[str, int]) -> str:
 def _object(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no file."""
     with reading(path):
-        return dict(json.loads(path.read_text(encoding="utf-8")).items()) if path.is_file() else {}
+        return dict(read_json(path).items()) if path.is_file() else {}
 
 
 def _series(name: str, lines: Lines, key: str, scale: float = 1.0) -> Series:

@@ -114,6 +114,11 @@ def write_json(path: StrPath, value: Any) -> None:
     write_bytes(path, (text + "\n").encode())
 
 
+def read_json(path: Path) -> Any:
+    """The value in a file of JSON. Raises json.JSONDecodeError, UnicodeError or OSError where there is none."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 class Damaged(ValueError):
     """A file, named in the message, is missing, or its bytes are not those that were written."""
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,7 +39,7 @@ def read_json(name: str, parse: Callable[[Any], T]) -> T | None:
     """The value that ``parse`` makes of what :func:`write_json` kept as ``name``, or None where there is none, or one that is
     not as this version writes it."""
     try:
-        return parse(json.loads((folder() / f"{name}.json").read_text(encoding="utf-8")))
+        return parse(atomic_files.read_json(folder() / f"{name}.json"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -101,7 +101,7 @@ class Activations:
             self._held[key] = hidden_BSD
             return
         buffer = self._buffers.get(key)
-        nbytes = hidden_BSD.numel() * hidden_BSD.element_size()
+        nbytes = hidden_BSD.nbytes
         if buffer is None or buffer.numel() < nbytes:
             on_disk = self._tier is Tier.DISK
             (buffer,) = [self._scratch.bytes(nbytes)] if on_disk else host_buffers([nbytes], self._device)
@@ -117,7 +117,7 @@ class Activations:
         held = self._held.pop(key)
         if is_cpu(self._device) or self._tier is Tier.DEVICE:
             return held
-        place, nbytes = self._places.popleft(), held.numel() * held.element_size()
+        place, nbytes = self._places.popleft(), held.nbytes
         if place.numel() < nbytes:
             place = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._places.append(place)
@@ -162,7 +162,7 @@ class SavedTensors:
         dense = tensor.permute(order)
         if not dense.is_contiguous():
             order, dense = list(range(tensor.dim())), tensor
-        copy = self._take(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(dense.shape)
+        copy = self._take(tensor.nbytes).view(tensor.dtype).view(dense.shape)
         copy.copy_(dense)
         return copy.permute(
             [order.index(d) for d in range(tensor.dim())]
@@ -176,7 +176,7 @@ class SavedTensors:
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            small = tensor.numel() * tensor.element_size() < _SMALL
+            small = tensor.nbytes < _SMALL
             if small or storage.data_ptr() in there:
                 return tensor
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # while it lives no other storage takes its number

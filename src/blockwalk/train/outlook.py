@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.system.atomic_files import read_json
 
 
 def steps_of(run: RunConfig) -> int:
@@ -36,7 +36,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     if run.eval_every and not run.data.eval:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     path = model_folder(run.model, weights=False) / "config.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     found = found.get("text_config", found)
     positions = found.get("max_position_embeddings") or found.get("n_positions")
     if positions and longest > positions:

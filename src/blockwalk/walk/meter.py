@@ -124,7 +124,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _touched(tensor: Tensor) -> int:
     """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _floating(value: Any) -> bool:

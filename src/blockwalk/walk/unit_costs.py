@@ -31,6 +31,7 @@ from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class,
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
+from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.choices import LoraSettings
@@ -88,7 +89,7 @@ class UnitCosts:
     def stored(self) -> torch.dtype:
         """The dtype that the configuration names for the weights."""
         named = self.config.dtype or torch.float32
-        return named if isinstance(named, torch.dtype) else getattr(torch, str(named))
+        return named if isinstance(named, torch.dtype) else dtype_of(str(named))
 
     def spec(self) -> ModelSpec:
         """The model as the walk sees it, adapters included."""
@@ -96,7 +97,7 @@ class UnitCosts:
 
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
         """The cost of each kind of unit; none, with a warning, for a model whose code does not run on fake tensors."""
-        traits = _traits(plan, str(self.stored).removeprefix("torch."), self._lies_in)
+        traits = _traits(plan, name_of(self.stored), self._lies_in)
         key = cache.key(f"{self._digest} {traits} {shape}".encode())
         if key not in self._known:
             kept = cache.read_json(f"costs-{key}", partial(from_plain, Costs))
@@ -104,7 +105,7 @@ class UnitCosts:
         return self._known[key]
 
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
-        dtype = getattr(torch, traits.dtype) if traits.backprop else self.stored
+        dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
             found = _measure(self._cut(dtype), traits, shape, self._device, self._padded)
         except (RuntimeError, NotImplementedError) as error:
@@ -222,7 +223,7 @@ class _Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        return getattr(torch, self.traits.dtype)  # type: ignore[no-any-return]
+        return dtype_of(self.traits.dtype)
 
     def lazily(self, p: ParamSpec) -> bool:
         """Whether a parameter is decoded, converted or perturbed a range at a time, instead of standing there whole."""
@@ -235,14 +236,13 @@ class _Bench:
         if self.traits.frozen.encoded:
             return True
         stored = self.traits.frozen.dtype_of(p.dtype)
-        return not self.traits.stays and getattr(torch, stored) != self.used_as(p)
+        return not self.traits.stays and dtype_of(stored) != self.used_as(p)
 
     def used_as(self, p: ParamSpec) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32) if p.exact else self.dtype
 
     def master_dtype(self, p: ParamSpec) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.traits.trainable.dtype_of(p.dtype))
-        return dtype
+        return dtype_of(self.traits.trainable.dtype_of(p.dtype))
 
     def frozen_values(self, unit: UnitSpec) -> dict[str, Value]:
         """Fake values that stand in the places of a unit's parameters for the whole of its turn, by name."""
@@ -252,7 +252,7 @@ class _Bench:
                 one = torch.empty((1, 1), dtype=self.used_as(p), device=self.device)
                 values[p.name] = _FakeWeight(p.shape, one.dtype, one)
             elif not p.trainable or not self.backprop:
-                dtype = self.used_as(p) if getattr(torch, p.dtype).is_floating_point else getattr(torch, p.dtype)
+                dtype = self.used_as(p) if dtype_of(p.dtype).is_floating_point else dtype_of(p.dtype)
                 values[p.name] = torch.empty(p.shape, dtype=dtype, device=self.device)
         return values
 

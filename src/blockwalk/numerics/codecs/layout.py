@@ -154,6 +154,11 @@ class Layout:
         return buffer.view(self.rows, self.groups, size)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, without its ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Torch's dtype by its name."""
     dtype: torch.dtype = getattr(torch, name)

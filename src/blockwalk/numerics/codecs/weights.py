@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows
-from blockwalk.numerics.codecs.layout import Bytes, Layout
+from blockwalk.numerics.codecs.layout import Bytes, Layout, dtype_of
 from blockwalk.numerics.scratch import shared_arena
 
 
@@ -235,7 +235,7 @@ def opened(layout: Layout, bytes_P: Bytes, dtype: torch.dtype | None = None) -> 
     numbers, the layout's unless given."""
     if isinstance(bytes_P, Tensor) and not layout.codec.encoded:
         return layout.codes(bytes_P).view(layout.shape)
-    weight = EncodedWeight(bytes_P, layout, dtype or getattr(torch, layout.dtype))
+    weight = EncodedWeight(bytes_P, layout, dtype or dtype_of(layout.dtype))
     if len(layout.shape) > 1:
         return weight
     out = torch.empty(layout.shape, dtype=weight.dtype, device=weight.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf import MADE
 from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.numerics.codecs import codecs
-from blockwalk.numerics.codecs.layout import FORMAT_VERSION
+from blockwalk.numerics.codecs.layout import FORMAT_VERSION, name_of
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
@@ -68,7 +67,7 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
     for number, (name, kind, members) in enumerate(units):
         params = []
         for member, written_as in members:
-            shape, dtype = source.shape(member), str(source.dtype(member)).removeprefix("torch.")
+            shape, dtype = source.shape(member), name_of(source.dtype(member))
             nbytes = encoded_nbytes(shape, dtype, written_as, group_size)
             params.append(StoredParam(member, written_as, shape, dtype, 0, nbytes, 0))
         placed, end = side_by_side(params)
@@ -161,5 +160,5 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
             shutil.copyfile(file, Path(target) / file.name)
     config = Path(target) / "config.json"  # what is written beside it is not quantised any more
     if quantisation(Path(target)) is not None:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = atomic_files.read_json(config)
         atomic_files.write_json(config, {key: value for key, value in values.items() if key not in KEYS})

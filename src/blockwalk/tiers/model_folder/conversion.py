@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 View = Callable[["StoredTensor"], Tensor]
@@ -154,7 +155,7 @@ def _refuse_codes(
         param = wanted[name]
         if isinstance(param, torch.nn.Parameter) and param.is_floating_point() and source.dtype not in _PLAIN:
             raise ValueError(
-                f"{where}/{source.file}: {source.key} is stored in {str(source.dtype).removeprefix('torch.')}, and"
+                f"{where}/{source.file}: {source.key} is stored in {name_of(source.dtype)}, and"
                 f" {name} would read its codes as if they were the weights; {advice}"
             )
     owners = {key.rpartition(".")[0]: key for key in sources}
@@ -162,7 +163,7 @@ def _refuse_codes(
         owner, _, leaf = scale.key.rpartition(".")
         if _SCALE.fullmatch(leaf) and owner in owners:
             raise ValueError(
-                f"{where}/{scale.file}: {scale.key} ({str(scale.dtype).removeprefix('torch.')}) scales {owners[owner]}, which"
+                f"{where}/{scale.file}: {scale.key} ({name_of(scale.dtype)}) scales {owners[owner]}, which"
                 f" would be read without it; {advice}"
             )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockwalk.models import gguf
 from blockwalk.models.gguf import ARCHITECTURES
 from blockwalk.numerics.codecs.codecs import decode_rows, gather_rows
-from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.layout import Layout, dtype_of
 from blockwalk.numerics.codecs.readers import Index, Reader, above
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.model_folder.stored import StoredTensor
@@ -38,7 +38,7 @@ def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
     form, tensors = ARCHITECTURES[header.architecture], dict[str, StoredTensor]()
     for info in sorted(header.tensors, key=lambda info: info.name):  # gates before what is below them
         name = names.get(info.name, info.name)
-        dtype = getattr(torch, info.codec.facts.dtype or "float32")
+        dtype = dtype_of(info.codec.facts.dtype or "float32")
         shape = (1, info.shape[-1]) if info.name.endswith("ffn_gate_inp_shexp.weight") else info.shape
         order, plus = None, 0.0
         if form == "permuted" and ".attn_q." in info.name:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from blockwalk.models.quantised import quantisation
+from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.numerics.codecs.readers import Order, Reader, in_rows_of, looked_up, numbers, packed, scaled, turned
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import reading
@@ -88,8 +89,8 @@ class _Matrix:
             found = replace(found, shape=(1,) * len(shape))
         fits = len(found.shape) == len(shape) and all(w in (None, n) for w, n in zip(shape, found.shape, strict=True))
         if found.dtype not in dtypes or not fits:
-            words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            given = f"{str(found.dtype).removeprefix('torch.')} {found.shape}"
+            words = " or ".join(name_of(dtype) for dtype in dtypes)
+            given = f"{name_of(found.dtype)} {found.shape}"
             raise self.wrong(found, leaf, f"is {given}; read is {words} {str(shape).replace('None', 'any')}")
         return found
 

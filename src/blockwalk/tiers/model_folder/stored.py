@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.codecs.layout import Bytes, Layout, Parts
+from blockwalk.numerics.codecs.layout import Bytes, Layout, Parts, name_of
 from blockwalk.numerics.codecs.readers import Reader
 from blockwalk.numerics.codecs.weights import EncodedWeight, Weight, opened
 from blockwalk.plan.placement import Codec
@@ -38,11 +38,10 @@ class StoredTensor:
     @property
     def layout(self) -> Layout:
         sizes = self.codec.facts.group_sizes
-        name = str(self.dtype).removeprefix("torch.")
         parts = None
         if self.reader is not None:
             parts = Parts(tuple((part.dtype, part.shape) for part in self.parts), self.reader)
-        return Layout(self.shape, self.codec, name, sizes[0] if sizes else 32, self.order, parts)
+        return Layout(self.shape, self.codec, name_of(self.dtype), sizes[0] if sizes else 32, self.order, parts)
 
     @property
     def in_place(self) -> bool:

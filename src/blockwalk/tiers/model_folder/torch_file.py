@@ -43,7 +43,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         if not tensor.is_contiguous():
             raise ValueError(f"{path}: {key} is stored as a view with strides {tensor.stride()}: {advice}")
         offset = begin + tensor.storage_offset() * tensor.element_size()
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         if offset + nbytes > size:
             raise ValueError(f"{path} is truncated: {key} ends at byte {offset + nbytes}, the file has {size}")
         tensors[key] = StoredTensor(key, path.name, offset, nbytes, tensor.dtype, tuple(tensor.shape))
