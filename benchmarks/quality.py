@@ -120,7 +120,7 @@ def calibrated(model: nn.Module, folder: Path, sequences: list[torch.Tensor], co
         kept.append((module, module.weight.data))
         module.weight.data = torch.empty_like(module.weight.data)  # type: ignore[arg-type, union-attr]
         store.read_into(f"{name}.weight", module.weight.data)  # type: ignore[arg-type]
-    stored = sum(store.stored_nbytes(f"{name}.weight") for name, _ in matrices(model))
+    stored = sum(store.stored_as(f"{name}.weight").nbytes for name, _ in matrices(model))
     yield 8 * stored / sum(module.weight.numel() for _, module in matrices(model))  # type: ignore[operator, union-attr]
     for module, weight in kept:
         module.weight.data = weight  # type: ignore[union-attr]

@@ -126,7 +126,7 @@ def test_ranks_agree_on_all_but_the_places() -> None:
     here = RunConfig(model="/a/model", data=DataSettings(train="/a/t", eval="/a/e"), output_dir="/a/out")
     there = RunConfig(model="/b/model", data=DataSettings(train="/b/t", eval="/b/e"), output_dir="/b/out")
     assert here.shared() == there.shared()
-    assert here.digest() != there.digest()
+    assert here.to_mapping() != there.to_mapping()
     assert here.shared() != dataclasses.replace(there, batch_size=4).shared()
     assert here.shared() != dataclasses.replace(there, data=DataSettings(max_length=64)).shared()
 

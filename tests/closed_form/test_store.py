@@ -46,9 +46,6 @@ class Dictionary:
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
 
-    def stored_nbytes(self, name: str) -> int:
-        return self.tensors[name].nbytes
-
     def in_place(self, name: str) -> bool:
         return True
 
@@ -59,7 +56,7 @@ class Dictionary:
         out.copy_(self.tensors[name])
 
     def prefetch(self, names: Iterable[str]) -> int:
-        return sum(map(self.stored_nbytes, names))
+        return sum(self.tensors[name].nbytes for name in names)
 
     def release(self, names: Iterable[str]) -> None: ...
 
@@ -116,7 +113,7 @@ def test_lossless_codecs_give_the_same_bits(codec: Codec, tmp_path: Path) -> Non
         assert ours.dtype == tensor.dtype
         assert torch.equal(ours, tensor)
         assert store.shape(name) == tensor.shape
-        assert store.stored_nbytes(name) == tensor.nbytes
+        assert store.prefetch([name]) == tensor.nbytes
     assert store.index.tied == (("alias.weight", "embed.weight"),)
     assert [unit.name for unit in store.index.units] == ["prologue", "block 0", "epilogue", "buffers"]
     store.verify()
@@ -210,7 +207,7 @@ def test_a_packed_model_is_a_model_folder(tmp_path: Path) -> None:
     assert isinstance(packed.weights(["model.norm.weight"])["model.norm.weight"], torch.Tensor)
     up = "model.layers.1.mlp.up_proj.weight"
     assert packed.weights([up])[up].dtype == torch.bfloat16
-    assert packed.stored_nbytes(up) == 48 * 32 // 2 + 2 * 48
+    assert packed.prefetch([up]) == 48 * 32 // 2 + 2 * 48
 
 
 def test_repacking_a_store(tmp_path: Path) -> None:
@@ -229,7 +226,7 @@ def test_repacking_a_store(tmp_path: Path) -> None:
 def test_pages_are_asked_for_and_given_back_by_name(store: Path) -> None:
     """Oracle: the bytes that store.json lists."""
     opened = BlockStore(store)
-    assert opened.prefetch([BLOCK, NORM, HEAD]) == sum(map(opened.stored_nbytes, [BLOCK, NORM, HEAD]))
+    assert opened.prefetch([BLOCK, NORM, HEAD]) == sum(opened.stored_as(name).nbytes for name in (BLOCK, NORM, HEAD))
     before = opened.weights([NORM])[NORM].clone()
     opened.release([BLOCK, NORM])
     assert torch.equal(opened.weights([NORM])[NORM], before)

@@ -18,6 +18,7 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.block_store.store import BlockStore
+from blockwalk.tiers.model_folder import safetensors
 from blockwalk.tiers.model_folder.safetensors import save_model
 from tests.support.codecs import encode
 
@@ -85,10 +86,11 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged_as_peft_merges(case: str, tmp_path: Path) -> None:
+def test_merged_as_peft_merges(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the state dict of ``merge_and_unload`` and the logits of the unmerged ``PeftModel``."""
     model, adapter = make(tmp_path, case)
-    merge(model, adapter, tmp_path / "merged", max_shard_bytes=50_000)
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", 50_000)
+    merge(model, adapter, tmp_path / "merged")
     assert (tmp_path / "merged" / "model.safetensors.index.json").is_file()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
@@ -167,7 +169,7 @@ def test_the_checkpoints_own_names_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path) -> None:
+def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: ``from_pretrained`` gives the weights that were saved: tensors, encoded ones decoded, tied ones tied."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(GPT2 if family == "gpt2" else TIED)))
     weights: dict[str, Any] = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -175,7 +177,8 @@ def test_a_saved_model_loads_in_transformers(family: str, tmp_path: Path) -> Non
     layout = Layout(tuple(weights[name].shape), Codec.INT8)
     encoded_P = encode(weights[name], Codec.INT8, torch.empty(layout.nbytes, dtype=torch.uint8))
     weights[name] = EncodedWeight(encoded_P, layout, torch.float32)
-    save_model(tmp_path / "saved", model, weights, max_bytes=30_000)
+    monkeypatch.setattr(safetensors, "SHARD_BYTES", 30_000)
+    save_model(tmp_path / "saved", model, weights)
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for key, parameter in loaded.named_parameters():

@@ -119,7 +119,7 @@ class WeightSourceTests:
         assert sorted(source.names()) == sorted(tensors)
         for name, tensor in tensors.items():
             assert (source.shape(name), source.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
-            assert source.stored_nbytes(name) > 0
+            assert source.prefetch([name]) > 0
 
     def test_weights_and_read_into_give_the_values(
         self, source: WeightSource, tensors: dict[str, torch.Tensor]
@@ -168,12 +168,12 @@ class WeightSourceTests:
         [
             lambda source: source.shape("no"),
             lambda source: source.dtype("no"),
-            lambda source: source.stored_nbytes("no"),
+            lambda source: source.prefetch(["no"]),
             lambda source: source.in_place("no"),
             lambda source: source.weights(["no"]),
             lambda source: source.read_into("no", torch.empty(1)),
         ],
-        ids=["shape", "dtype", "stored_nbytes", "in_place", "weights", "read_into"],
+        ids=["shape", "dtype", "prefetch", "in_place", "weights", "read_into"],
     )
     def test_an_unknown_name_is_a_key_error(self, source: WeightSource, call: Callable[[WeightSource], object]) -> None:
         """Oracle: the contract of :class:`WeightSource`."""

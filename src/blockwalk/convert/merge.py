@@ -36,7 +36,6 @@ def merge(
     out_dir: StrPath,
     *,
     dtype: str = "",
-    max_shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Write a model with a LoRA adapter in PEFT's format merged into it, as a Hugging Face model folder, streaming.
@@ -50,7 +49,6 @@ def merge(
         adapter_dir: adapter_config.json and adapter_model.safetensors.
         out_dir: the folder to make; it must not exist.
         dtype: torch's name of the dtype to write in, which a model that comes in codes needs; else that of each tensor.
-        max_shard_bytes: bytes of tensors in one file.
         progress: called with (bytes written, bytes in all) now and then.
 
     Raises:
@@ -94,7 +92,7 @@ def merge(
                 changed["dtype"] = dtype
             if changed:
                 atomic_files.write_json(folder / "config.json", {**config, **changed})
-            safetensors.write_shards(folder, entries, values, max_shard_bytes)
+            safetensors.write_shards(folder, entries, values)
             CheckpointFolder(folder, build_skeleton(folder)).close()  # it loads, and nothing is missing
     finally:
         source.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,10 +198,6 @@ class RunConfig:
         del found["interface"]
         data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
         return {**{name: value for name, value in found.items() if name not in ("model", "output_dir")}, "data": data}
-
-    def digest(self) -> str:
-        """SHA-256 of the resolved settings, in hex."""
-        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
 
 
 LEAST = {

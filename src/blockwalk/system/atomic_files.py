@@ -81,17 +81,13 @@ def naming(path: StrPath, nbytes: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_open(path: StrPath, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises.
-
-    ``mode`` is "wb", "w" (UTF-8 text) or "w+b". The file is synced before it takes its name.
-    """
-    if not mode.startswith("w"):
-        raise ValueError(f"atomic_open writes whole files: mode {mode!r} must start with 'w'")
+def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
+    """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises. It is synced
+    before it takes its name."""
     path = Path(path)
     partial = _beside(path)
     try:
-        with naming(path), open(partial, mode, encoding=None if "b" in mode else "utf-8") as file:
+        with naming(path), open(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -62,7 +62,7 @@ class MappedFile:
 
     Args:
         path: the file.
-        writable: whether views may be written; the kernel writes dirty pages back when it likes (see :meth:`sync`).
+        writable: whether views may be written; the kernel writes dirty pages back when it likes.
         length: bytes; needs ``writable``.
 
     Raises:
@@ -135,10 +135,6 @@ class MappedFile:
             _advise(base + start, stop - start, _DONTNEED)
             if drop_cache and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_DONTNEED)
-
-    def sync(self) -> None:
-        """Wait until what was written to the map is on the disk."""
-        os.fsync(self._fd)
 
     def close(self) -> None:
         """Let go of the file; the map itself goes with its last view."""

@@ -43,9 +43,6 @@ class WeightSource(TensorSource, Protocol):
         """The layout of a parameter's bytes as they are stored; of one that is made of several, that of the first."""
         ...
 
-    def stored_nbytes(self, name: str) -> int:
-        """Bytes that are read from the tier to fetch ``name``."""
-
     def in_place(self, name: str) -> bool:
         """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it. Fetch such a one
         at its turn, and let go of it after."""

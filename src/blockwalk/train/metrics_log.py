@@ -24,8 +24,8 @@ class MetricsLog:
     def __init__(self, path: Path, *, source: Path | None = None, keep_until: int = -1) -> None:
         with atomic_files.reading(source or path):
             kept = [] if source is None else [line for line in whole_lines(source) if line["step"] <= keep_until]
-        with atomic_files.atomic_open(path, "w") as file:
-            file.writelines(f"{atomic_files.seal(json.dumps(line))[0]}\n" for line in kept)
+        text = "".join(f"{atomic_files.seal(json.dumps(line))[0]}\n" for line in kept)
+        atomic_files.write_bytes(path, text.encode())
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
         self.last_line: Mapping[str, Any] | None = kept[-1] if kept else None
         self._file = path.open("a", encoding="utf-8", buffering=1)

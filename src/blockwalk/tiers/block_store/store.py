@@ -287,9 +287,6 @@ class BlockStore:
     def stored_as(self, name: str) -> Layout:
         return self._where[name][2].layout(self.index.group_size)
 
-    def stored_nbytes(self, name: str) -> int:
-        return self._where[name][2].nbytes
-
     def weights(self, names: Iterable[str]) -> dict[str, Value]:
         names = list(names)
         self.verify(names)

@@ -85,9 +85,6 @@ class CheckpointFolder:
     def stored_as(self, name: str) -> Layout:
         return self._recipes[name].sources[0].layout
 
-    def stored_nbytes(self, name: str) -> int:
-        return sum(stored.nbytes for stored in self._recipes[name].sources)
-
     def weights(self, names: Iterable[str]) -> dict[str, Tensor | Weight]:
         out: dict[str, Tensor | Weight] = {}
         for name in names:

@@ -40,7 +40,7 @@ DTYPE = {
 """The format's names of dtypes, as torch's."""
 _NAME = {dtype: name for name, dtype in DTYPE.items()}
 SHARD_BYTES = 5_000_000_000
-"""Bytes of tensors in one file, as Hugging Face cuts them."""
+"""The most bytes of tensors in one file, as Hugging Face cuts them."""
 
 
 def read_header(path: StrPath) -> dict[str, StoredTensor]:
@@ -114,23 +114,21 @@ def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[Tensor])
     assert written == offset, f"{path}: {written} bytes of {offset} were given"
 
 
-def write_shards(
-    folder: Path, entries: Mapping[str, Entry], values: Callable[[str], Iterable[Tensor]], max_bytes: int = SHARD_BYTES
-) -> None:
-    """Write a model's tensors, in order, under the names that Hugging Face gives the files.
+def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[str], Iterable[Tensor]]) -> None:
+    """Write a model's tensors, in order, under the names that Hugging Face gives the files; one that is larger than
+    :data:`SHARD_BYTES` stands alone.
 
     Args:
         folder: where they go, with their index where they are several; tensors are not synced.
         entries: the tensors.
         values: answers those of one, in one piece or several; asked in order, once each.
-        max_bytes: of tensors in one file; a larger tensor stands alone.
     """
     parts: list[dict[str, Entry]] = [{}]
-    room = max_bytes
+    room = SHARD_BYTES
     for name, entry in entries.items():
         if parts[-1] and entry.nbytes > room:
             parts.append({})
-            room = max_bytes
+            room = SHARD_BYTES
         parts[-1][name] = entry
         room -= entry.nbytes
     files: dict[str, str] = {}
@@ -147,7 +145,6 @@ def save_model(
     folder: StrPath,
     model: nn.Module,
     weights: Mapping[str, Value],
-    max_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
 
@@ -155,7 +152,6 @@ def save_model(
         folder: made where it is not there; nothing in it is synced.
         model: the transformers model, for its configurations alone.
         weights: every parameter and persistent buffer once, in the order of the files.
-        max_bytes: of tensors in one file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +160,7 @@ def save_model(
         if config is not None:
             config.save_pretrained(folder)
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
-    write_shards(folder, entries, lambda name: pieces(weights[name]), max_bytes)
+    write_shards(folder, entries, lambda name: pieces(weights[name]))
 
 
 def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
