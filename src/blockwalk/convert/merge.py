@@ -22,6 +22,7 @@ from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import lies_in
 from blockwalk.numerics.codecs.weights import DenseWeight
+from blockwalk.plan.sizes import spans
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.writer import copy_model_files
@@ -253,7 +254,7 @@ def _merged(source: WeightSource, output: _Output, dtype: torch.dtype) -> Iterat
     if isinstance(weight, Tensor):
         weight = DenseWeight(weight.reshape(rows, columns))
     some = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for start in range(0, rows, some):
-        part_ND = weight.rows(start, min(start + some, rows))
+    for start, stop in spans(0, rows, some):
+        part_ND = weight.rows(start, stop)
         yield part_ND.to(dtype) if change is None else change.rows(part_ND, start, dtype)
         source.release([name])

@@ -28,7 +28,7 @@ from blockwalk.numerics.lazy_linear import lora_linear, unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.parsing import did_you_mean
-from blockwalk.plan.sizes import DECODE_BYTES
+from blockwalk.plan.sizes import DECODE_BYTES, spans
 from blockwalk.system.atomic_files import reading
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -196,10 +196,8 @@ def _norms(weight: Weight, *, transposed: bool) -> Tensor:
     else:
         take, (outputs, inputs) = weight.rows, weight.shape
     some = max(1, DECODE_BYTES["cpu"] // (inputs * weight.dtype.itemsize))
-    starts = range(0, outputs, some)
-    return torch.cat(
-        [torch.linalg.vector_norm(take(i, min(i + some, outputs)), dim=int(not transposed)) for i in starts]
-    )
+    parts = (take(*span) for span in spans(0, outputs, some))
+    return torch.cat([torch.linalg.vector_norm(part, dim=int(not transposed)) for part in parts])
 
 
 def _all_linear(config: Any, model: Any) -> Any:

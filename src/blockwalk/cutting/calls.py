@@ -90,21 +90,25 @@ def rebuild(value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, sh
     (a key-value cache stays the same object where ``share_caches``: generation writes into it on purpose).
     ``where`` names the argument in the ValueError that refuses an object of an unknown class.
     """
+
+    def again(item: Any) -> Any:
+        return rebuild(item, on_tensor, where, share_caches=share_caches)
+
     if isinstance(value, Tensor):
         return on_tensor(value)
     if isinstance(value, _CONSTANTS + _TORCH_CONSTANTS) or type(value).__name__ in _OPAQUE:
         return value
     if isinstance(value, tuple):
-        items = [rebuild(item, on_tensor, where, share_caches=share_caches) for item in value]
+        items = map(again, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
-        return [rebuild(item, on_tensor, where, share_caches=share_caches) for item in value]
+        return list(map(again, value))
     if isinstance(value, set | frozenset):
         return type(value)(value)
     if isinstance(value, Mapping):
         twin = copy.copy(value)
         for key, item in value.items():
-            twin[key] = rebuild(item, on_tensor, where, share_caches=share_caches)  # type: ignore[index]
+            twin[key] = again(item)  # type: ignore[index]
         return twin
     if is_cache(value):
         if share_caches:
@@ -113,7 +117,7 @@ def rebuild(value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, sh
         for key, item in vars(value).items():
             # Lists of layers and dicts of states are rebuilt; streams, classes and the like are shared as they are.
             if isinstance(item, Tensor | list | dict | tuple) or is_cache(item):
-                setattr(twin, key, rebuild(item, on_tensor, where, share_caches=share_caches))
+                setattr(twin, key, again(item))
         return twin
     if isinstance(value, type) or callable(value):
         return value

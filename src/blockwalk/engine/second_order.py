@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import Grid, grouped, halves, matrix_codec
+from blockwalk.plan.sizes import spans
 
 DAMPING = 0.01
 """The share of H's mean diagonal that is added to its diagonal, so that it has an inverse."""
@@ -45,8 +46,7 @@ def encode_with_inputs(weight_ND: Tensor, gram_DD: Tensor, buffer: Tensor, layou
     order_D = gram_DD.diagonal().argsort(descending=True)
     root_DD, weight_ND = _inverse_root(gram_DD[order_D][:, order_D]), weight_ND[:, order_D]
     codes_ND = torch.empty(weight_ND.shape, dtype=torch.uint8)
-    for first in range(0, layout.columns, _AT_ONCE):
-        last = min(first + _AT_ONCE, layout.columns)
+    for first, last in spans(0, layout.columns, _AT_ONCE):
         errors_NK = torch.empty(layout.rows, last - first)
         for i, column in enumerate(order_D[first:last].tolist(), first):
             values_N11, stored = weight_ND[:, i].view(-1, 1, 1), scales[:, column // size].unsqueeze(1)

@@ -23,6 +23,7 @@ from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.sizes import spans
 from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit, side_by_side
 
 SLICE = f"{STATE}slice"
@@ -181,8 +182,7 @@ class BucketSlices:
         for name, of_states in runs.items():
             whole = of_states[""]
             some = whole.last - whole.first if whole.layout.groups else largest  # scaled rows are cut by the update
-            for first in range(whole.first, whole.last, some):
-                last = min(first + some, whole.last)
+            for first, last in spans(whole.first, whole.last, some):
                 shape = whole.layout.shape if whole.layout.groups else (last - first,)
                 yield name, {s: _cell(run, first, shape, slice_S) for s, run in of_states.items()}
 

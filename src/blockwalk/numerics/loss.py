@@ -33,7 +33,7 @@ from blockwalk.numerics import row_tiles
 from blockwalk.numerics.codecs.weights import Weight
 from blockwalk.numerics.device import sent
 from blockwalk.numerics.scratch import ScratchArena
-from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes
+from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, spans
 
 CHUNK = 8192
 """Vocabulary rows of one range."""
@@ -56,8 +56,7 @@ def head_logits(
     """
     vocab_size = head.shape[0]
     logits_NV = torch.empty(len(hidden_ND), vocab_size, dtype=torch.float32, device=hidden_ND.device)
-    for start in range(0, vocab_size, CHUNK):
-        stop = min(start + CHUNK, vocab_size)
+    for start, stop in spans(0, vocab_size, CHUNK):
         logits_NV[:, start:stop] = hidden_ND @ head.rows(start, stop).T
     if bias is not None:
         logits_NV += bias

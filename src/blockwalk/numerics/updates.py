@@ -24,6 +24,7 @@ from blockwalk.numerics.noise.key import Key, NoiseKey
 from blockwalk.numerics.noise.noise import stochastic_round
 from blockwalk.numerics.operators import received, register, sent
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.sizes import spans
 from blockwalk.plan.update_rules import RULES
 
 UPDATE_CHUNK = 1 << 16
@@ -167,8 +168,7 @@ def square_sums(tensor: Tensor) -> Tensor:
     full = flat.numel() // NORM_CHUNK
     sums = torch.zeros(-(-flat.numel() // NORM_CHUNK), dtype=torch.float64, device=flat.device)
     work = torch.empty(_NORM_ROWS, NORM_CHUNK, dtype=torch.float64, device=flat.device)
-    for first in range(0, full, _NORM_ROWS):
-        last = min(full, first + _NORM_ROWS)
+    for first, last in spans(0, full, _NORM_ROWS):
         rows = work[: last - first].copy_(flat[first * NORM_CHUNK : last * NORM_CHUNK].view(last - first, NORM_CHUNK))
         torch.sum(rows.mul_(rows), 1, out=sums[first:last])
     if full < len(sums):

@@ -5,7 +5,7 @@ They are read by the estimators and by those who foresee what they will need; no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 
@@ -21,6 +21,12 @@ LOSS_BUDGET = ByDevice(cpu=16 << 20, cuda=256 << 20)
 
 LIFT = 1 << 18
 """Elements of the float32 scratch through which 16-bit products are added up."""
+
+
+def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """The consecutive ranges (first, end) of at most ``size`` that ``start:stop`` is cut into."""
+    return ((at, min(at + size, stop)) for at in range(start, stop, size))
+
 
 DECODE_BYTES = ByDevice(cpu=4 << 20, cuda=256 << 20)
 """Bytes of decoded weight at a time. Measured on a CPU with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB

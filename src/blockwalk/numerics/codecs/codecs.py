@@ -32,6 +32,7 @@ from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, Write, window
 from blockwalk.numerics.noise.noise import random_uint16, stochastic_round
 from blockwalk.numerics.operators import received, register, sent
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import spans
 
 _NATIVE_DTYPE = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _CPU_PIECE = 1 << 18
@@ -40,6 +41,11 @@ WITH_KERNELS = frozenset({Codec.FP8, Codec.INT8, Codec.INT4, Codec.INT4A, Codec.
 """The codecs that accelerators decode in one launch (:mod:`blockwalk.numerics.kernels.codecs`)."""
 _THREAD_ELEMENTS = 1 << 15
 """Elements that torch's path works on at a time (its temporaries take some 16 bytes each), and that pay for a thread."""
+
+
+def _piece(where: Tensor, columns: int) -> int:
+    """Rows of so many columns that are worked on at a time."""
+    return max((_CPU_PIECE if is_cpu(where.device) else _DEVICE_PIECE) // max(columns, 1), 1)
 
 
 def decode_whole(buffer: Bytes, layout: Layout, out: Tensor) -> None:
@@ -97,9 +103,7 @@ def encode_rows(
     if rows_RD.dtype == layout.code_dtype and not layout.groups:
         codes[start:stop].copy_(rows_RD)
         return buffer
-    piece = max((_CPU_PIECE if is_cpu(rows_RD.device) else _DEVICE_PIECE) // max(layout.columns, 1), 1)
-    for a in range(start, stop, piece):
-        b = min(a + piece, stop)
+    for a, b in spans(start, stop, _piece(rows_RD, layout.columns)):
         x_RD = rows_RD[a - start : b - start].contiguous()
         if check and layout.code_dtype != torch.float32:
             _check_values(x_RD, layout, a, name)
@@ -145,9 +149,7 @@ def decode_rows(
     codes, scales = layout.codes(buffer), layout.scales(buffer)
     if not layout.groups:
         return out.copy_(codes[:, first:last][slice(start, stop) if order is None else order])
-    piece = max((_CPU_PIECE if is_cpu(out.device) else _DEVICE_PIECE) // max(last - first, 1), 1)
-    for a in range(start, stop, piece):
-        b = min(a + piece, stop)
+    for a, b in spans(start, stop, _piece(out, last - first)):
         rows = slice(a, b) if order is None else order[a - start : b - start]
         coded = Coded(scales[rows], codes[rows], layout, first, last)
         out[a - start : b - start].copy_(matrix_codec(layout.codec).decode(coded))
@@ -186,9 +188,7 @@ def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: Tenso
     """Rows and columns of a parted codec into ``out``, some rows at a time."""
     assert layout.parts is not None
     reader = layout.parts.reader(layout.split(buffer))
-    piece = max((_CPU_PIECE if is_cpu(out.device) else _DEVICE_PIECE) // max(out.shape[1], 1), 1)
-    for a in range(0, out.shape[0], piece):
-        b = min(a + piece, out.shape[0])
+    for a, b in spans(0, out.shape[0], _piece(out, out.shape[1])):
         some = slice(rows.start + a, rows.start + b) if isinstance(rows, slice) else rows[a:b]
         out[a:b].copy_(reader(some, columns))
     return out

@@ -18,6 +18,7 @@ from blockwalk.numerics.codecs.layout import FORMAT_VERSION, name_of
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import spans
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import (
@@ -145,8 +146,7 @@ def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: T
         experts.read_into(weight)
     some = max(1, CHUNK_ELEMENTS // max(1, layout.columns))
     rows_RD = weight.reshape(layout.rows, layout.columns) if isinstance(weight, Tensor) else weight
-    for start in range(0, layout.rows, some):
-        stop = min(start + some, layout.rows)
+    for start, stop in spans(0, layout.rows, some):
         part_RD = rows_RD[start:stop] if isinstance(rows_RD, Tensor) else rows_RD.rows(start, stop)
         codecs.encode_rows(part_RD, bytes_P, layout, start, name=param.name)
         yield stop

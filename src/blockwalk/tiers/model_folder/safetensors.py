@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from blockwalk.models.folder import INDEX
 from blockwalk.numerics.codecs.weights import Value
+from blockwalk.plan.sizes import spans
 from blockwalk.system.atomic_files import naming, reading, write_json
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.stored import StoredTensor
@@ -171,5 +172,5 @@ def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
         return
     rows, columns = weight.shape[0], prod(weight.shape[1:])
     some = max(1, elements // columns)
-    for start in range(0, rows, some):
-        yield weight.rows(start, min(start + some, rows))
+    for start, stop in spans(0, rows, some):
+        yield weight.rows(start, stop)
