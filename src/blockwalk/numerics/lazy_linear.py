@@ -84,20 +84,18 @@ def lazy_linear(
         raise ValueError(f"the input is {x.dtype}, the weight {weight.dtype}: one compute dtype for both")
     if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
         raise ValueError(f"the bias is {tuple(bias.shape)} of {bias.dtype}, the output [..., {n_out}] of {x.dtype}")
-    with torch._C.DisableTorchFunction():  # each operation within would ask the mode of row_tiles
-        y: Tensor = _LazyLinear.apply(x, bias, weight, transposed)  # type: ignore[no-untyped-call]
-    return y
+    return lora_linear(x, weight, bias, None, None, 1.0, transposed=transposed)
 
 
 def lora_linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None,
-    a_RD: Tensor,
-    b_NR: Tensor,
+    a_RD: Tensor | None,
+    b_NR: Tensor | None,
     scaling: float,
     *,
-    transposed: bool = False,
+    transposed: bool,
 ) -> Tensor:
     """``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
 
@@ -105,12 +103,12 @@ def lora_linear(
     tensors beside the output are [P, R]. Differs from it by the rounding of those intermediates.
 
     Args:
-        x: [..., D] in the weight's dtype; ``a_RD`` and ``b_NR`` in the same dtype.
-        weight, bias, transposed: as in :func:`lazy_linear`; the bias is frozen here.
+        x: [..., D] in the weight's dtype; ``a_RD`` and ``b_NR`` in the same dtype, or both None.
+        weight, bias, transposed: as in :func:`lazy_linear`.
         scaling: PEFT's, α / R (or α / √R).
     """
-    with torch._C.DisableTorchFunction():
-        y: Tensor = _LoraLinear.apply(x, a_RD, b_NR, weight, bias, scaling, transposed)  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction():  # each operation within would ask the mode of row_tiles
+        y: Tensor = _LazyLinear.apply(x, a_RD, b_NR, bias, weight, scaling, transposed)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -147,72 +145,52 @@ def _grouped_product(a_SI: Tensor, experts: Experts, ends: list[int], *, by_rows
     return out_SO
 
 
-class _LoraLinear(torch.autograd.Function):
-    """Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: the library keeps a program of half a megabyte
-    for each shape and layout of a product."""
+class _LazyLinear(torch.autograd.Function):
+    """A product with a weight, and with an adapter's A and B where there are any. Every thin matrix lies row by row, [D, R] or
+    [R, D], forward and backward: the library keeps a program of half a megabyte for each shape and layout of a product."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        a_RD: Tensor,
-        b_NR: Tensor,
-        weight: Weight,
+        a_RD: Tensor | None,
+        b_NR: Tensor | None,
         bias: Tensor | None,
+        weight: Weight,
         scaling: float,
         transposed: bool,
     ) -> Tensor:
-        x_PD = x.reshape(-1, x.shape[-1])
-        t_PR = row_tiles.product(x_PD, a_RD.t().contiguous())
-        if any(weight is each for each in _unread.get()):
-            y = x.new_zeros(*x.shape[:-1], b_NR.shape[0])
+        ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
+        if skipped := any(weight is each for each in _unread.get()):
+            y = x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
         else:
             y = _product(x, weight, bias, by_rows=not transposed)
-            row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous(), scaling)
-        ctx.save_for_backward(x, a_RD, b_NR, t_PR)
-        ctx.weight, ctx.scaling, ctx.transposed = weight, scaling, transposed
+        if a_RD is not None and b_NR is not None:
+            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous())
+            if not skipped:
+                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous(), scaling)
+            ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, a_RD, b_NR, t_PR = ctx.saved_tensors
         grad_PN = grad_y.reshape(-1, grad_y.shape[-1])
-        grad_t_PR = row_tiles.product(grad_PN, b_NR).mul_(ctx.scaling)
-        grad_x = grad_a = grad_b = None
+        grad_x = grad_a = grad_b = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed)
-            row_tiles.add_product(grad_x.view(-1, grad_x.shape[-1]), grad_t_PR, a_RD)
-        if ctx.needs_input_grad[1]:
-            grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
-        if ctx.needs_input_grad[2]:
-            grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).mul_(ctx.scaling).t().contiguous()
-        return grad_x, grad_a, grad_b, None, None, None, None
-
-
-class _LazyLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        weight: Weight,
-        transposed: bool,
-    ) -> Tensor:
-        ctx.weight, ctx.transposed = weight, transposed
-        if any(weight is each for each in _unread.get()):
-            return x.new_zeros(*x.shape[:-1], weight.shape[1 if transposed else 0])
-        return _product(x, weight, bias, by_rows=not transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(grad_y, ctx.weight, None, by_rows=ctx.transposed)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
-        return grad_x, grad_bias, None, None
+        if saved := ctx.saved_tensors:
+            x, a_RD, b_NR, t_PR = saved
+            grad_t_PR = row_tiles.product(grad_PN, b_NR).mul_(ctx.scaling)
+            if grad_x is not None:
+                row_tiles.add_product(grad_x.view(-1, grad_x.shape[-1]), grad_t_PR, a_RD)
+            if ctx.needs_input_grad[1]:
+                grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
+            if ctx.needs_input_grad[2]:
+                grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).mul_(ctx.scaling).t().contiguous()
+        if ctx.needs_input_grad[3]:
+            grad_bias = grad_PN.sum(0)
+        return grad_x, grad_a, grad_b, grad_bias, None, None, None
 
 
 def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:

@@ -8,6 +8,7 @@ leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -234,8 +235,6 @@ def locked(folder: StrPath) -> Iterator[None]:
     Raises:
         ValueError: the folder is a file, or another process holds it; the message says which, where and since when.
     """
-    import fcntl
-
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, and a folder is needed: choose another name")

@@ -14,10 +14,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,22 +29,13 @@ _WILLNEED, _DONTNEED, _POPULATE_READ = 3, 4, 22
 """madvise(2): the first two are the same numbers on Linux and macOS, the third is Linux's alone (5.14)."""
 
 
-@lru_cache(maxsize=1)
-def _libc() -> Any:
-    """The C library with ``madvise``, or None where there is no such thing (Windows)."""
-    if os.name == "nt":
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
     """madvise; False where this kernel does not know the advice. Lets go of the GIL."""
-    libc = _libc()
-    if libc is None:
-        return False
-    if libc.madvise(address, nbytes, advice) == 0:
+    if _LIBC.madvise(address, nbytes, advice) == 0:
         return True
     code = ctypes.get_errno()
     if code == errno.EINVAL:
@@ -74,7 +63,7 @@ class MappedFile:
         if length is not None and not writable:
             raise ValueError("a length creates the file, which needs writable=True")
         flags = os.O_RDWR | (os.O_CREAT if length is not None else 0) if writable else os.O_RDONLY
-        self._fd = os.open(self.path, flags | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0), 0o644)
+        self._fd = os.open(self.path, flags, 0o644)
         try:
             if length is not None:
                 with naming(self.path, length):

@@ -176,8 +176,6 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
 
 def _is_safe(path: Path) -> bool:
     """Whether only this user, or root, can have written a file or a folder's entries."""
-    if not hasattr(os, "geteuid"):
-        return True
     found = path.stat()
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

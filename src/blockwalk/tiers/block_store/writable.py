@@ -13,6 +13,7 @@ for pages that are read once a step.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import zlib
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class WritableStore:
                 file = self.path / unit.file
                 if not file.is_file():
                     raise ValueError(f"{self.path} is incomplete: {unit.file} ({unit.name}) is missing")
-                self._fds.append(os.open(file, os.O_RDWR | getattr(os, "O_BINARY", 0)))
+                self._fds.append(os.open(file, os.O_RDWR))
                 self._direct.append(_open_direct(file) if unit.nbytes >= DIRECT_BYTES else -1)
                 self._headers.append(self._newest_undamaged(number, file))
         except BaseException:
@@ -189,11 +190,7 @@ def _transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Hold a store for this process (its index, locked, until the descriptor closes); −1 where there are no locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return -1
+    """Hold a store for this process: its index, locked, until the descriptor closes."""
     fd = os.open(path / INDEX, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
