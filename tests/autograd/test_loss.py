@@ -270,15 +270,15 @@ def test_what_it_refuses() -> None:
         bad_N[3] = wrong
         with pytest.raises(ValueError, match=f"label {wrong} is outside the vocabulary of 10"):
             chunked_cross_entropy(hidden_ND, bad_N, Rows(head_VD), grad_scale=1.0)
-    with pytest.raises(ValueError, match="do not fit a head"):
+    with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND, labels_N[:5], Rows(head_VD), grad_scale=1.0)
-    with pytest.raises(ValueError, match="give both in the compute dtype"):
+    with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND.float(), labels_N, Rows(head_VD), grad_scale=1.0)
-    with pytest.raises(ValueError, match="need a grad_scale"):
+    with pytest.raises(AssertionError, match="only the loss"):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=None, head_grad=torch.zeros(10, 4))
-    with pytest.raises(ValueError, match=r"accumulated in torch\.float64"):
+    with pytest.raises(AssertionError, match=r"accumulated in torch\.float64"):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=torch.zeros(10, 4))
-    with pytest.raises(ValueError, match="soft_cap is 0"):
+    with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, soft_cap=0.0)
 
 

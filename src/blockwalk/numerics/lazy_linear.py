@@ -70,20 +70,13 @@ def lazy_linear(
         Each sum is one product's, as in the undivided layer; its bits are the same wherever the processor's library adds
         up a product in the same order for every number of outputs. AVX512 with oneDNN does for all but one to three
         rows of ``x``; AMX does not.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if isinstance(weight, LowRankSum):
         into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
         return lora_linear(x, weight.base, bias, into.t(), out_of, 1.0, transposed=transposed)
     n_in, n_out = weight.shape if transposed else weight.shape[::-1]
-    if x.shape[-1:] != (n_in,):
-        raise ValueError(f"the weight takes {n_in} input features, the input is {tuple(x.shape)}")
-    if x.dtype != weight.dtype:
-        raise ValueError(f"the input is {x.dtype}, the weight {weight.dtype}: one compute dtype for both")
-    if bias is not None and (bias.shape != (n_out,) or bias.dtype != x.dtype):
-        raise ValueError(f"the bias is {tuple(bias.shape)} of {bias.dtype}, the output [..., {n_out}] of {x.dtype}")
+    assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
+    assert bias is None or (bias.shape, bias.dtype) == ((n_out,), x.dtype), (bias.shape, bias.dtype)
     return lora_linear(x, weight, bias, None, None, 1.0, transposed=transposed)
 
 

@@ -232,11 +232,11 @@ def chunked_cross_entropy(
         scratch: buffers to keep for the next call.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a label outside the vocabulary.
+        ValueError: a label outside the vocabulary.
     """
-    kept_n, labels_n = _kept(hidden_ND, labels_N, head, ignore_index, soft_cap)
-    if grad_scale is None and (head_grad is not None or bias_grad is not None):
-        raise ValueError("head_grad and bias_grad need a grad_scale: without one only the loss is computed")
+    kept_n, labels_n = _kept(hidden_ND, labels_N, head, ignore_index)
+    assert soft_cap is None or soft_cap > 0, soft_cap
+    assert grad_scale is not None or (head_grad is None and bias_grad is None), "without it only the loss is computed"
     device, dtype, tokens = hidden_ND.device, hidden_ND.dtype, len(labels_n)
     grad_ND = None if grad_scale is None else torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -244,9 +244,8 @@ def chunked_cross_entropy(
         return LossResult(loss_sum, 0, grad_ND)
 
     wide = torch.promote_types(dtype, torch.float32)
-    for name, grad in (("head_grad", head_grad), ("bias_grad", bias_grad)):
-        if grad is not None and grad.dtype != wide:
-            raise ValueError(f"{name} is {grad.dtype}: gradients of a {dtype} model are accumulated in {wide}")
+    for grad in (head_grad, bias_grad):
+        assert grad is None or grad.dtype == wide, f"gradients of a {dtype} model are accumulated in {wide}"
     scratch = scratch or ScratchArena()
     layer = _Head(head, bias, scale, soft_cap, wide, scratch)
     vocab_size, hidden_size = head.shape
@@ -288,20 +287,11 @@ def chunked_cross_entropy(
     return LossResult(loss_sum, tokens, grad_ND)
 
 
-def _kept(
-    hidden_ND: Tensor, labels_N: Tensor, head: Weight, ignore_index: int, soft_cap: float | None
-) -> tuple[Tensor, Tensor]:
+def _kept(hidden_ND: Tensor, labels_N: Tensor, head: Weight, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The tokens that count, by label: their indices and labels, both on the CPU."""
     vocab_size, hidden_size = head.shape
-    if labels_N.ndim != 1 or hidden_ND.shape != (len(labels_N), hidden_size):
-        raise ValueError(
-            f"hidden states {tuple(hidden_ND.shape)} and labels {tuple(labels_N.shape)} do not fit a head "
-            f"{tuple(head.shape)}: they are [tokens, hidden] and [tokens]"
-        )
-    if hidden_ND.dtype != head.dtype:
-        raise ValueError(f"hidden states are {hidden_ND.dtype}, the head {head.dtype}: give both in the compute dtype")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap is {soft_cap}: a soft cap is positive; None switches it off")
+    assert hidden_ND.shape == (*labels_N.shape, hidden_size), (hidden_ND.shape, labels_N.shape, head.shape)
+    assert hidden_ND.dtype == head.dtype, (hidden_ND.dtype, head.dtype)
     labels_N = labels_N.to("cpu", torch.int64)
     kept_n = (labels_N != ignore_index).nonzero().squeeze(1)
     labels_n, order_n = labels_N[kept_n].sort(stable=True)

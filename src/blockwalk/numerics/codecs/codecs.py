@@ -79,17 +79,10 @@ def encode_rows(
             ``raw``, ``fp32`` and a source in the codec's own dtype are copied as they are. ``check=False`` leaves the
             look at the values out, which on CUDA is a synchronisation.
     """
-    if buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,):
-        raise ValueError(
-            f"{name} {layout.shape} in {layout.codec} takes {layout.nbytes} bytes (uint8), "
-            f"not {tuple(buffer.shape)} of {buffer.dtype}"
-        )
-    stop = start + rows_RD.shape[0]
-    if rows_RD.dim() != 2 or rows_RD.shape[1] != layout.columns or not 0 <= start <= stop <= layout.rows:
-        raise ValueError(
-            f"{name} is {layout.rows} rows of {layout.columns}: rows {start}:{stop} of shape {tuple(rows_RD.shape)} "
-            "do not fit"
-        )
+    assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (name, buffer.dtype, buffer.shape, layout)
+    stop = start + len(rows_RD)
+    assert rows_RD.shape == (stop - start, layout.columns), (name, rows_RD.shape, layout)
+    assert 0 <= start <= stop <= layout.rows, (name, start, stop, layout)
     assert layout.order is None, f"{name} is only read: its rows stand in another order"
     if layout.groups and matrix_codec(layout.codec).encode is None:
         raise ValueError(f"{layout.codec} is read from files that have it, and not written; choose int4, int4a or int8")

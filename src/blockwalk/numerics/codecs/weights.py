@@ -78,11 +78,8 @@ class EncodedWeight:
         dtype: torch.dtype = torch.bfloat16,
         span: tuple[int, int] | None = None,
     ) -> None:
-        if isinstance(buffer, Tensor) and (buffer.dtype != torch.uint8 or buffer.shape != (layout.nbytes,)):
-            raise ValueError(
-                f"a parameter {layout.shape} in {layout.codec} has {layout.nbytes} bytes (uint8), "
-                f"not {tuple(buffer.shape)} of {buffer.dtype}"
-            )
+        if isinstance(buffer, Tensor):
+            assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (buffer.dtype, buffer.shape, layout)
         self.buffer, self.layout, self.dtype = buffer, layout, dtype
         self._span = span or (0, layout.rows)
         self.shape = layout.shape if span is None else (span[1] - span[0], layout.columns)
@@ -201,8 +198,7 @@ class DenseWeight:
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-        if tensor.dim() != 2:
-            raise ValueError(f"a weight provider is for 2-D parameters, not {tuple(tensor.shape)}")
+        assert tensor.dim() == 2, tensor.shape
         self.tensor, self.dtype = tensor, dtype or tensor.dtype
 
     @property

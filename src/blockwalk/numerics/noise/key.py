@@ -92,30 +92,22 @@ class Write(NamedTuple):
 
 
 def window(tensor: Tensor, other: Tensor, pitch: int | None, rows: Tensor | None) -> Window:
-    """The window of two tensors of one shape; refuses what the kernels could not walk."""
-    if tensor.shape != other.shape or tensor.device != other.device:
+    """The window of two tensors of one shape; asserts that the kernels can walk it."""
+    assert (tensor.shape, tensor.device) == (other.shape, other.device), "source and out must agree"
+    if not {tensor.dtype, other.dtype} <= {*FLOATS}:
         raise ValueError(
-            f"source and out must agree: {tuple(tensor.shape)} on {tensor.device}, {tuple(other.shape)} on {other.device}"
+            f"noise is added to float32, bfloat16 and float16 tensors, not {tensor.dtype} and {other.dtype}"
         )
-    for each in (tensor, other):
-        if each.dtype not in FLOATS:
-            raise ValueError(f"noise is added to float32, bfloat16 and float16 tensors, not {each.dtype}")
+    contiguous = tensor.is_contiguous() and other.is_contiguous()
     if pitch is None:
-        if rows is not None:
-            raise ValueError("rows needs pitch: the length of the parameter's rows")
-        if not (tensor.is_contiguous() and other.is_contiguous()):
-            raise ValueError("without pitch the tensor must be contiguous: pass the length of the parameter's rows")
+        assert rows is None, "rows needs pitch: the length of the parameter's rows"
+        assert contiguous, "without pitch the tensor must be contiguous: pass the length of the parameter's rows"
         return Window(1, tensor.numel(), 0)
-    if tensor.dim() != 2 or (tensor.shape[1] > 1 and (tensor.stride(1) != 1 or other.stride(1) != 1)):
-        raise ValueError(f"pitch needs a 2-D tensor with contiguous rows, not {tuple(tensor.shape)} {tensor.stride()}")
     height, width = tensor.shape
+    assert width <= 1 or tensor.stride(1) == other.stride(1) == 1, "pitch needs a 2-D tensor with contiguous rows"
     if rows is not None:
-        if rows.shape != (height,) or rows.dtype != torch.int64 or rows.device != tensor.device:
-            raise ValueError(
-                f"rows must be {height} int64 indices on {tensor.device}, not {rows.dtype} {tuple(rows.shape)} "
-                f"on {rows.device}"
-            )
-    elif pitch == width and tensor.is_contiguous() and other.is_contiguous():
+        assert (rows.shape, rows.dtype, rows.device) == ((height,), torch.int64, tensor.device), "not int64 indices"
+    elif pitch == width and contiguous:
         return Window(1, height * width, 0)
     return Window(height, width, pitch)
 

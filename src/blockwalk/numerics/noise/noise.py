@@ -67,9 +67,8 @@ def perturbed(
     ``source`` (None: zeros) and ``out`` are float32, bfloat16 or float16, of one shape, and may be one tensor; ``rows`` names
     the noise's rows, the source has them gathered. Without a key, and with kind None, it only rounds.
     """
-    if kind not in KINDS:
-        raise ValueError(f"noise {kind!r} is not counter-based; choose gaussian or rademacher")
-    _check_start(start)
+    assert kind in KINDS, f"noise {kind!r} is not counter-based; choose gaussian or rademacher"
+    assert start >= 0, f"start is {start}; elements are counted from 0"
     place = window(out if source is None else source, out, pitch, rows)
     if place.rows * place.width == 0:
         return out
@@ -81,18 +80,13 @@ def perturbed(
 
 def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     """Draws start … of ``key``, uniform in 0 … 65535, into ``out`` (uint16 or int32, 1-D); returns it."""
-    if out.dtype not in (torch.uint16, torch.int32) or out.dim() != 1 or not out.is_contiguous():
-        raise ValueError(f"random_uint16 needs a contiguous uint16 or int32 vector, not {out.dtype} {out.shape}")
-    _check_start(start)
+    assert out.dtype in (torch.uint16, torch.int32), out.dtype
+    assert out.stride() == (1,), "draws are a contiguous vector, uint16 or int32"
+    assert start >= 0, start
     if is_cpu(out.device):
         return cpu.random_uint16(key, start, out)
     torch.ops.blockwalk.draws_(out, sent(key), start)
     return out
-
-
-def _check_start(start: int) -> None:
-    if start < 0:
-        raise ValueError(f"start is {start}; elements are counted from 0")
 
 
 def _noise(
