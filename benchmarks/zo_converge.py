@@ -95,9 +95,12 @@ def bfloat16(rounding: str) -> Case:
     return Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "rounding": rounding}, **places})
 
 
-def scales(codec: str, epsilon: float, rates: tuple[float, ...]) -> Case:
+def scales(codec: str, epsilon: float, rates: tuple[float, ...], clip: float = 0.0) -> Case:
     """Two-point on the scales of weights in 4 or 8 bits."""
-    return Case("mezo", 2, rates, {"zo": {"epsilon": epsilon, "target": "scales"}, "trainable": f"device × {codec}"})
+    clipped = {"optimizer": {"max_grad_norm": clip}}
+    return Case(
+        "mezo", 2, rates, {"zo": {"epsilon": epsilon, "target": "scales"}, "trainable": f"device × {codec}", **clipped}
+    )
 
 
 CASES |= {
@@ -106,6 +109,7 @@ CASES |= {
     "low rank": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "lowrank", "noise_rank": 4}}),
     "scales, int8": scales("int8", 1e-5, (1e-8, 3e-8)),
     "scales, int4": scales("int4", 1e-4, (1e-6, 1e-5)),
+    "int4, clipped": scales("int4", 1e-4, (1e-5,), clip=50.0),
     "bf16": bfloat16("nearest"),
     "bf16 stoch.": bfloat16("stochastic"),
 }

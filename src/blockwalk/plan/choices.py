@@ -80,7 +80,8 @@ class OptimizerSettings:
     min_ratio: float = 0.0
     """The learning rate at the schedule's end, as a share of the highest."""
     max_grad_norm: float = 0.0
-    """The global norm that the gradient is clipped to; 0 switches clipping off."""
+    """The global norm that the gradient is clipped to, with zeroth order the magnitude of each projected gradient; 0 switches
+    clipping off."""
 
 
 @dataclass(frozen=True, slots=True)

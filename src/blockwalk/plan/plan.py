@@ -246,7 +246,6 @@ def _fixed(plan: Plan) -> Iterator[str]:
     for where, key, value, because in (
         (plan.sharded, "compile", False, "blocks whose parameters are gathered from other ranks run uncompiled"),
         (zeroth_order, "cache.tier", "none", "zeroth order has no backward walk to keep parameters for"),
-        (zeroth_order, "optimizer.max_grad_norm", 0, "it clips a gradient, and zeroth order has only a scalar"),
         (zeroth_order, "optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
         (zeroth_order, "neftune_noise_alpha", 0, "a step's losses must differ by its perturbation alone"),
         (plan.sharded, "optimizer.lora_b_ratio", 1, "ranks update slices of a block, in which A and B are one"),
@@ -258,6 +257,7 @@ def _fixed(plan: Plan) -> Iterator[str]:
         (original, "zo.queries", 1, f"{own} two-point estimate"),
         (original, "trainable", Placement(), "zo.noise: mezo perturbs the weights where they lie"),
         (original, "optimizer.name", "sgd", f"{own} update"),
+        (original, "optimizer.max_grad_norm", 0, f"{own} update"),
         (original, "zo.rounding", "nearest", f"{own} arithmetic"),
         (original, "mesh.perturb", 1, "zo.noise: mezo perturbs the weights one forward after the other"),
         *((name not in NOISES[plan.zo.noise].settings, f"zo.{name}", value, f"zo.noise: {plan.zo.noise} has no use for it")

@@ -327,8 +327,10 @@ class ZerothOrder:
         )
 
     def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Projected gradients and curvatures of each query."""
-        return self.rule.kind.scalars(self.plan.zo, losses)
+        """Projected gradients, clipped, and curvatures of each query."""
+        grads, curvatures = self.rule.kind.scalars(self.plan.zo, losses)
+        most = self.plan.optimizer.max_grad_norm or math.inf
+        return tuple(max(-most, min(g, most)) for g in grads), curvatures
 
     @property
     def steps(self) -> int:
