@@ -158,7 +158,7 @@ class LedgerCopy(Ledger):
 
     def __init__(self, path: Path, header: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
         self.path, self.header, self._fd = path, header, -1
-        self.entries = [_entry(value, number, path) for number, value in enumerate(entries, 1)]
+        self.entries = [entry_of(value, number, path) for number, value in enumerate(entries, 1)]
 
     def rename(self, path: Path) -> None:
         self.path = path
@@ -241,7 +241,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
     seal = header.get("exported")
     if seal and seal != {"steps": len(rest)}:
         raise Damaged(f"{path} is damaged: it has {len(rest)} steps of the {seal.get('steps')} it was written with")
-    entries = [_entry(value, number, path) for number, value in enumerate(rest, 1)]
+    entries = [entry_of(value, number, path) for number, value in enumerate(rest, 1)]
     return header, entries, digests, sum(len(line) + 1 for line in lines)
 
 
@@ -273,7 +273,8 @@ def _require_version(path: Path, line: bytes) -> None:
         )
 
 
-def _entry(value: Any, number: int, path: Path) -> Entry:
+def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -> Entry:
+    """The entry of step ``number`` that was read from a ledger's line. Raises ValueError where it is none."""
     lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
     try:
         fields: dict[str, Any] = {key: tuple(map(float, each)) if key in lists else each for key, each in value.items()}

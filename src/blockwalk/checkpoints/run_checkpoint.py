@@ -30,6 +30,8 @@ from blockwalk.system.versions import installed
 FORMAT = 2
 SCRATCH = "scratch"
 """The walker's working folder below the run's: packed weights, and those of a zeroth-order run on disk."""
+JOINED = "joined-"
+"""The beginning of the names of working folders, below :data:`SCRATCH`, of ranks that join an elastic run."""
 REPLACED = "replaced"
 """The folder in which a run that another one replaces stays until that one's first checkpoint is whole."""
 LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "forecast.json", "trace.json")
@@ -258,6 +260,8 @@ def sweep(output_dir: Path) -> None:
         last = latest(output_dir)
         if ledger.exists() or last is None or _mark(_scalars(last)) is None:
             kept = f"weights-{ledger_module.read_ledger(ledger)[0]['run'] if ledger.exists() else ''}"
+    for joined in scratch.glob(f"{JOINED}*"):  # of ranks that were killed
+        shutil.rmtree(joined, ignore_errors=True)
     for folder in (*scratch.glob("rank-*"), scratch, *output_dir.glob("logs/rank-*/"), output_dir):
         if not folder.is_dir():
             continue

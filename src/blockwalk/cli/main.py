@@ -128,6 +128,7 @@ COMMANDS = (
             _value("--nnodes", "N", "print the command for each of N nodes instead", type=int, default=1),
             _value("--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"),
             _switch("--dry-run", "read and check everything, say what will happen, and stop"),
+            _switch("--join", "lend forwards to the zeroth-order run at the address that elastic names, until it ends"),
         ),
         takes_settings=True,
         needs=("model", "data.train"),

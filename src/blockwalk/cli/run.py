@@ -32,6 +32,11 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     from blockwalk.train.ready import dry_run
 
     here = place.place()
+    if arguments.join:
+        from blockwalk.train.elastic import lend
+
+        print(f"the run at {run.elastic} has ended; this rank walked {lend(run)} times for it")
+        return 0
     if arguments.dry_run:
         print(*dry_run(run), sep="\n")
         return 0

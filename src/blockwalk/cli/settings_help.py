@@ -40,7 +40,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("optimizer", "optimizer.* update.* neftune_noise_alpha", _TRAIN),
     ("where the rest lives", "estimator gradient optimizer_state activation recompute budget cache.*", _TRAIN),
     ("zeroth order", "zo.*", _TRAIN),
-    ("ranks", "mesh.* start_timeout interface", _TRAIN),
+    ("ranks", "mesh.* start_timeout interface elastic", _TRAIN),
     (
         "run",
         "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints skip_nonfinite log_every"

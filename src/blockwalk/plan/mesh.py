@@ -29,6 +29,9 @@ PERTURB, DATA = "perturb", "data"
 Coordinates = tuple[tuple[str, int], ...]
 """A rank's place on each axis, by the axis's name; 0 on those that are left out."""
 
+Piece = tuple[int, int]
+"""A part of a zeroth-order step: the numbers of a forward pass and of a micro-batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:

@@ -9,6 +9,7 @@ from typing import Any
 
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
+from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.plan import Plan
 
@@ -116,6 +117,9 @@ class RunConfig:
     interface: str = ""
     """The network interface, such as ib0, that ranks of several machines talk over; empty: the one that torch chooses. Ranks
     that are started here talk over the loopback interface."""
+    elastic: str = ""
+    """Zeroth order: the address (``host:port``, on one machine such as 127.0.0.1:29600) at which this run takes in ranks that
+    come and go: ``blockwalk train run.yaml --join``, as often and whenever you like; empty: none."""
     report_to: tuple[str, ...] = ()
     """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names)."""
     push_to_hub: str = ""
@@ -165,6 +169,8 @@ class RunConfig:
                 f"batch_size is {self.batch_size} sequences a step, which gradient_accumulation_steps="
                 f"{self.plan.gradient_accumulation_steps} does not divide; change one of them"
             )
+        if self.elastic:
+            self._require_elastic()
         mesh, steps = self.plan.mesh, self.plan.gradient_accumulation_steps
         if self.plan.zeroth_order and self.batch_size % (steps * mesh.data):
             raise ValueError(
@@ -172,6 +178,25 @@ class RunConfig:
                 f" gradient_accumulation_steps={steps} micro-batches do not divide; change batch_size, or share the forwards"
                 f" instead (mesh.perturb: up to {self.plan.forward_passes})"
             )
+
+    def _require_elastic(self) -> None:
+        host, _, port = self.elastic.rpartition(":")
+        plan = self.plan
+        for wrong, why in (
+            (not (host and port.isdigit()), "it must be an address of this machine, such as 127.0.0.1:29600"),
+            (
+                not plan.zeroth_order,
+                f"method {plan.method!r} differentiates; use mezo, zo2 or distzo2, or leave it out",
+            ),
+            (
+                plan.mesh.world > 1,
+                f"mesh.world is {plan.mesh.world}, and ranks that come and go are one process each, with whole weights; start"
+                " one, and others with --join",
+            ),
+            (NOISES[plan.zo.noise].own_seeds, f"zo.noise: {plan.zo.noise} draws its own seeds; use gaussian"),
+        ):
+            if wrong:
+                raise ValueError(f"elastic is {self.elastic!r}: {why}")
 
     @property
     def micro_batch_rows(self) -> int:

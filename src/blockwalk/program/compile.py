@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from blockwalk.plan.mesh import Coordinates, work_axes
+from blockwalk.plan.mesh import Coordinates, Piece, work_axes
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
@@ -44,6 +44,7 @@ def compile(
     device: str = "cpu",
     page_cache: int = 0,
     coordinates: Coordinates = (),
+    pieces: tuple[Piece, ...] = (),
 ) -> Program:
     """The program of one kind of step.
 
@@ -59,6 +60,7 @@ def compile(
         page_cache: bytes that ``recompute: auto`` may keep in file maps instead of recomputing them (``activation: disk``).
         coordinates: the rank's places on the axes of the mesh (:func:`blockwalk.plan.mesh.coordinates_of`). Those at the
             first place of ``perturb`` run the most forwards; over the axes of state every rank's program is the same.
+        pieces: the parts of a zeroth-order step that are computed, where ranks come and go; those of the place unless given.
 
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program.program` does not hold.
@@ -69,7 +71,7 @@ def compile(
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
         """The program in which at most so many of the last blocks keep their graphs."""
         ways = Ways(places, pending, step_kind is not StepKind.FLUSH, keeps)
-        b = Builder(places, ways, Residency(dirty=pending.dirty), shape, costs, page_cache, coordinates)
+        b = Builder(places, ways, Residency(dirty=pending.dirty), shape, costs, page_cache, coordinates, pieces)
         emit(b, step_kind, pending, graphs, batches)
         program = check(b.program(step_kind))
         if step_kind.trains and adapts(plan) and not keeps and (keeps := kept_slices(plan, model, program)):
@@ -90,7 +92,7 @@ def emit(b: Builder, step_kind: StepKind, pending: Pending, graphs: int, batches
     plan = b.places.plan
     in_place = plan.zeroth_order and plan.zo.noise == "mezo"
     if step_kind is StepKind.EVALUATE:
-        b.walk(forwards(b, range(batches), [0]))
+        b.walk(forwards(b, [(0, m) for m in range(batches)]))
     elif step_kind is StepKind.FLUSH:
         (replay if in_place else flush)(b, pending)
     elif plan.zeroth_order:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from blockwalk.plan.mesh import Coordinates, make_axes, names_of, work_axes
+from blockwalk.plan.mesh import Coordinates, Piece, make_axes, names_of, work_axes
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.arrive import Residency, Ways, arrive
 from blockwalk.program.costs import Costs, UnitCost
@@ -39,6 +39,8 @@ class Builder:
     """Bytes of file maps that activations may take (``recompute: auto``)."""
     coordinates: Coordinates = ()
     """The rank's places on the axes of the mesh."""
+    pieces: tuple[Piece, ...] = ()
+    """The parts of a zeroth-order step that are computed; none given: those of the rank's place."""
     draft: Draft = field(default_factory=Draft)
 
     def op(self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object) -> int:

@@ -10,14 +10,14 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.program.costs import Pending
 from blockwalk.program.lower import Builder
 from blockwalk.program.program import Lane, OpKind
-from blockwalk.program.zeroth_order import exchange, forwards, own_micro_batches
+from blockwalk.program.zeroth_order import exchange, forwards, own_pieces
 
 
 def mezo_original(b: Builder, _: Pending) -> None:
     """The walk of one step: to θ + ε·z and a forward, to θ − ε·z and a forward, back to θ, and the update."""
     for p in range(2):
         _in_place(b, OpKind.PERTURB, forward_pass=p)
-        b.walk(forwards(b, own_micro_batches(b), [p]))
+        b.walk(forwards(b, own_pieces(b, [p])))
     _in_place(b, OpKind.PERTURB, forward_pass=2)
     exchange(b)
     _in_place(b, OpKind.UPDATE_ALL)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
-from blockwalk.plan.mesh import forwards_at, micro_batches_at
+from blockwalk.plan.mesh import Piece, forwards_at, micro_batches_at
 from blockwalk.plan.placement import StateKind
 from blockwalk.program.costs import Pending
 from blockwalk.program.lower import Builder, Turn
@@ -17,7 +18,7 @@ def zeroth_order(b: Builder, pending: Pending) -> None:
     plan = b.places.plan
     deferred = plan.update.deferred
     passes = forwards_at(plan.mesh, dict(b.coordinates), plan.forward_passes)
-    b.walk(forwards(b, own_micro_batches(b), passes, pending if deferred else Pending()))
+    b.walk(forwards(b, b.pieces or own_pieces(b, passes), pending if deferred else Pending()))
     done = exchange(b)
     if not deferred:
         b.update_all([done])
@@ -28,16 +29,15 @@ def exchange(b: Builder) -> int:
     return b.op(OpKind.EXCHANGE, b.places.last, Lane.COMPUTE, [len(b.draft.ops) - 1], axes=b.everyone)
 
 
-def own_micro_batches(b: Builder) -> range:
-    """The parts of the global batch that the rank takes, as micro-batches."""
+def own_pieces(b: Builder, passes: Sequence[int]) -> list[Piece]:
+    """These forwards on each part of the global batch that the rank takes, as micro-batches."""
     plan = b.places.plan
-    return micro_batches_at(plan.mesh, dict(b.coordinates), plan.gradient_accumulation_steps * plan.mesh.data)
+    cuts = micro_batches_at(plan.mesh, dict(b.coordinates), plan.gradient_accumulation_steps * plan.mesh.data)
+    return list(product(passes, cuts))  # one perturbed copy of a unit serves all micro-batches of a pass
 
 
-def forwards(
-    b: Builder, micro_batches: Sequence[int], passes: Sequence[int], pending: Pending = Pending()
-) -> list[Turn]:
-    """The turns of a walk in which every unit computes these forwards, after the updates that wait for it."""
+def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) -> list[Turn]:
+    """The turns of a walk in which every unit computes these pieces, after the updates that wait for it."""
 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
         cost, used = b.cost(unit), _apply_pending(b, unit, pending, after)
@@ -45,9 +45,7 @@ def forwards(
         details = {"flops": cost.forward_flops, "transient": cost.forward_transient}
         deps = [*after, *used[:1]]
         return used + [
-            b.op(kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, **details)
-            for p in passes  # one perturbed copy of the unit serves all micro-batches of a pass
-            for m in micro_batches
+            b.op(kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, **details) for p, m in pieces
         ]
 
     return [Turn(unit, partial(work, unit)) for unit in range(b.places.last + 1)]

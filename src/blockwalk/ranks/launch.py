@@ -248,7 +248,22 @@ def _store(here: Place, timeout: float) -> Any:
     _master()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    deadline = time.monotonic() + timeout
+    variables = "MASTER_ADDR and MASTER_PORT"
+    store = key_store(address, port, timeout, serves, f"rank {here.rank}", "rank 0", variables)
+    return dist.PrefixStore(attempt, store)  # torchrun's outlives its restarts, and gloo would find ranks that are gone
+
+
+def key_store(address: str, port: int, timeout: float, serves: bool, who: str, host: str, setting: str) -> Any:
+    """A store of keys at an address: served there by this process, ``who``, or reached within ``timeout`` seconds where
+    ``host`` serves it; ``setting`` is what says the address.
+
+    Raises:
+        LostRank: there is none.
+    """
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    who, deadline = f"{who} on {platform.node()}", time.monotonic() + timeout
     while not serves:  # torch's own client would print a page for each attempt
         try:
             socket.create_connection((address, port), max(1.0, deadline - time.monotonic())).close()
@@ -256,23 +271,18 @@ def _store(here: Place, timeout: float) -> Any:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostRank(
-                    f"rank {here.rank} on {platform.node()} could not reach rank 0 at {address}:{port} for {timeout:g} s"
-                    f" ({error}): start every rank with rank 0's MASTER_ADDR and MASTER_PORT, or give it longer"
-                    " (start_timeout)"
+                    f"{who} could not reach {host} at {address}:{port} for {timeout:g} s ({error}): start every rank with"
+                    f" {host}'s {setting}, or give it longer (start_timeout)"
                 ) from None
             time.sleep(0.2)
     try:
         # torch's own listens on every address
         listens = {"master_listen_fd": _listening(address, port)} if serves else {}
-        store = dist.TCPStore(
-            address, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False, **listens
-        )
+        return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False, **listens)
     except (OSError, RuntimeError) as error:
         raise LostRank(
-            f"rank {here.rank} on {platform.node()}: {address}:{port} is no store of ranks ({str(error).splitlines()[0]});"
-            " change MASTER_ADDR and MASTER_PORT"
+            f"{who}: {address}:{port} is no store of ranks ({str(error).splitlines()[0]}); change {setting}"
         ) from None
-    return dist.PrefixStore(attempt, store)  # torchrun's outlives its restarts, and gloo would find ranks that are gone
 
 
 def _listening(address: str, port: int) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import Coordinates, coordinates_of, forwards_at, micro_batches_at
+from blockwalk.plan.mesh import Coordinates, Piece, coordinates_of, forwards_at, micro_batches_at
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import first_json
@@ -65,6 +65,10 @@ class SharedForwards:
         """The parts of the global batch that a rank takes, where it was cut into ``cuts``."""
         return micro_batches_at(self.mesh, dict(self.coordinates(rank)), cuts)
 
+    def share(self, _step: int, _passes: int, _cuts: int) -> tuple[Piece, ...]:
+        """The pieces of a step that this process walks for, where they are told anew in each; none: those of its place."""
+        return ()
+
     # ---- slices -------------------------------------------------------------------------------------------------------
 
     @property
@@ -82,11 +86,7 @@ class SharedForwards:
     def read(self, batch: Mapping[str, Tensor]) -> None:
         """Take note of the global batch of the step to come: zeroth order compares it with the step's losses."""
         if self.world > 1:
-            digest = hashlib.blake2b(digest_size=6)
-            for name, tensor in sorted(batch.items()):
-                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            self._read = float(int.from_bytes(digest.digest(), "little"))  # 48 bits: exact
+            self._read = digest_of(batch)
 
     def begin(self, step: int) -> None:
         """First order: compare the batch that was read before any of it is used, and hear of a signal; all ranks together.
@@ -214,6 +214,15 @@ class SharedForwards:
         if self._scalars is not None:
             self._scalars.close()
             self._scalars = None
+
+
+def digest_of(batch: Mapping[str, Tensor]) -> float:
+    """A digest of a batch: 48 bits, which a float64 holds."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name, tensor in sorted(batch.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return float(int.from_bytes(digest.digest(), "little"))
 
 
 def first(ask: Callable[[], Any]) -> Any:

@@ -30,7 +30,7 @@ import torch
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
-from blockwalk.data.batching import Batch, LabelWordBatch, label_word_batch, loss_tokens, tokens_read
+from blockwalk.data.batching import Batch, loss_tokens, tokens_read
 from blockwalk.data.encode import first_example
 from blockwalk.engine.open_model import refuse_rounded, require_weights
 from blockwalk.numerics.device import is_cpu
@@ -38,6 +38,7 @@ from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
 from blockwalk.ranks.agreement import facts_of, require_agreement
+from blockwalk.ranks.elastic import Elastic, elastic
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import zeroth_order_advice
@@ -51,6 +52,8 @@ from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_b
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
+from blockwalk.train.elastic import compare
+from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.progress import Progress
@@ -124,6 +127,7 @@ def train(
         first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
+        shared = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False) if run.elastic else None
         ready = prepare(run)
         plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
         facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
@@ -131,6 +135,7 @@ def train(
         check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
         loop = _Loop(run, ready, memory, stop, weights, callbacks)
+        loop.elastic = shared
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
@@ -146,15 +151,20 @@ def train(
         loop.ready = ready = ready.put_away(scratch)
         give_back()
         opened_at = process_bytes()
-        with Walker(run.model, plan, lora=run.lora, workdir=scratch, ledger=ledger) as walker:
+        with Walker(run.model, plan, lora=run.lora, workdir=scratch, ledger=ledger, ranks=shared) as walker:
             step_forecast = StepForecast.of(walker, foreseen.program.shape, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast, start)
             if walker.ranks.rank == 0:
                 atomic_files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 step_forecast.write(output_dir, trace)
+            if shared is not None and walker.ledger is not None:
+                told = {"facts": facts_to_join(run, ready), "ledger": walker.ledger.header}
+                shared.open(told, walker.ledger.entries)
             known = {"done": walker.steps_done, "foreseen": step_forecast.process_bytes}
             with Progress(ready.total, log_every=run.log_every, **known) as progress:
+                if shared is not None:
+                    shared.say = progress.say
                 for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
@@ -224,6 +234,8 @@ class _Loop:
     metrics: MetricsLog
     evaluations: MetricsLog
     skipped: MetricsLog
+    elastic: Elastic | None = None
+    """The run's host among ranks that come and go."""
     skips: list[int]
     """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
 
@@ -294,8 +306,8 @@ class _Loop:
             # Steps that the ledger has and the checkpoint not yet; a kill may have come before their lines.
             for entry in walker.ledger.entries[self.saved.step :]:
                 for _ in range(self.skips.count(entry.step)):
-                    self._next_batch()
-                _, tokens = self._next_batch()
+                    self.ready.next_batch(self.config.data.label_scores)
+                _, tokens = self.ready.next_batch(self.config.data.label_scores)
                 if entry.step > self.metrics.last_step:
                     self.metrics.write(_line(entry, tokens))
 
@@ -341,6 +353,8 @@ class _Loop:
             if self._due(self.config.save_every):
                 self._save()
                 saved_at = done
+        if self.elastic is not None:
+            self.elastic.end()
         if saved_at != done:
             self._save()
         self.walker.wait_saved()
@@ -376,18 +390,11 @@ class _Loop:
     def _due(self, every: int) -> bool:
         return every > 0 and self.walker.steps_done % every == 0
 
-    def _next_batch(self) -> tuple[Batch | LabelWordBatch, Batch]:
-        """The batch that the walker takes next, and the number of its tokens."""
-        if (choices := self.ready.choices) is None:
-            batch = next(self.ready.batches)
-            return batch, batch
-        rows, multiple = self.ready.batches.next_rows(), self.ready.batches.padding_multiple
-        words = label_word_batch(choices, rows, multiple, scores=self.config.data.label_scores)
-        return words, words.batch
-
     def _step(self) -> bool:
         """Whether the next batch made a step; it was left out where it did not."""
-        batch, tokens = self._next_batch()
+        if self.elastic is not None:
+            self.elastic.position = (self.ready.batches.epoch, self.ready.batches.position)
+        batch, tokens = self.ready.next_batch(self.config.data.label_scores)
         self.step_forecast.before_step(self.walker, self.walker.steps_done + 1, self.total)
         try:
             result = self.walker.step(batch)
@@ -398,6 +405,8 @@ class _Loop:
             self._skip(error)
             return False
         self.step_forecast.after_step(self.walker, result.seconds)
+        if self.elastic is not None:
+            compare(self.walker, self.elastic)
         peak = self.memory.take()
         line = _line(result, tokens)
         line["tokens_per_second"] = line["tokens"] / result.seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from blockwalk.cutting.verify import require_borders
-from blockwalk.data.batching import Batches
+from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
 from blockwalk.data.corpus import training_set
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer
 from blockwalk.engine.open_model import refuse_rounded, require_weights
@@ -44,6 +44,21 @@ class Ready:
     held_bytes: int
     """Bytes that the process holds before the model is opened."""
     foreseen: Forecast
+
+    def next_batch(self, label_scores: str) -> tuple[Batch | LabelWordBatch, Batch]:
+        """The batch that the walker takes next, and the number of its tokens."""
+        if self.choices is None:
+            batch = next(self.batches)
+            return batch, batch
+        rows, multiple = self.batches.next_rows(), self.batches.padding_multiple
+        words = label_word_batch(self.choices, rows, multiple, scores=label_scores)
+        return words, words.batch
+
+    def batch_at(self, epoch: int, position: int, label_scores: str) -> Batch | LabelWordBatch:
+        """The batch at a place in the data: an epoch, and the examples of it that were given out before."""
+        if (epoch, position) != (self.batches.epoch, self.batches.position):
+            self.batches.load_state_dict({**self.batches.state_dict(), "epoch": epoch, "position": position})
+        return self.next_batch(label_scores)[0]
 
     def put_away(self, folder: Path) -> Ready:
         """The run without its tokenizer, which steps do not ask, and with the training data in maps of nameless files in

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockwalk.checkpoints.ledger import Ledger, LedgerCopy
+from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_lora
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine.engine import MOVES, Engine
@@ -28,6 +28,7 @@ from blockwalk.estimators.zeroth_order.ledger_header import header, run_of
 from blockwalk.estimators.zeroth_order.mezo_original import MezoOriginal
 from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.numerics.device import chosen, is_cpu, sent
+from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.schedules import make_schedule
 from blockwalk.program.compile import compile, compile_ranks
@@ -35,8 +36,9 @@ from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
 from blockwalk.program.residency import maps_graphs
 from blockwalk.ranks.agreement import facts_of, gather_json, model_digest, require_agreement, versions
+from blockwalk.ranks.elastic import Unfinished
 from blockwalk.ranks.groups import started
-from blockwalk.ranks.shared_forwards import first, make_ranks
+from blockwalk.ranks.shared_forwards import SharedForwards, first, make_ranks
 from blockwalk.ranks.watch import Watch, begin_watch
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import page_cache
@@ -102,6 +104,7 @@ class Walker:
             run goes on after its last step, from the weights that ``workdir`` holds or from the model itself.
         objective: a function of (logits [B, S, V], batch) whose answer is minimised instead of the loss. Zeroth order takes
             any number; backpropagation a tensor that autograd can differentiate, a mean over the batch's counted tokens.
+        ranks: zeroth order: those that share its steps, where they come and go (:mod:`blockwalk.ranks.elastic`).
 
     Raises:
         ValueError: the model cannot be walked, or does not fit the plan, or the ledger is another run's.
@@ -121,6 +124,7 @@ class Walker:
         training: bool = True,
         ledger: StrPath | None = None,
         objective: Callable[[Tensor, Batch], Any] | None = None,
+        ranks: SharedForwards | None = None,
     ) -> None:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
@@ -135,7 +139,7 @@ class Walker:
         started(plan.mesh)
         self._begins_watch = plan.mesh.world > 1 and Watch.current is None
         self._watch = begin_watch(plan.mesh) if self._begins_watch else Watch.current
-        self.ranks = make_ranks(plan, self.device)
+        self.ranks = ranks or make_ranks(plan, self.device)
         packs = folder
         if self.ranks.world > 1:
             node = self.ranks.rank // plan.mesh.ranks_per_node * plan.mesh.ranks_per_node
@@ -228,6 +232,13 @@ class Walker:
             projected_grad=state.projected_grad,
         )
 
+    def follow(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Zeroth order: take over steps that another process made, lines of a ledger; the weights follow with the next walk."""
+        assert isinstance(self.estimator, ZerothOrder)
+        for line in lines:
+            self.estimator.record(entry_of(line, self.steps_done + 1))
+            self.steps_done += 1
+
     def flush(self) -> None:
         """Zeroth order: apply every update that waits, and write the weights back to their tier. Before the weights are
         looked at (evaluation, generation, saving) this happens by itself."""
@@ -313,15 +324,23 @@ class Walker:
             self._costs[shape] = units(self.plan, shape)
         return self._costs[shape]
 
-    def program(self, step_kind: StepKind, shape: Shape, *, foresee: bool = False, batches: int = 1) -> Program:
+    def program(
+        self,
+        step_kind: StepKind,
+        shape: Shape,
+        *,
+        foresee: bool = False,
+        batches: int = 1,
+        pieces: tuple[Piece, ...] = (),
+    ) -> Program:
         """The program of one kind of step at the shape of one micro-batch (of which an evaluation has ``batches``), as the
-        walker now stands; cached.
+        walker now stands; cached. ``pieces`` as :func:`blockwalk.program.compile.compile` takes them.
 
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
         (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
         """
         place, inputs = self.ranks.coordinates(self.ranks.rank), self._inputs(step_kind, shape, foresee, batches)
-        return compile(self.plan, self.spec, step_kind, shape, coordinates=place, **inputs)
+        return compile(self.plan, self.spec, step_kind, shape, coordinates=place, pieces=pieces, **inputs)
 
     def programs(self, step_kind: StepKind, shape: Shape) -> tuple[Program, ...]:
         """The distinct programs of the ranks' next step, the first rank's first, with the blocks' transients and FLOPs."""
@@ -354,11 +373,15 @@ class Walker:
             asked = replace(asked, tokens=loss_tokens(whole))
         else:
             parts = micro_batches(batch, count * self.plan.mesh.data)
-        program = self.program(step_kind, Shape(*parts[0]["input_ids"].shape), batches=batches)
+        shape = Shape(*parts[0]["input_ids"].shape)
+        pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
+        program = self.program(step_kind, shape, batches=batches, pieces=pieces)
         labels = [each["labels"].to("cpu") for each in parts]
         self.estimator.begin([self._sent(each) for each in parts], labels, asked)
         try:
             self._execute(program)
+        except Unfinished:
+            return self._run(step_kind, batch, asked)
         except BaseException:
             self.engine.undo()
             raise

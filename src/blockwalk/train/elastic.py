@@ -1,0 +1,107 @@
+"""The part of a process that joins an elastic run (:mod:`blockwalk.ranks.elastic`): it keeps its weights at the ledger's end,
+and lends the run forwards, until the run ends or this process does."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+
+from blockwalk.checkpoints.ledger import differences
+from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
+from blockwalk.data.batching import Batch, LabelWordBatch
+from blockwalk.engine.open_model import refuse_rounded, require_weights
+from blockwalk.estimators.zeroth_order.ledger_header import header
+from blockwalk.numerics.device import chosen
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.ranks.agreement import facts_of, versions
+from blockwalk.ranks.elastic import Elastic, Lent, elastic
+from blockwalk.ranks.place import LostRank
+from blockwalk.report.room import check_budget, check_memory
+from blockwalk.system import atomic_files
+from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.train.ready import Ready, prepare
+from blockwalk.walk.walker import Walker
+
+ALIKE = ("batch_size", "gradient_accumulation_steps", "seed", "lora", "zo", "compute_dtype", "loss", "compile")
+"""Settings that the bits of a loss depend on; where a rank keeps its weights is its own choice."""
+
+
+def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
+    """What must be equal on all ranks of an elastic run, beside what its ledger's header says."""
+    settings, plan = run.to_mapping(), ready.plan
+    return {
+        **facts_of({name: settings[name] for name in ALIKE}),
+        "the codecs": f"{plan.frozen.codec}, {plan.trainable.codec}",
+        "data.train": ready.rows.fingerprint(),
+        "the model's weights": weights_digest(run.model),
+        "the processor": f"{chosen().type} {torch.backends.cpu.get_cpu_capability()} × {torch.get_num_threads()} threads",
+        **versions(),
+    }
+
+
+def compare(walker: Walker, ranks: Elastic) -> None:
+    """Compare a rank's weights with the host's, every ``mesh.check_every`` steps. Raises RuntimeError where they differ."""
+    if walker.steps_done and walker.steps_done % walker.plan.mesh.check_every == 0:
+        walker.flush()
+        ranks.compare(walker.steps_done, *walker.engine.buckets.sums())
+
+
+def lend(run: RunConfig) -> int:
+    """Join the run at ``run.elastic``, and lend it forwards until it ends; the answer is the number of walks done for it.
+
+    Raises:
+        ValueError: this process has other settings, data, weights or versions than the run; nothing was computed.
+        LostRank: the run's host does not answer.
+    """
+    if not run.elastic:
+        raise ValueError("elastic is missing; it takes the address of the run to join, such as 127.0.0.1:29600")
+    refuse_rounded(run.model, run.plan, run.lora)
+    require_weights(run.model)
+    ready = prepare(run)
+    check_budget(run, ready.foreseen)
+    check_memory(run, ready.foreseen, ready.held_bytes)
+    ranks = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=True)
+    scratch = Path(run.output_dir) / SCRATCH
+    atomic_files.make_folder(scratch)
+    try:
+        there = ranks.header()
+        _require(there["facts"], facts(run, ready))
+        with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
+            ready = ready.put_away(Path(folder))
+            with Walker(run.model, ready.plan, lora=run.lora, workdir=folder, ranks=ranks) as walker:
+                _require(there["ledger"], header(walker.engine, run.lora, ""))
+                return follow(walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores))
+    except DistError:
+        raise LostRank(
+            f"the run at {run.elastic} does not answer any more: its host has ended, or cannot be reached. Resume the run,"
+            " and join it again"
+        ) from None
+
+
+def _require(there: dict[str, Any], here: dict[str, Any]) -> None:
+    if different := differences(there, here):
+        raise ValueError(f"this rank cannot join, for it would compute other bits: {'; '.join(different)}")
+
+
+def follow(walker: Walker, ranks: Elastic, batch_at: Callable[[Sequence[int]], Batch | LabelWordBatch]) -> int:
+    """Follow a run to its end, and answer the number of walks done for it; ``batch_at`` reads the batch at a place in the
+    data (:attr:`Elastic.position`)."""
+    walks = 0
+    while "ended" not in (turn := ranks.next_turn()):
+        walker.follow(ranks.entries(walker.steps_done))
+        compare(walker, ranks)
+        share = turn["shares"].get(str(ranks.number))
+        if share is None:  # it is new here, or was too late
+            walker.flush()
+            ranks.ask()
+        elif share[0] < share[1]:
+            with suppress(Lent):
+                walker.step(batch_at(turn["position"]))
+            walks += 1
+    return walks
