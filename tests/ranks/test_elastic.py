@@ -56,7 +56,7 @@ def walk(settings: dict[str, Any], kind: str, ranks: Elastic | None = None) -> t
             results.append(walker.step(batch_at(step, words)))
             shared += ranks is not None and len(ranks.turn["shares"]) == 3
         if ranks is not None:
-            ranks.end()
+            ranks.announce(ended=True)
         return [(each.loss, each.projected_grad) for each in results], trained(walker), shared
 
 

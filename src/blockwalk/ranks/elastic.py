@@ -74,14 +74,11 @@ class Elastic(SharedForwards):
         """Let ranks join a run that stands after these entries."""
         self.store.multi_set([f"entry/{e.step}" for e in entries], [json.dumps(asdict(e)) for e in entries])
         self.store.set("asks", "")
-        self._announce(step=len(entries) + 1, shares={})
+        self.announce(step=len(entries) + 1, shares={})
         self.store.set("header", json.dumps(header))
 
-    def end(self) -> None:
-        """Tell the ranks that the run is over."""
-        self._announce(ended=True)
-
-    def _announce(self, **values: Any) -> None:
+    def announce(self, **values: Any) -> None:
+        """Begin a turn; one with ``ended`` is the last."""
         self.turn = {"number": self.turn.get("number", 0) + 1, **values}
         self.store.set("turn", json.dumps(self.turn))
         self.store.set(f"turn/{self.turn['number']}", "")
@@ -97,7 +94,7 @@ class Elastic(SharedForwards):
         speeds = list(itertools.accumulate(1 / pace for pace in self._paces.values()))
         ends = [max(1, round(len(pieces) * speed / speeds[-1])) for speed in speeds]
         shares = dict(zip(self._paces, itertools.pairwise([0, *ends]), strict=True))
-        self._announce(step=step, shares=shares, read=self._read, position=self.position)
+        self.announce(step=step, shares=shares, read=self._read, position=self.position)
         self._awaited = {rank: list(pieces[slice(*share)]) for rank, share in shares.items()}
         self._own = tuple(self._awaited.pop(0))
 

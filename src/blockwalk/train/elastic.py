@@ -17,7 +17,7 @@ from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batching import Batch, LabelWordBatch
 from blockwalk.engine.open_model import refuse_rounded, require_weights
 from blockwalk.estimators.zeroth_order.ledger_header import header
-from blockwalk.numerics.device import chosen
+from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.agreement import facts_of, versions
 from blockwalk.ranks.elastic import Elastic, Lent, elastic
@@ -34,13 +34,16 @@ ALIKE = ("batch_size", "gradient_accumulation_steps", "seed", "lora", "zo", "com
 
 def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
     """What must be equal on all ranks of an elastic run, beside what its ledger's header says."""
-    settings, plan = run.to_mapping(), ready.plan
+    settings, plan, device = run.to_mapping(), ready.plan, chosen()
+    name = torch.backends.cpu.get_cpu_capability()
+    if not is_cpu(device):
+        name = torch.get_device_module(device).get_device_name(device)
     return {
         **facts_of({name: settings[name] for name in ALIKE}),
         "the codecs": f"{plan.frozen.codec}, {plan.trainable.codec}",
         "data.train": ready.rows.fingerprint(),
         "the model's weights": weights_digest(run.model),
-        "the processor": f"{chosen().type} {torch.backends.cpu.get_cpu_capability()} × {torch.get_num_threads()} threads",
+        "the processor": f"{device.type} {name} × {torch.get_num_threads()} threads",
         **versions(),
     }
 

@@ -354,7 +354,7 @@ class _Loop:
                 self._save()
                 saved_at = done
         if self.elastic is not None:
-            self.elastic.end()
+            self.elastic.announce(ended=True)
         if saved_at != done:
             self._save()
         self.walker.wait_saved()

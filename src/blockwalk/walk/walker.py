@@ -380,10 +380,10 @@ class Walker:
         self.estimator.begin([self._sent(each) for each in parts], labels, asked)
         try:
             self._execute(program)
-        except Unfinished:
-            return self._run(step_kind, batch, asked)
-        except BaseException:
+        except BaseException as error:
             self.engine.undo()
+            if isinstance(error, Unfinished):
+                return self._run(step_kind, batch, asked)
             raise
         return program
 
