@@ -15,7 +15,7 @@ from blockwalk import method
 from blockwalk.cli import main
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.ranks.elastic import Elastic, elastic
+from blockwalk.ranks.elastic import Elastic, Lent, elastic
 from blockwalk.ranks.place import LOST
 from blockwalk.train import config
 from blockwalk.train.elastic import facts, follow
@@ -73,7 +73,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"zo": {"kind": "hizoo", "queries": 2}}),
     ("llama", {"zo": {"noise": "lowrank", "queries": 2}, "gradient_accumulation_steps": 2}),
     ("llama", {"trainable": "host × int8", "update": {"rounding": "stochastic"}}),
-    ("llama", {"zo.objective": "f1"}),
+    ("llama", {"zo.objective": "f1", "gradient_accumulation_steps": 2}),
 ]
 
 
@@ -101,26 +101,32 @@ def test_whoever_computes_a_share_the_bits_are_one_processs(
     assert shared >= STEPS - 2, "ranks that came were not asked, or were not waited for"
 
 
-def test_a_rank_that_is_asked_and_never_answers_costs_a_wait_and_nothing_else() -> None:
-    address, said = free_address(), []
-    host = elastic(MeshSettings(), address, 5, joins=False)
-    host.say = said.append  # type: ignore[assignment]
-    silent = elastic(MeshSettings(), address, 5, joins=True)
+def test_a_rank_that_answers_too_late_costs_a_wait_and_nothing_else() -> None:
+    """Also where it asked again: what it says then is of another turn."""
+    address, said = free_address(), list[str]()
+    host, late = (elastic(MeshSettings(), address, 5, joins=joins) for joins in (False, True))
+    host.say = said.append
     plan = method("zo2", optimizer=OPTIMIZER, zo={"queries": 3})
     with Walker(tiny_model("llama"), plan, device="cpu") as alone:
         expected = [alone.step(random_batch(8, seed=step)).projected_grad for step in range(3)]
         weights = trained(alone)
+    found = []
     with Walker(tiny_model("llama"), plan, device="cpu", ranks=host) as walker:
         host.open({}, [])
-        silent.ask()
-        found = []
+        late.next_turn()
         for step in range(3):
+            late.ask()
             found.append(walker.step(random_batch(8, seed=step)).projected_grad)
-            late = {"pace": 1e-9, "losses": [[1e9]] * 3}  # an answer that comes after its turn
-            silent.store.set(f"losses/{host.turn['number']}/{silent.number}", str(late).replace("'", '"'))
+            late.read(random_batch(8, seed=step))
+            late.next_turn()
+            own = late.share(step + 1, 6, 1)
+            with pytest.raises(Lent):
+                late.losses(step + 1, [1e9] * len(own), [1], 6, 1)
         assert_same(trained(walker), weights)
     assert found == expected
-    assert said == ["rank 1 takes part from step 1 on", "step 1: rank 1 is gone, or late: its share is computed here"]
+    for step in (1, 2, 3):
+        assert said.pop(0) == f"rank 1 takes part from step {step} on"
+        assert said.pop(0) == f"step {step}: rank 1 is gone, or late: its share is computed here"
 
 
 @pytest.mark.parametrize(
