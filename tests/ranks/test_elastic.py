@@ -149,6 +149,16 @@ def test_shares_follow_speed(paces: dict[int, float], expected: list[tuple[int, 
     assert list(own) == [(p, m) for p in range(3) for m in range(4)][slice(*expected[0])]
 
 
+def test_the_store_listens_on_its_address_alone() -> None:
+    """Oracle: the kernel's table of sockets."""
+    address = free_address()
+    host = elastic(MeshSettings(), address, 5, joins=False)
+    port = f":{int(address.rpartition(':')[2]):04X}"
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    assert [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"] == [f"0100007F{port}"]
+    del host
+
+
 def test_weights_that_differ_from_the_hosts_end_their_rank() -> None:
     address = free_address()
     host, other = (elastic(MeshSettings(), address, 5, joins=joins) for joins in (False, True))
