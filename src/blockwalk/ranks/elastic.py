@@ -123,7 +123,7 @@ class Elastic(SharedForwards):
     # ---- a rank that joined -------------------------------------------------------------------------------------------
 
     def header(self) -> dict[str, Any]:
-        """What :meth:`open` was given, once it was."""
+        """The facts that :meth:`open` was given, once it was."""
         self._until("header")
         return dict(json.loads(self.store.get("header")))
 
