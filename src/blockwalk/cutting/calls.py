@@ -23,8 +23,8 @@ class BlockCall:
     module: nn.Module
     hidden_at: int | str
     """Position or keyword of the hidden state."""
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    arguments: Mapping[int | str, Any]
+    """The other arguments by position or keyword; None in the hidden state's place."""
     differentiable: tuple[Tensor, ...]
     """Leaves among the arguments that receive a gradient; blocks that share an argument share its leaf."""
     live_cache: bool = False
@@ -33,13 +33,10 @@ class BlockCall:
     def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for one run, in containers of their own."""
         live = self.live_cache
-        args = [rebuild(value, _same, f"argument {i}", share_caches=live) for i, value in enumerate(self.args)]
-        kwargs = {name: rebuild(value, _same, name, share_caches=live) for name, value in self.kwargs.items()}
-        if isinstance(self.hidden_at, int):
-            args[self.hidden_at] = hidden_BSD
-        else:
-            kwargs[self.hidden_at] = hidden_BSD
-        return args, kwargs
+        given = {key: rebuild(value, _same, str(key), share_caches=live) for key, value in self.arguments.items()}
+        given[self.hidden_at] = hidden_BSD
+        args = [value for key, value in given.items() if isinstance(key, int)]
+        return args, {key: value for key, value in given.items() if isinstance(key, str)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -32,10 +33,6 @@ Batch = Mapping[str, Any]
 
 class _Stop(Exception):
     """The exception that ends a skeleton pass where nothing after it is wanted."""
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
 
 
 def _has_dropout(model: nn.Module) -> bool:
@@ -346,27 +343,23 @@ class CutModel:
                         f"layer {name} was called as number {len(records) + 1} where number {index + 1} was due: "
                         "the model does not run its layers once each, in order"
                     )
-                where = self._hidden_at(args, kwargs, first, name)
-                hidden = args[where] if isinstance(where, int) else kwargs[where]
+                given: Any = {**dict(enumerate(args)), **kwargs}
+                where = self._hidden_at(given, first, name)
                 if not first:
-                    first.append(hidden)
-                seen = [
-                    None if i == where else record(value, f"argument {i} of {name}") for i, value in enumerate(args)
-                ]
-                named = {
-                    key: None if key == where else record(value, f"{key} of {name}") for key, value in kwargs.items()
-                }
-                mine = {id(t): t for t in tensors_of([seen, named]) if t.requires_grad}
-                records.append(BlockCall(index + 1, module, where, tuple(seen), named, tuple(mine.values()), live))
+                    first.append(given[where])
+                others = {**given, where: None}
+                seen = {key: record(value, f"argument {key} of {name}") for key, value in others.items()}
+                mine = {id(t): t for t in tensors_of(seen) if t.requires_grad}
+                records.append(BlockCall(index + 1, module, where, seen, tuple(mine.values()), live))
                 if len(records) == len(self._units.layers):
                     raise _Stop
-                return self._answer(module, hidden)
+                return self._answer(module, given[where])
 
             return stub
 
         def note(name: str) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs.setdefault(name, []).append(rebuild(output, _shape_of, name))
+                outputs.setdefault(name, []).append(rebuild(output, partial(torch.empty_like, device="meta"), name))
 
             return hook
 
@@ -393,20 +386,18 @@ class CutModel:
         )
 
     @staticmethod
-    def _hidden_at(args: tuple[Any, ...], kwargs: Mapping[str, Any], first: list[Tensor], name: str) -> int | str:
+    def _hidden_at(given: Mapping[int | str, Any], first: list[Tensor], name: str) -> int | str:
         """The position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the very
         tensor that the first was given."""
         if first:
-            places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-            for place, value in places:
+            for place, value in given.items():
                 if value is first[0]:
                     return place
             raise ValueError(f"the model works on the hidden state before {name}, outside its layers")
-        if args and isinstance(args[0], Tensor):
-            return 0
-        if isinstance(kwargs.get("hidden_states"), Tensor):
-            return "hidden_states"
-        raise ValueError(f"{name} is called with no hidden state: arguments {len(args)}, keywords {sorted(kwargs)}")
+        for place in (0, "hidden_states"):
+            if isinstance(given.get(place), Tensor):
+                return place
+        raise ValueError(f"{name} is called with no hidden state among {list(given)}")
 
     def forward(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> Tensor:
         """Run one block in the current grad mode: its hidden state out, of the shape that went in.
@@ -448,8 +439,7 @@ class CutModel:
 
             return stub
 
-        def zeros(shape: Tensor) -> Tensor:
-            return torch.zeros_like(shape, device=self.device)
+        zeros = partial(torch.zeros_like, device=self.device)
 
         def piece_stub(name: str) -> Callable[..., Any]:
             return lambda *_args, **_kwargs: rebuild(queues[name].pop(0), zeros, name)

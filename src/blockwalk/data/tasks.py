@@ -22,10 +22,6 @@ ANSWER_TOKENS = 50
 """Tokens of a generated answer at most; it ends at the end of its line."""
 
 
-def _plain(record: Record) -> Record:
-    return record
-
-
 def _with(record: Record, **fields: Any) -> Record:
     return replace(record, fields={**record.fields, **fields})
 
@@ -112,7 +108,7 @@ class Task:
     form: Template | Callable[[Record], Question]
     """The prompt with the words of the classes; or a function, where candidates differ from record to record or the answer
     is generated."""
-    prepare: Callable[[Record], Record] = _plain
+    prepare: Callable[[Record], Record] = lambda record: record
     """Changes to the fields of a record before its prompt is made."""
     held_out: str = "validation"
     """The split of the hub's data set that is evaluated on."""
@@ -122,9 +118,9 @@ class Task:
         return self.form.question(self.prepare(record)) if isinstance(self.form, Template) else self.form(record)
 
 
-def _super(subset: str, prompt: str, *words: str, prepare: Callable[[Record], Record] = _plain) -> Task:
+def _super(subset: str, prompt: str, *words: str, **more: Any) -> Task:
     """A task of SuperGLUE whose answer stands in a line of its own."""
-    return Task("aps/super_glue", subset, Template(prompt + "\n{label}", words), prepare)
+    return Task("aps/super_glue", subset, Template(prompt + "\n{label}", words), **more)
 
 
 _TREC = ("Expression", "Entity", "Description", "Human", "Location", "Number")

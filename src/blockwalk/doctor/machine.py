@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -156,7 +157,7 @@ def measure(
         device=kind,
         device_bytes=left or host,
         host_bytes=host,
-        disk_bytes=_free_bytes(Path(folder)),
+        disk_bytes=shutil.disk_usage(folder).free,
         op_seconds=_launch(device) if kind == "cuda" else 0.0,
         host_to_device=up,
         device_to_host=down,
@@ -311,11 +312,6 @@ def _timed(path: str, flags: int, move: Callable[[int], int], chunk: int, *, syn
         return moved / (time.perf_counter() - began)
     finally:
         os.close(file)
-
-
-def _free_bytes(folder: Path) -> int:
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
 
 
 _Timed = tuple[tuple[str, str, int, float], ...]

@@ -223,7 +223,7 @@ class Backprop:
         saved.rewind()
         for leaf in trainables.values():
             leaf.data = saved.write(leaf.data)
-        there = [*call.module.parameters(), *call.module.buffers(), *tensors_of([call.args, call.kwargs])]
+        there = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments)]
         return saved.write(input_BSD), saved.saving(t for t in there if not isinstance(t, LazyParameter))
 
     def _place(self, op: Op) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from blockwalk.numerics import row_tiles
 from blockwalk.numerics.codecs.codecs import has_kernel
-from blockwalk.numerics.codecs.layout import Bytes, Layout
+from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.operators import register
@@ -198,7 +198,8 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
         isinstance(weight, EncodedWeight)
         and weight.shape == weight.layout.shape  # not one of a layer's experts
         and a_PI.shape[0] <= FUSED_ROWS
-        and decoded_inside(weight.layout, weight.buffer)
+        and weight.layout.order is None  # its rows lie in their order
+        and has_kernel(weight.layout, weight.buffer)
     ):
         layout, shape = weight.layout, weight.shape
         arguments = (a_PI, weight.buffer, bias, layout.codec, shape, layout.group_size, by_rows)
@@ -208,11 +209,6 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
         part_IO = weight.rows(start, stop).t() if by_rows else weight.columns(start, stop)
         row_tiles.mm(a_PI, part_IO, out_PO[:, start:stop], None if bias is None else bias[start:stop])
     return out
-
-
-def decoded_inside(layout: Layout, buffer: Bytes) -> bool:
-    """Whether an operator multiplies with a matrix where it lies: on an accelerator, with its rows in their order."""
-    return layout.order is None and has_kernel(layout, buffer)
 
 
 def _multiply(

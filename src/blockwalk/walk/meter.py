@@ -54,7 +54,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
         if func._overloadpacket is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
             # Its fake kernel takes bfloat16 only, where real ones take float32: sizes are those of the real output.
-            narrow = [a.to(torch.bfloat16) if _floating(a) else a for a in args]
+            narrow = [a.to(torch.bfloat16) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
             out = func(*narrow, **kwargs).to(args[0].dtype)
         elif func._overloadpacket in flop_registry and isinstance(kwargs.get("out"), FakeTensor):
             out = kwargs["out"]  # without data there is nothing to do; PyTorch would take its operation apart for it
@@ -125,10 +125,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _touched(tensor: Tensor) -> int:
     """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def _floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -372,10 +372,8 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
             leaves[id(tensor)] = made.requires_grad_(tensor.requires_grad)
         return leaves[id(tensor)]
 
-    args = tuple(rebuild(value, fake, "an argument") for value in call.args)
-    kwargs = {name: rebuild(value, fake, name) for name, value in call.kwargs.items()}
-    differentiable = tuple(fake(leaf) for leaf in call.differentiable)
-    return replace(call, args=args, kwargs=kwargs, differentiable=differentiable)
+    arguments = rebuild(call.arguments, fake, "an argument")
+    return replace(call, arguments=arguments, differentiable=tuple(map(fake, call.differentiable)))
 
 
 def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:

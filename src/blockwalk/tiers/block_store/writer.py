@@ -16,7 +16,7 @@ from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, name_of
 from blockwalk.numerics.codecs.weights import EncodedWeight
-from blockwalk.plan.model_spec import ModelSpec, ParamSpec, encoded_nbytes
+from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import spans
 from blockwalk.system import atomic_files
@@ -43,11 +43,6 @@ COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 index."""
 
 
-def param_codec(param: ParamSpec, codec: Codec) -> Codec:
-    """The codec that one parameter is written in: block codecs are for the quantizable, plain dtypes for all."""
-    return codec if param.quantizable or not codec.encoded else Codec.RAW
-
-
 def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: int) -> tuple[StoredUnit, ...]:
     """The units of a store, with the place of every parameter: those of ``spec`` in order, then one of the other tensors that
     ``source`` has, the persistent buffers.
@@ -59,7 +54,8 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
     missing = [param.name for param in spec.params() if param.name not in available]
     if missing:
         raise ValueError(f"the source of {spec.name} lacks {len(missing)} parameters: {', '.join(missing[:8])}")
-    units = [(unit.name, unit.kind, [(p.name, param_codec(p, codec)) for p in unit.params]) for unit in spec.units]
+    plain = Codec.RAW if codec.encoded else codec  # codes are for the quantizable
+    units = [(u.name, u.kind, [(p.name, codec if p.quantizable else plain) for p in u.params]) for u in spec.units]
     for param in spec.params():
         del available[param.name]
     if available:
