@@ -28,7 +28,7 @@ from blockwalk.engine.bucket_tensors import (
 )
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
-from blockwalk.engine.slices import BucketSlices, SliceSource
+from blockwalk.engine.slices import BucketSlices
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.model_spec import ModelSpec
@@ -67,7 +67,7 @@ class Buckets:
         units = range(len(model.spec.units))
         self.streamed = frozenset(unit for unit in units if places.streams(unit, StateKind.TRAINABLE))
         """The units that visit slots; the others stay on the device."""
-        self.units = plan_units(source, spec, written_as, group_size=32)
+        self.units = [*plan_units(source, spec, written_as, group_size=32)]
         """The units as one process would hold them."""
         sliced = self.streamed if group.slices > 1 else ()
         self._slices = {n: BucketSlices(self.units[n], group.slices) for n in sliced}
@@ -94,30 +94,29 @@ class Buckets:
     def _fill(self, source: Initial) -> None:
         sizes = [(s.nbytes if (s := self._slices.get(n)) else u.nbytes) for n, u in enumerate(self.units)]
         host = HostTier([size if n in self.streamed else 0 for n, size in enumerate(sizes)], self.device)
-        own = SliceSource(source, self.units, self._slices, self._group.place)
         for number, unit in enumerate(self.units):
             if self.sliced(number):
-                host.bucket(number).copy_(own.slice(number))
+                host.bucket(number).copy_(self._slice(number, source))
                 continue
             into_P = host.bucket(number) if number in self.streamed else torch.zeros(unit.nbytes, dtype=torch.uint8)
-            own.units[number] = fill(unit, source, into_P)
+            self.units[number] = fill(unit, source, into_P)
             if number not in self.streamed:
                 self._resident[number] = into_P.to(self.device)
-        self.units, self.tier = tuple(own.units), host
+        self.tier = host
 
     def _open_disk(self, path: Path, source: Initial, spec: ModelSpec, codec: Codec, largest: int) -> None:
         if self._group.slices > 1:
             path = path.with_name(f"{path.name}-{self._group.place}-of-{self._group.slices}")
-        own, found = SliceSource(source, self.units, self._slices, self._group.place), path.exists()
+        found = path.exists()
         if not found:
-            write_store(path, own, own.spec(spec), codec, generations=2)
+            runs = {n: (slices.stored, partial(self._slice, n, source)) for n, slices in self._slices.items()}
+            write_store(path, source, spec, codec, generations=2, runs=runs)
         store = WritableStore(path)
         for number in range(len(self.units)):
             if self.sliced(number) and found:
-                own.slice(number)  # for its checksums
+                self._slice(number, source)  # for its checksums
             elif not self.sliced(number):
-                own.units[number] = store.units[number]
-        self.units = tuple(own.units)
+                self.units[number] = store.units[number]
         self._durable, self.tier = store, store
         if self.device.type != "cpu":
             self.tier = Staged(store, largest, self.device)
@@ -126,6 +125,12 @@ class Buckets:
                 bytes_P = torch.empty(unit.nbytes, dtype=torch.uint8)
                 self._steps[number] = store.read_unit(number, bytes_P)
                 self._resident[number] = bytes_P.to(self.device)
+
+    def _slice(self, number: int, source: Initial) -> Tensor:
+        """This process's slice of a unit as it begins, uint8 [S]; the checksums of the whole unit are noted."""
+        whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
+        self.units[number] = fill(self.units[number], source, whole_P)
+        return self._slices[number].cut(whole_P, self._group.place)
 
     @property
     def checksum(self) -> str:

@@ -13,21 +13,17 @@ S bytes of a slice, G bytes of the parameters in it, n ranks, P bytes of a buffe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill
+from blockwalk.engine.bucket_tensors import STATE, BucketTensor
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import Value
-from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import spans
 from blockwalk.tiers.block_store.store import ALIGN, StoredParam, StoredUnit, side_by_side
-
-SLICE = f"{STATE}slice"
-"""The ending of a unit's name under which its slice is one parameter of a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +114,11 @@ class BucketSlices:
                     end = _aligned(end + runs[-1].nbytes)
         return runs
 
+    @property
+    def stored(self) -> StoredParam:
+        """The slice as the one parameter that it is of a store's unit."""
+        return StoredParam(f"{self.unit.name}{STATE}slice", Codec.RAW, (self.nbytes,), "uint8", 0, self.nbytes, 0)
+
     # ---- in a slot --------------------------------------------------------------------------------------------------
 
     @property
@@ -192,55 +193,6 @@ def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: Tensor) -
     layout = replace(run.layout, shape=shape)
     at = run.at + (first - run.first) * layout.code_dtype.itemsize
     return BucketTensor(layout, slice_S[at : at + layout.nbytes], origin=first)
-
-
-class SliceSource:
-    """A source of weights (a :class:`~blockwalk.tiers.protocols.TensorSource`) with one uint8 parameter for
-    each sliced unit: this rank's bytes. Reading one also records the checksums of the whole unit in ``units``."""
-
-    def __init__(
-        self, source: Initial, units: Sequence[StoredUnit], slices: Mapping[int, BucketSlices], place: int
-    ) -> None:
-        self._source, self._slices, self._place = source, slices, place
-        self.units = list(units)
-        self._number = {units[number].name + SLICE: number for number in slices}
-        gone = {param.name for number in slices for param in units[number].params}
-        self._names = [*(name for name in source.names() if name not in gone), *self._number]
-
-    def spec(self, model: ModelSpec) -> ModelSpec:
-        """The trainables of ``model``, states included, as this source has them."""
-
-        def cut(number: int) -> UnitSpec:
-            unit, slices = model.units[number], self._slices.get(number)
-            if slices is None:
-                return unit
-            return replace(unit, params=(ParamSpec(self.units[number].name + SLICE, (slices.nbytes,), "uint8"),))
-
-        return model.with_units(map(cut, range(len(model.units))))
-
-    def slice(self, number: int) -> Tensor:
-        """A unit's slice, uint8 [S]."""
-        whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
-        self.units[number] = fill(self.units[number], self._source, whole_P)
-        return self._slices[number].cut(whole_P, self._place)
-
-    def names(self) -> Sequence[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return (self._slices[self._number[name]].nbytes,) if name in self._number else self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.uint8 if name in self._number else self._source.dtype(name)
-
-    def weights(self, names: Iterable[str]) -> dict[str, Value]:
-        out: dict[str, Value] = {}
-        for name in names:
-            out |= {name: self.slice(self._number[name])} if name in self._number else self._source.weights([name])
-        return out
-
-    def release(self, names: Iterable[str]) -> None:
-        self._source.release([name for name in names if name not in self._number])
 
 
 def _copy(copies: Iterable[tuple[int, int, int]], slice_S: Tensor, out_P: Tensor) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ def write_store(
     *,
     group_size: int = 32,
     generations: int = 1,
+    runs: Mapping[int, tuple[StoredParam, Callable[[], Tensor]]] = MappingProxyType({}),
     copy_from: StrPath | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -93,6 +95,7 @@ def write_store(
         codec: for the quantizable parameters (a plain dtype: for all); the others stay as they are.
         group_size: 32 or 64 elements to a scale, for int4.
         generations: 1 to be read, 2 to be written in training.
+        runs: units that are written as one parameter of bytes each, by number, and the functions that make these.
         copy_from: a model folder whose configuration and tokenizer files are copied.
         progress: called with (bytes written, bytes in all) now and then.
 
@@ -100,7 +103,10 @@ def write_store(
         ValueError: ``path`` exists, the disk is too full, the source lacks a parameter, or a value does not fit the codec.
     """
     atomic_files.refuse_existing(path)
-    units = plan_units(source, spec, codec, group_size)
+    units = tuple(
+        replace(unit, nbytes=runs[n][0].nbytes, params=(runs[n][0],)) if n in runs else unit
+        for n, unit in enumerate(plan_units(source, spec, codec, group_size))
+    )
     index = StoreIndex(spec.name, codec, FORMAT_VERSION, group_size, generations, spec.tied, units)
     atomic_files.require_space(path, index.nbytes, f"the block store of {spec.name} in {codec}")
     done, total = 0, sum(unit.nbytes for unit in units)
@@ -115,13 +121,16 @@ def write_store(
                 params = []
                 for param in unit.params:
                     area = (unit.area_offset(0) + param.offset, param.nbytes)
-                    for rows in encode(source, param, group_size, file.bytes_P[area[0] : sum(area)]):
+                    area_P = file.bytes_P[area[0] : sum(area)]
+                    if number in runs:
+                        area_P.copy_(runs[number][1]())
+                    for rows in () if number in runs else encode(source, param, group_size, area_P):
                         file.dont_need([area])
                         source.release([param.name])
                         if progress is not None:
                             progress(done + param.nbytes * rows // max(1, param.layout(group_size).rows), total)
                     done += param.nbytes
-                    params.append(replace(param, crc32=crc32(file.bytes_P[area[0] : sum(area)])))
+                    params.append(replace(param, crc32=crc32(area_P)))
                     file.dont_need([area])
                     source.release([param.name])
             written.append(replace(unit, params=tuple(params)))
