@@ -190,7 +190,7 @@ def fill(unit: StoredUnit, source: TensorSource, out_P: Tensor, group_size: int 
     filled = []
     for param in unit.params:
         part_P = out_P[param.offset : param.offset + param.nbytes]
-        for _ in encode(source, param, group_size, part_P):
+        for _ in encode(source.weights([param.name])[param.name], param, group_size, part_P):
             pass
         source.release([param.name])
         filled.append(replace(param, crc32=crc32(part_P)))

@@ -109,8 +109,9 @@ class Buckets:
             path = path.with_name(f"{path.name}-{self._group.place}-of-{self._group.slices}")
         found = path.exists()
         if not found:
-            runs = {n: (slices.stored, partial(self._slice, n, source)) for n, slices in self._slices.items()}
-            write_store(path, source, spec, codec, generations=2, runs=runs)
+            runs = {number: slices.stored for number, slices in self._slices.items()}
+            made = {run.name: partial(self._slice, number, source) for number, run in runs.items()}
+            write_store(path, source, spec, codec, generations=2, runs=runs, made=made)
         store = WritableStore(path)
         for number in range(len(self.units)):
             if self.sliced(number) and found:

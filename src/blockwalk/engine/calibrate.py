@@ -6,7 +6,7 @@ linear layers' inputs, and once more, rounded, to make the next block's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,16 +19,15 @@ from blockwalk.cutting.calls import BlockCall
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.engine.second_order import encode_with_inputs, has_grid
 from blockwalk.numerics.codecs.layout import Layout, name_of
-from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Weight
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.protocols import WeightSource
 
 
-class CalibratedSource:
-    """A model's parameters in the order of the walk, the matrices of blocks' linear layers already in their codec; a
-    :class:`~blockwalk.tiers.protocols.TensorSource`.
+class Calibrated:
+    """A model's parameters in the order of the walk, the matrices of blocks' linear layers already in their codec.
 
     Embeddings, the head, fused experts and GPT-2's transposed layers are left to be rounded to nearest.
 
@@ -51,32 +50,18 @@ class CalibratedSource:
         self._source, self._cut, self._sequences = source, cut, sequences
         self._codec, self._group_size = codec, group_size
         self._unit_of = {param.name: unit for unit, each in enumerate(cut.spec().units) for param in each.params}
-        self._done, self._rounded = 0, dict[str, Tensor | Weight]()
+        self._done, self._rounded = 0, dict[str, Value]()
         ends = [0, *accumulate(len(ids) for ids in sequences)]
         width = cut.spec().hidden_size
         self._hidden = MappedFile(folder / "hidden", writable=True, length=4 * width * ends[-1])
         whole_TD = self._hidden.view(0, self._hidden.nbytes, torch.float32, (ends[-1], width))
         self._hidden_SD = [whole_TD[a:b] for a, b in pairwise(ends)]
 
-    def names(self) -> Sequence[str]:
-        return self._source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._source.dtype(name)
-
-    def weights(self, names: Iterable[str]) -> dict[str, Tensor | Weight]:
-        return {name: self._weight(name) for name in names}
-
-    def release(self, names: Iterable[str]) -> None:
-        self._source.release(names)
-
     def close(self) -> None:
         self._hidden.close()
 
-    def _weight(self, name: str) -> Tensor | Weight:
+    def weight(self, name: str) -> Value:
+        """A parameter by name; they are asked for in the order of the walk."""
         unit = self._unit_of.get(name, 0)
         if 0 < unit < self._cut.epilogue_index:
             while self._done < unit:

@@ -11,7 +11,7 @@ import torch
 
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
-from blockwalk.engine.calibrate import CalibratedSource
+from blockwalk.engine.calibrate import Calibrated
 from blockwalk.engine.second_order import has_grid
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
@@ -64,8 +64,9 @@ def pack(
         out = Path(out_dir).absolute()
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-            calibrated = CalibratedSource(source, cut, sequences, codec, group_size, Path(folder))
-            write(calibrated, cut.spec())
+            calibrated = Calibrated(source, cut, sequences, codec, group_size, Path(folder))
+            made = {param.name: partial(calibrated.weight, param.name) for param in cut.spec().params()}
+            write(source, cut.spec(), made=made)
             calibrated.close()
     finally:
         source.close()

@@ -16,7 +16,7 @@ from blockwalk.models.gguf import MADE
 from blockwalk.models.quantised import KEYS, quantisation
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import FORMAT_VERSION, name_of
-from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.numerics.codecs.weights import EncodedWeight, Value
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import spans
@@ -81,7 +81,8 @@ def write_store(
     *,
     group_size: int = 32,
     generations: int = 1,
-    runs: Mapping[int, tuple[StoredParam, Callable[[], Tensor]]] = MappingProxyType({}),
+    runs: Mapping[int, StoredParam] = MappingProxyType({}),
+    made: Mapping[str, Callable[[], Value]] = MappingProxyType({}),
     copy_from: StrPath | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -95,7 +96,8 @@ def write_store(
         codec: for the quantizable parameters (a plain dtype: for all); the others stay as they are.
         group_size: 32 or 64 elements to a scale, for int4.
         generations: 1 to be read, 2 to be written in training.
-        runs: units that are written as one parameter of bytes each, by number, and the functions that make these.
+        runs: the one parameter, of bytes, that stands for a unit's own, by the unit's number.
+        made: functions that make parameters which are not read from ``source`` as they are, by name.
         copy_from: a model folder whose configuration and tokenizer files are copied.
         progress: called with (bytes written, bytes in all) now and then.
 
@@ -104,12 +106,16 @@ def write_store(
     """
     atomic_files.refuse_existing(path)
     units = tuple(
-        replace(unit, nbytes=runs[n][0].nbytes, params=(runs[n][0],)) if n in runs else unit
+        replace(unit, nbytes=runs[n].nbytes, params=(runs[n],)) if n in runs else unit
         for n, unit in enumerate(plan_units(source, spec, codec, group_size))
     )
     index = StoreIndex(spec.name, codec, FORMAT_VERSION, group_size, generations, spec.tied, units)
     atomic_files.require_space(path, index.nbytes, f"the block store of {spec.name} in {codec}")
     done, total = 0, sum(unit.nbytes for unit in units)
+
+    def value(name: str) -> Value:
+        return made[name]() if name in made else source.weights([name])[name]
+
     with atomic_files.atomic_folder(path) as folder:
         if copy_from is not None:
             copy_model_files(copy_from, folder)
@@ -122,9 +128,7 @@ def write_store(
                 for param in unit.params:
                     area = (unit.area_offset(0) + param.offset, param.nbytes)
                     area_P = file.bytes_P[area[0] : sum(area)]
-                    if number in runs:
-                        area_P.copy_(runs[number][1]())
-                    for rows in () if number in runs else encode(source, param, group_size, area_P):
+                    for rows in encode(value(param.name), param, group_size, area_P):
                         file.dont_need([area])
                         source.release([param.name])
                         if progress is not None:
@@ -134,14 +138,13 @@ def write_store(
                     file.dont_need([area])
                     source.release([param.name])
             written.append(replace(unit, params=tuple(params)))
-        value = asdict(replace(index, units=tuple(written)))
-        atomic_files.write_sealed(folder / INDEX, {"format": FORMAT, "version": VERSION, **value})
+        head = {"format": FORMAT, "version": VERSION}
+        atomic_files.write_sealed(folder / INDEX, {**head, **asdict(replace(index, units=tuple(written)))})
 
 
-def encode(source: TensorSource, param: StoredParam, group_size: int, bytes_P: Tensor) -> Iterator[int]:
-    """One parameter of ``source`` encoded into its bytes (CPU uint8), a few rows at a time; yields the number of rows done."""
+def encode(weight: Value, param: StoredParam, group_size: int, bytes_P: Tensor) -> Iterator[int]:
+    """One parameter encoded into its bytes (CPU uint8), a few rows at a time; yields the number of rows done."""
     layout = param.layout(group_size)
-    weight = source.weights([param.name])[param.name]
     if isinstance(weight, EncodedWeight) and weight.layout == layout:
         weight.together(bytes_P)
         yield layout.rows
