@@ -70,9 +70,7 @@ def model_config(config: Any, cls: type[nn.Module]) -> Any:
 class _LargeEmptyOnMeta(TorchFunctionMode):
     """``torch.empty`` of a weight's size answers on the meta device unless a device is asked for."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None:
             made = func(*args, **{**kwargs, "device": "meta"})

@@ -237,9 +237,18 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in the tensors that :meth:`state_dict` gave. Raises ValueError where names or shapes differ: another model or
         mesh."""
-        self.trained.load_state_dict(state)
-        if self._differentiates:
-            self.masters_changed()
+        if not self._differentiates:
+            self.buckets.load_state_dict(state)
+            return
+        own: dict[str, Tensor] = self.state_dict()
+        if missing := sorted(own.keys() ^ state.keys()):
+            raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
+        for name, tensor in own.items():
+            if tensor.shape != state[name].shape:
+                shapes = f"{tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
+                raise ValueError(f"{name!r} is {shapes}")
+            tensor.copy_(state[name])
+        self.masters_changed()
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         """The pieces of a first-order run's checkpoint that this rank holds, or writes."""

@@ -62,9 +62,6 @@ class Trained(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The state of a run, as far as this rank holds it: the tensors themselves, not copies."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy in what :meth:`state_dict` gave. Raises ValueError where it does not fit."""
-
     def close(self) -> None: ...
 
 

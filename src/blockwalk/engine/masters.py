@@ -100,9 +100,6 @@ class Masters:
         states = {f"{name}\0{key}": t for name, inner in self.moments.items() for key, t in inner.items()}
         return {**self.masters, **states}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_tensors(self.state_dict(), state)
-
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         found: dict[str, Pieces] = {}
         for name, master in self.masters.items():
@@ -112,15 +109,3 @@ class Masters:
 
     def close(self) -> None:
         """Do nothing: scratch maps go with their last tensor."""
-
-
-def load_tensors(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Copy saved tensors over ``own``. Raises ValueError where names or shapes differ: another model or mesh."""
-    if missing := sorted(own.keys() ^ state.keys()):
-        raise ValueError(f"the saved state does not fit this model and plan; it differs in {missing[:5]}")
-    for name, tensor in own.items():
-        if tensor.shape != state[name].shape:
-            raise ValueError(
-                f"{name!r} is {tuple(state[name].shape)} in the saved state and {tuple(tensor.shape)} here"
-            )
-        tensor.copy_(state[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import FlatGradients, MasterSlices
 from blockwalk.engine.home import Change
-from blockwalk.engine.masters import load_tensors
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.spread import SpreadPart
 from blockwalk.plan.placement import StateKind, Tier
@@ -84,9 +83,6 @@ class SpreadMasters:
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices, by unit and kind."""
         return {f"{unit}\0{kind}": tensor for unit, own in self.units.items() for kind, tensor in own.kept.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_tensors(self.state_dict(), state)
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         found: dict[str, Pieces] = {}

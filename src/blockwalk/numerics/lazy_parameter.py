@@ -6,7 +6,6 @@ scaled embeddings, routers that call ``F.linear`` themselves, ``x @ weight.T``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,9 +71,7 @@ class LazyParameter(Tensor):
         raise AssertionError(f"{func} reached a lazily decoded weight")
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():

@@ -195,9 +195,7 @@ def _attention(
 class FewShapes(TorchFunctionMode):
     """A mode in which linear layers and attention, of any module, are computed in few shapes."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = _INSTEAD.get(func)
         if other is not None and isinstance(args[0] if args else None, Tensor) and keeps_shapes(args[0]):
             return other(*args, **(kwargs or {}))
