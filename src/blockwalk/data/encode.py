@@ -138,15 +138,9 @@ class Encoded:
 
     def mapped(self, folder: Path) -> Encoded:
         """A copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
-        given = {
-            "token_ids": self.token_ids,
-            "in_loss": self.in_loss,
-            "starts": self.starts,
-            "positions": self.positions,
-        }
         moved: dict[str, Any] = {}
-        for name, array in given.items():
-            if array is not None:
+        for name in ("token_ids", "in_loss", "starts", "positions"):
+            if (array := getattr(self, name)) is not None:
                 with tempfile.TemporaryFile(dir=folder) as file:
                     file.write(np.ascontiguousarray(array).data)
                     file.flush()

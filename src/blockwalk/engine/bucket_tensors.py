@@ -73,17 +73,18 @@ class BucketTensor:
 
     def rows(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
-        if self.dense:
-            return self.layout.codes(self.bytes_P)[first:last]
-        out = scratch.take(name, last - first, self.layout.columns, like=self.bytes_P, dtype=torch.float32)
-        return codecs.decode_rows(self.bytes_P, self.layout, first, last, out)
+        return self._part((first, last), (0, self.layout.columns), scratch, name)
 
     def columns(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
         """Columns ``first:last`` to be read, like :meth:`rows`."""
+        return self._part((0, self.layout.rows), (first, last), scratch, name)
+
+    def _part(self, rows: tuple[int, int], columns: tuple[int, int], scratch: ScratchArena, name: str) -> Tensor:
         if self.dense:
-            return self.layout.codes(self.bytes_P)[:, first:last]
-        out = scratch.take(name, self.layout.rows, last - first, like=self.bytes_P, dtype=torch.float32)
-        return codecs.decode_rows(self.bytes_P, self.layout, 0, self.layout.rows, out, columns=(first, last))
+            return self.layout.codes(self.bytes_P)[slice(*rows), slice(*columns)]
+        shape = (rows[1] - rows[0], columns[1] - columns[0])
+        out = scratch.take(name, *shape, like=self.bytes_P, dtype=torch.float32)
+        return codecs.decode_rows(self.bytes_P, self.layout, *rows, out, columns=columns)
 
     def gather(self, index_n: Tensor) -> Tensor:
         """The rows named, freshly allocated, in the elements' own dtype or decoded to float32."""

@@ -76,8 +76,8 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     lora = section(LoraSettings, "lora", settings)
     name = str(settings.pop("method", "mebp"))
     if name == "auto":
-        plan = _chosen(own, data, lora if lora_given and wants_lora else None, settings)
-        return RunConfig(plan=plan, data=data, lora=lora if lora_given and wants_lora else None, **own)
+        asked = lora if lora_given and wants_lora else None
+        return RunConfig(plan=_chosen(own, data, asked, settings), data=data, lora=asked, **own)
     if name not in METHODS:
         raise ValueError(
             f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}"

@@ -84,10 +84,6 @@ class HeldOut:
         """One sentence for each thing that a user should know of: records that were cut or dropped."""
         return [f"data.eval: {line}" for line in self.encoded.report.warnings()]
 
-    def fingerprint(self) -> str:
-        """A digest of the records as tokens."""
-        return self.encoded.fingerprint()
-
     def evaluate(self, walker: Walker, watch: Callable[[int], None] = lambda _: None) -> Evaluation:
         """Measure the walker; its weights stay as they are.
 

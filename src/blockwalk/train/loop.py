@@ -131,7 +131,7 @@ def train(
         ready = prepare(run)
         plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
         facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
-        require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.fingerprint()})
+        require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()})
         check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
         loop = _Loop(run, ready, memory, stop, weights, callbacks)
