@@ -149,7 +149,7 @@ class Buckets:
                 return partial(self.gather, op.unit)
             case OpKind.STORE:
                 return partial(self.store, op.unit)
-        return partial(self.slots.vacate, op.slot)  # in this lane's order: a later program's fetch waits for that
+        return partial(self.vacate, op.slot)
 
     def values(self, unit: int) -> dict[str, Value]:
         return {}  # an estimator binds them, perturbed
@@ -180,6 +180,10 @@ class Buckets:
         """The bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
         slot_P = self._in_slot(unit)
         return self._slices[unit].in_slot(slot_P, self._group.place) if self.sliced(unit) else slot_P
+
+    def vacate(self, slot: int) -> None:
+        """The unit in a slot is done with, in this lane's order: a later program's fetch waits for that."""
+        self.slots.vacate(slot)
 
     def settle(self) -> None:
         """Write the resident units to the disk tier, where that is the run's."""
