@@ -228,7 +228,7 @@ def worth(name: str, curves: dict[str, list[Curve]]) -> float:
 def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound]:
     """Print what was found, and answer the bounds."""
     ends = "accuracy at the end, by seed"
-    print(f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'best mean':>9} {'of gap':>7}"
+    print(f"{'method':<13} {'rate':>6} {'forwards':>9} {'seconds':>8} {ends:<29} {'loss':>6} {'best mean':>9} {'of gap':>7}"
           f" {'steps an exact one':>19}")  # fmt: skip
     closed: dict[str, float] = {}
     bounds: list[Bound] = []
@@ -238,8 +238,10 @@ def table(curves: dict[str, list[Curve]], rates: dict[str, float]) -> list[Bound
         share = closed[name] / closed[EXACT] if closed.get(EXACT) else float("nan")
         ends = "  ".join(f"{100 * curve.accuracy[-1]:.1f}%" for curve in runs)
         seconds = statistics.fmean(curve.seconds[-1] for curve in runs)
-        print(f"{name:<13} {rates[name]:>6g} {runs[0].forwards[-1]:>9} {seconds:>8.1f} {ends:<29} {100 * best:>8.1f}%"
-              f" {share:>7.2f} {worth(name, curves) if EXACT in curves else float('nan'):>19.1f}")  # fmt: skip
+        loss = statistics.fmean(curve.loss[-1] for curve in runs)
+        print(f"{name:<13} {rates[name]:>6g} {runs[0].forwards[-1]:>9} {seconds:>8.1f} {ends:<29} {loss:>6.3f}"
+              f" {100 * best:>8.1f}% {share:>7.2f}"
+              f" {worth(name, curves) if EXACT in curves else float('nan'):>19.1f}")  # fmt: skip
         if name != EXACT and EXACT in curves:
             bounds.append(Bound(f"{name}: share of the gap that exact gradients close", share, SHARE, at_most=False))
     return bounds
