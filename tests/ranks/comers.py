@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from blockwalk.cli import main
-from blockwalk.ranks.elastic import Elastic
 from blockwalk.train import config
 from blockwalk.train.callbacks import Event
 from blockwalk.train.loop import train
@@ -66,68 +65,92 @@ def forked(work: Callable[[], int], said: Path) -> Any:
 
 
 def disturb(
-    tiny: TinyRun, folder: Path, settings: str, own: Sequence[str], *, kills: int, stops: int = 0, seed: int
+    host: Callable[[str, Any], int],
+    rank: Callable[[str, int], int],
+    said: Path,
+    *,
+    ranks: int = 2,
+    kills: int,
+    stops: int = 0,
+    seed: int,
 ) -> Comers:
-    """Train under ``settings``, shared with a rank for each of ``own``, the settings that are its own. One of them at a time is
-    killed, and the next one started, or stopped for up to 3 s: half of them within 0.2 s of a moment in which one takes part,
-    half of them at any instant. The host waits a little after each step until that is done."""
+    """Start ``host(address, counts)``, and ``rank(address, number)`` so many times, in processes of their own. One rank at a
+    time is killed, and the next one started, or stopped for up to 3 s: most within 0.2 s of a moment in which one takes part,
+    the others at any instant. What they say goes to files whose names begin with ``said``."""
     draw, counts, there = random.Random(seed), _FORK.Array("i", 4), free_address()
     faults = [signal.SIGKILL] * kills + [signal.SIGSTOP] * stops
     draw.shuffle(faults)
 
-    def rank(number: int) -> tuple[int, Any]:
-        command = arguments(tiny, folder, settings, f"--elastic {there} --join", own[number])
-        return number, forked(lambda: main.main(command), folder.with_suffix(f".rank-{number}"))
+    def start(number: int) -> tuple[int, Any]:
+        return number, forked(lambda: rank(there, number), Path(f"{said}-{number}"))
 
-    host = forked(
-        lambda: _host(arguments(tiny, folder, settings, f"--elastic {there}"), counts), folder.with_suffix(".host")
-    )
-    ranks = [rank(number) for number in range(len(own))]
+    first = forked(lambda: host(there, counts), Path(f"{said}-host"))
+    others = [start(number) for number in range(ranks)]
     try:
         for fault in faults:
-            if draw.random() < 0.5:
-                while not counts[_PRESENT] and host.is_alive():
+            if draw.random() < 0.7:
+                counts[_PRESENT] = 0  # until the next step has been shared
+                while not counts[_PRESENT] and first.is_alive():
                     time.sleep(0.002)
                 time.sleep(draw.uniform(0, 0.2))
             else:
                 time.sleep(draw.uniform(0, 2))
-            assert host.is_alive(), "the run ended before its ranks were harmed"
-            number, process = ranks.pop(draw.randrange(len(ranks)))
+            assert first.is_alive(), f"the run ended before its ranks were harmed: {Path(f'{said}-host').read_text()}"
+            number, process = others.pop(draw.randrange(ranks))
             os.kill(process.pid, fault)
             if fault == signal.SIGKILL:
                 process.join()
-                ranks.append(rank(number))
+                others.append(start(number))
             else:
                 time.sleep(draw.uniform(0, 3))
                 os.kill(process.pid, signal.SIGCONT)
-                ranks.append((number, process))
+                others.append((number, process))
         counts[_ENOUGH] = 1
-        everyone = [host, *(process for _, process in ranks)]
+        everyone = [first, *(process for _, process in others)]
         for process in everyone:
             process.join(120)
         return Comers(counts[_LOST], counts[_LENT], [process.exitcode for process in everyone])
     finally:
-        for process in (host, *(process for _, process in ranks)):
+        for process in (first, *(process for _, process in others)):
             process.kill()
 
 
-def _host(command: Sequence[str], counts: Any) -> int:
-    """The host of a run, which counts and waits."""
+def disturb_run(
+    tiny: TinyRun, folder: Path, settings: str, own: Sequence[str], *, kills: int, stops: int, seed: int
+) -> Comers:
+    """Disturb ``blockwalk train`` under ``settings`` in ``folder``, shared with a rank for each of ``own``: settings of that
+    rank alone. The host waits a little after each step until the harm is done."""
 
-    def count(line: str) -> None:
-        counts[_LOST] += "gone" in line
+    def rank(there: str, number: int) -> int:
+        return main.main(arguments(tiny, folder, settings, f"--elastic {there} --join", own[number]))
 
-    def after(event: Event) -> None:
-        ranks = event.walker.ranks
-        assert isinstance(ranks, Elastic)
-        if event.name == "begin":
-            said = ranks.say
-            ranks.say = lambda line: (count(line), said(line))
-        elif event.name == "step":
-            counts[_PRESENT] = len(ranks._paces) - 1
-            counts[_LENT] += len(ranks._paces) > 1
-            if not counts[_ENOUGH]:
+    def host(there: str, counts: Any) -> int:
+        def after(event: Event) -> None:
+            if event.name == "begin":
+                listen(event.walker.ranks, counts)
+            elif event.name == "step" and not note(event.walker.ranks, counts):
                 time.sleep(0.02)
 
-    train(config.load(None, config.split_flags(list(command[1:]))[0]), callbacks=[after])
-    return 0
+        command = arguments(tiny, folder, settings, f"--elastic {there}")
+        train(config.load(None, config.split_flags(command[1:])[0]), callbacks=[after])
+        return 0
+
+    return disturb(host, rank, folder, ranks=len(own), kills=kills, stops=stops, seed=seed)
+
+
+def listen(ranks: Any, counts: Any) -> None:
+    """Count the shares that a host hears to be lost."""
+    said = ranks.say
+
+    def say(line: str) -> None:
+        counts[_LOST] += "gone" in line
+        said(line)
+
+    ranks.say = say
+
+
+def note(ranks: Any, counts: Any) -> bool:
+    """Note, after a step, who takes part; the answer is whether the harm is done."""
+    counts[_PRESENT] = len(ranks._paces) - 1
+    counts[_LENT] += len(ranks._paces) > 1
+    return bool(counts[_ENOUGH])

@@ -23,7 +23,7 @@ from blockwalk.train.ready import prepare
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
-from tests.ranks.comers import arguments, disturb, forked, free_address
+from tests.ranks.comers import arguments, disturb_run, forked, free_address
 from tests.reference.test_zeroth_order import assert_same, trained
 
 STEPS = 5
@@ -185,8 +185,8 @@ def same_as_alone(tiny_run: TinyRun, tmp_path: Path, settings: str) -> None:
 def test_ranks_are_killed_and_stopped_and_come_again(tiny_run: TinyRun, tmp_path: Path) -> None:
     settings = f"{ZO2} --trainable host --mesh.check_every 5"
     own = ["--trainable disk", "--trainable host --prefetch 2"]
-    found = disturb(tiny_run, tmp_path / "run", settings, own, kills=3, stops=1, seed=1)
-    said = (tmp_path / "run.host").read_text()
+    found = disturb_run(tiny_run, tmp_path / "run", settings, own, kills=3, stops=1, seed=1)
+    said = (tmp_path / "run-host").read_text()
     assert found.codes == [0, 0, 0], said
     assert found.shared, said
     same_as_alone(tiny_run, tmp_path, settings)
