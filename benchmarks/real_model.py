@@ -51,14 +51,18 @@ class Measured:
 
 
 def tree_bytes(root: int) -> int:
-    """Private bytes of a process and all its descendants now; those that end meanwhile count nothing."""
-    found, waiting = 0, [root]
+    """Private bytes of a process and all its descendants now; those that end meanwhile count nothing, nor does a child that is
+    still its parent's image: until it starts its own program it has the parent's pages, as many bytes of address space."""
+    found, waiting = 0, [(root, "")]
     while waiting:
-        pid = waiting.pop()
+        pid, image = waiting.pop()
         try:
             status = Path(f"/proc/{pid}/status").read_text()
-            waiting += [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+            size = next((line for line in status.splitlines() if line.startswith("VmSize:")), "")
+            waiting += [(int(child), size) for task in Path(f"/proc/{pid}/task").iterdir()
                         for child in (task / "children").read_text().split()]  # fmt: skip
+            if size == image:
+                continue
         except (FileNotFoundError, ProcessLookupError):
             continue
         counted = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
@@ -90,7 +94,7 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
     if process.returncode:
         sys.exit((folder / f"{row}.log").read_text()[-2000:])
     done = steps(out)
-    seconds = done[-1]["seconds"] - done[0]["seconds"]
+    seconds = sum(step["seconds"] for step in done[1:])
     foreseen = json.loads((out / "forecast.json").read_text())["process_bytes"]
     return Measured(
         peak / 1e6, settled / 1e6, foreseen / 1e6, sum(step["tokens"] for step in done[1:]) / seconds, done[-1]["loss"]

@@ -142,10 +142,8 @@ def test_a_mesh_of_one_node_is_refused_where_two_were_started() -> None:
 
 def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
     """Open a model whose weights are packed: whether this rank wrote a store."""
-    from blockwalk.tiers.block_store import writer as store_writer
-
     wrote: list[bool] = []
-    write_store = store_writer.write_store
+    write_store = open_model.write_store
 
     def counted(*args: Any, **options: Any) -> Any:
         wrote.append(True)
@@ -155,7 +153,7 @@ def _packing(rank: int, model: Path, folder: Path, dies: bool) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
         return write_store(*args, **options)
 
-    store_writer.write_store = counted  # type: ignore[assignment]
+    open_model.write_store = counted  # type: ignore[assignment]
     if dies:  # its neighbour is not there to meet
         open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
         os._exit(0)

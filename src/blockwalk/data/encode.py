@@ -51,6 +51,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f"{path}: no tokenizer could be loaded: {error}") from error
 
 
+def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
+    """The bytes of the files that a tokenizer is saved in, by their paths below its folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder): np.fromfile(path, np.uint8) for path in files}
+
+
+def mapped(array: np.ndarray, folder: Path) -> np.memmap:
+    """An array in the map of a nameless file in ``folder``: pages that the kernel may drop."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(np.ascontiguousarray(array).data)
+        file.flush()
+        return np.memmap(file, array.dtype, "r", shape=array.shape)
+
+
 @dataclass(slots=True)
 class EncodeReport:
     """Counts of the records, turns and tokens that were kept, cut or dropped when a data set became tokens."""
@@ -138,13 +154,10 @@ class Encoded:
 
     def mapped(self, folder: Path) -> Encoded:
         """A copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
-        moved: dict[str, Any] = {}
-        for name in ("token_ids", "in_loss", "starts", "positions"):
-            if (array := getattr(self, name)) is not None:
-                with tempfile.TemporaryFile(dir=folder) as file:
-                    file.write(np.ascontiguousarray(array).data)
-                    file.flush()
-                    moved[name] = np.memmap(file, array.dtype, "r", shape=array.shape)
+        names = ("token_ids", "in_loss", "starts", "positions")
+        moved: dict[str, Any] = {
+            name: mapped(array, folder) for name in names if (array := getattr(self, name)) is not None
+        }
         return replace(self, **moved)
 
     @staticmethod

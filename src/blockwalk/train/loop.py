@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,7 +29,6 @@ from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
-from blockwalk.data.encode import first_example
 from blockwalk.engine.open_model import refuse_rounded, require_weights
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.run_config import RunConfig
@@ -141,13 +138,8 @@ def train(
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
         first(lambda: check_disks(run, foreseen, ready.total - (loop.saved.step if loop.saved else 0)))
         ledger = start.ledger if plan.zeroth_order else None
-        shown = first_example(ready.rows, ready.tokenizer)
         scratch = output_dir / run_checkpoint.SCRATCH
         atomic_files.make_folder(scratch)
-        if place.place().rank == 0:
-            away = tempfile.TemporaryDirectory(prefix=".tokenizer-", suffix=atomic_files.PARTIAL, dir=scratch)
-            loop.tokenizer = Path(folder.enter_context(away))
-            ready.tokenizer.save_pretrained(loop.tokenizer)
         loop.ready = ready = ready.put_away(scratch)
         give_back()
         opened_at = process_bytes()
@@ -168,7 +160,7 @@ def train(
                 for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
-                    progress.show_learnt("first record", shown)
+                    progress.show_learnt("first record", ready.shown)
                 try:
                     return loop.run(progress)
                 except OSError as error:
@@ -227,8 +219,6 @@ class _Loop:
     """A run in progress."""
 
     walker: Walker
-    tokenizer: Path
-    """The folder of the tokenizer's files, on rank 0."""
     step_forecast: StepForecast
     progress: Progress
     metrics: MetricsLog
@@ -509,7 +499,9 @@ class _Loop:
             with atomic_files.atomic_folder(saved_to, replace=True) if first_rank else nullcontext(saved_to) as folder:
                 self.walker.save_pretrained(folder)
                 if first_rank:
-                    shutil.copytree(self.tokenizer, folder, dirs_exist_ok=True)
+                    for name, file in self.ready.tokenizer_files.items():
+                        (folder / name).parent.mkdir(exist_ok=True)
+                        (folder / name).write_bytes(file.data)
         began, ended = self.metrics.first_line, self.metrics.last_line
         before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(

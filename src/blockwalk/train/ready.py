@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 from blockwalk.cutting.verify import require_borders
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
 from blockwalk.data.corpus import training_set
-from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer
+from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer, mapped, tokenizer_files
 from blockwalk.engine.open_model import refuse_rounded, require_weights
 from blockwalk.numerics.device import chosen
 from blockwalk.plan.plan import Plan
@@ -20,6 +20,7 @@ from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.report.forecast import Forecast, foresee
 from blockwalk.report.room import check_budget, check_disks, check_memory
+from blockwalk.system.heap import give_back
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.train import outlook
 from blockwalk.train.evaluation import HeldOut
@@ -30,8 +31,11 @@ from blockwalk.train.progress import learnt_lines
 class Ready:
     """A run that has been read and not begun: its data as tokens, and the forecast of its longest step."""
 
-    tokenizer: Tokenizer
-    """None once it is put away."""
+    tokenizer_files: Mapping[Path, np.ndarray]
+    """The bytes of the files that the tokenizer is saved in, by their paths below a model's folder. The tokenizer itself is
+    gone: a step does not ask it, and 150,000 entries take a hundred megabytes."""
+    shown: list[tuple[str, bool]]
+    """The first example: runs of text, each with whether it is learnt."""
     rows: Encoded
     choices: Choices | None
     batches: Batches
@@ -61,10 +65,10 @@ class Ready:
         return self.next_batch(label_scores)[0]
 
     def put_away(self, folder: Path) -> Ready:
-        """The run without its tokenizer, which steps do not ask, and with the training data in maps of nameless files in
-        ``folder``."""
+        """The run with its training data and the tokenizer's files in maps of nameless files in ``folder``."""
         rows = self.batches.dataset = self.rows.mapped(folder)
-        return replace(self, tokenizer=None, rows=rows)
+        files = {name: mapped(file, folder) for name, file in self.tokenizer_files.items()}
+        return replace(self, rows=rows, tokenizer_files=files)
 
 
 def prepare(run: RunConfig) -> Ready:
@@ -77,6 +81,9 @@ def prepare(run: RunConfig) -> Ready:
     if run.data.eval or run.data.task:
         size, limit = eval_batch_size(run), run.data.eval_limit
         held_out = HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=run.eval_batches)
+    shown, files = first_example(rows, tokenizer), tokenizer_files(tokenizer)
+    del tokenizer
+    give_back()  # before a forecast brings the libraries that it needs, whose objects would lie among the tokenizer's
     if run.data.packing:
         require_borders(run.model)
     total, plan = run.max_steps or run.epochs * batches.batches_per_epoch, run.plan
@@ -87,7 +94,7 @@ def prepare(run: RunConfig) -> Ready:
     held = process_bytes()
     foreseen = foresee(run, Shape(run.micro_batch_rows * candidates, longest), device=chosen().type)
     plan = override(plan, {"resident": foreseen.plan.resident})
-    return Ready(tokenizer, rows, choices, batches, held_out, total, plan, longest, held, foreseen)
+    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen)
 
 
 def dry_run(run: RunConfig) -> Iterator[str]:
@@ -113,7 +120,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     )
     yield from (f"note: {warning}" for warning in ready.rows.report.warnings())
     yield from outlook.notes(run, ready.longest)
-    yield from learnt_lines("first record", first_example(ready.rows, ready.tokenizer))
+    yield from learnt_lines("first record", ready.shown)
     yield "nothing was written; leave --dry-run out to train"
 
 
