@@ -86,7 +86,7 @@ def _cut(a_PI: Tensor) -> Iterator[Tensor]:
 
 def _filled(length: int) -> int:
     """The number of tokens that a length is filled up to where it cannot be split."""
-    step = 64 if length <= 512 else 128 if length <= 1024 else 256
+    step = 128 if length <= 1024 else 256
     return length + -length % step
 
 

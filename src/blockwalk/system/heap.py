@@ -59,7 +59,7 @@ class Slack:
         spare: the fraction of that growth, at least :data:`MARGIN` bytes, that is allowed on top before the heap is trimmed.
     """
 
-    def __init__(self, share: float = 0.8, spare: float = 0.125) -> None:
+    def __init__(self, share: float = 0.95, spare: float = 0.25) -> None:
         self._share, self._spare = share, spare
         self._floor = 0
         self._left: deque[int] = deque(maxlen=32)
