@@ -197,10 +197,10 @@ def _version(compiler: tuple[str, ...]) -> str:
 def _processor() -> str:
     """The processor's facts that ``-march=native`` depends on: a cache folder may be shared by machines of different
     processors."""
-    text = f"{platform.system()} {platform.machine()} {platform.processor()}"
+    text = f"{platform.system()} {platform.machine()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return text
+    except OSError:  # where platform.processor() starts no program of its own
+        return f"{text} {platform.processor()}"
     wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return "\n".join([text, *sorted({line for line in lines if line.startswith(wanted)})])
