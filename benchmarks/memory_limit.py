@@ -1,8 +1,9 @@
 """A training step inside a hard memory limit, page cache included: a process in a memory cgroup (v1), from a cold cache.
 
-    python benchmarks/memory_limit.py [--model Qwen2.5-0.5B --limit-mb 440] [--steps 2]
+    python benchmarks/memory_limit.py [--model Qwen2.5-0.5B --limit-mb 440] [--steps 2] [--full]
 
-Needs root and a cgroup v1 memory controller; says so and skips elsewhere.
+LoRA of rank 8 on int4 weights on disk; with ``--full`` all parameters by AdamW, float32 masters and moments on disk, each
+block updated at its turn. Needs root and a cgroup v1 memory controller; says so and skips elsewhere.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560, "Qwen2.5-32B": 1600, "Llama-3-70B": 2500}
 """Megabytes (10⁶) that each model must complete in. The last two need 18 and 40 GB of disk."""
+FULL = {"Qwen2.5-0.5B": 2000, "Qwen2.5-3B": 4000}
+"""The same with all parameters trained; these need 7 and 43 GB of disk."""
+SLIDE = {
+    "trainable": "disk × fp32",
+    "optimizer_state": "disk × fp32",
+    "update": {"timing": "block"},
+    "recompute": "all",
+}
+"""What makes ``plain`` a walk from disk."""
 
 
 def why_not() -> str | None:
@@ -68,29 +78,35 @@ def run_limited(
         group.rmdir()
 
 
-def worker(store: str, steps: int) -> None:
+def worker(store: str, steps: int, full: bool) -> None:
     """A few steps on a store, in this process."""
     from benchmarks.common import random_batch
 
     from blockwalk import Walker, method
     from blockwalk.plan.choices import LoraSettings
+    from blockwalk.system.process_memory import PeakMemory
 
-    with Walker(store, method("mebp", frozen="disk × raw"), lora=LoraSettings(rank=8), device="cpu") as walker:
+    plan, lora = method("mebp", frozen="disk × raw"), LoraSettings(rank=8)
+    with (
+        PeakMemory(0.05) as memory,
+        Walker(store, method("plain", **SLIDE) if full else plan, lora=None if full else lora, device="cpu") as walker,
+    ):
         results = []
         for step in range(steps):
             results.append(walker.step(random_batch(walker.spec.vocab_size, 1, 256, seed=step)))
             print(f"  step {step + 1}: {results[-1].seconds:.2f} s", file=sys.stderr, flush=True)
-        print(json.dumps({"losses": [r.loss for r in results], "seconds": [r.seconds for r in results]}))
+        print(json.dumps({"losses": [r.loss for r in results], "seconds": [r.seconds for r in results],
+                          "private": memory.highest}))  # fmt: skip
 
 
-def limited_run(store: Path, limit: int, steps: int) -> tuple[dict[str, Any], int]:
+def limited_run(store: Path, limit: int, steps: int, full: bool = False) -> tuple[dict[str, Any], int]:
     """Steps on a store from a cold cache under a limit of bytes; answers their figures and the peak.
 
     Raises:
         RuntimeError: the process was killed, or failed.
     """
     drop_from_cache(store)
-    command = [sys.executable, __file__, "--worker", str(store), "--steps", str(steps)]
+    command = [sys.executable, __file__, "--worker", str(store), "--steps", str(steps), *(["--full"] if full else [])]
     done, peak = run_limited(command, limit, stderr=None)
     if done.returncode:
         raise RuntimeError(f"exit {done.returncode} under {limit / 1e6:.0f} MB")
@@ -106,25 +122,29 @@ def main() -> None:
     made.add_argument("--model", choices=sorted(LIMITS))
     made.add_argument("--limit-mb", type=int, help="the limit of --model, instead of the one promised")
     made.add_argument("--steps", type=int, default=2)
+    made.add_argument("--full", action="store_true", help="train all parameters")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = made.parse_args()
     if arguments.worker:
-        worker(arguments.worker, arguments.steps)
+        worker(arguments.worker, arguments.steps, arguments.full)
         return
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    figures, bounds = [], []
-    for name in [arguments.model] if arguments.model else LIMITS:
-        store = random_store(name, Codec.INT4)
-        limit = (arguments.limit_mb or LIMITS[name]) * 10**6
+    figures, bounds, limits = [], [], FULL if arguments.full else LIMITS
+    for name in [arguments.model] if arguments.model else limits:
+        store = random_store(name, Codec.RAW if arguments.full else Codec.INT4)
+        limit = (arguments.limit_mb or limits[name]) * 10**6
         size = sum(path.stat().st_size for path in store.iterdir())
         try:
-            result, peak = limited_run(store, limit, arguments.steps)
+            result, peak = limited_run(store, limit, arguments.steps, arguments.full)
             print(
-                f"{name}: {size / 1e6:.0f} MB of weights, {limit / 1e6:.0f} MB of memory: {result['seconds'][-1]:.2f} s a step"
+                f"{name}: {size / 1e6:.0f} MB of weights, {limit / 1e6:.0f} MB of memory ({result['private'] / 1e6:.0f} of it"
+                f" private): {result['seconds'][-1]:.2f} s a step"
             )
-            figures.append({"model": name, "limit": limit, "store": size, "peak": peak, **result})
+            figures.append(
+                {"model": name, "full": arguments.full, "limit": limit, "store": size, "peak": peak, **result}
+            )
         except RuntimeError as error:
             print(f"{name}: {error}")
         bounds.append(

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import operator
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,6 +36,8 @@ Mask = npt.NDArray[np.bool_]
 """Whether each token is learnt."""
 Numbers = npt.NDArray[np.int64]
 """Counts, offsets and numbers of rows."""
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each of its threads would keep some 7 MB for the whole run
 
 CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 """The most texts that are tokenised in one call, and the most characters in them: what a call gives takes memory."""

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from blockwalk.plan.sizes import ROW_TILE, UNTILED_ROWS, multiplied_rows
 
-_SIZES = (512, 256, 128, ROW_TILE)
+_SIZES = (512, 256, ROW_TILE)
 """The numbers of rows that a product is made in."""
 _THIN_SIDE = 256
 """The most columns (or rows) that a matrix called thin has."""

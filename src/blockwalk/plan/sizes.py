@@ -37,7 +37,7 @@ UPDATE_ELEMENTS = ByDevice(cpu=1 << 19, cuda=1 << 22)
 an accelerator."""
 
 
-ROW_TILE = 32
+ROW_TILE = 64
 """Rows of the smallest tile that a 16-bit product on a processor is made in (:mod:`blockwalk.numerics.row_tiles`)."""
 UNTILED_ROWS = 8
 """Up to so many rows a product is made as it is: there are few such shapes, and generation has one row."""

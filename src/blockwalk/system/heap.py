@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
-MARGIN = 3 << 20
+MARGIN = 5 << 20
 """Bytes that anonymous memory may grow by beyond a block's working set, at least. If free heap were given back sooner, each
 block would fault its own pages in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time; 8,000 and 0.1 s
 when they are kept)."""
@@ -59,7 +59,7 @@ class Slack:
         spare: the fraction of that growth, at least :data:`MARGIN` bytes, that is allowed on top before the heap is trimmed.
     """
 
-    def __init__(self, share: float = 0.95, spare: float = 0.25) -> None:
+    def __init__(self, share: float = 0.95, spare: float = 0.0) -> None:
         self._share, self._spare = share, spare
         self._floor = 0
         self._left: deque[int] = deque(maxlen=32)
