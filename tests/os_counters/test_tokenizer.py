@@ -1,4 +1,4 @@
-"""Oracle: the kernel's list of a process's threads. What the tokenizer's own threads keep, they would keep for the whole run."""
+"""Oracle: the kernel's list of a process's threads. What the tokenizer's threads keep, they keep for the whole run."""
 
 from __future__ import annotations
 
