@@ -135,7 +135,7 @@ def case(size: str, name: str, hardware: str, steps: int | None = None) -> dict[
             shares = world if plan.sharded else plan.mesh.data
             batch = random_batch(walker.spec.vocab_size, BATCH * shares, SEQUENCE)
             program = walker.program(StepKind.TRAIN, shape, foresee=True)
-            predicted = process_peak(program, plan, here, adapters=adapters)
+            predicted = process_peak(program, plan, here, walker.spec)
             if predicted > 0.9 * here.host_bytes:
                 return {"size": size, "method": name, "predicted_bytes": predicted, "fits": False}
             walker.step(batch)

@@ -120,22 +120,41 @@ def test_a_larger_operation_never_takes_less(size: float, more: float) -> None:
 
 
 def test_a_process_holds_its_tensors_and_what_doctor_found_beside_them() -> None:
-    """Closed form: a base, and a multiple of what comes and goes, by kind of walk."""
+    """Closed form: a base, what steps add whatever the model, and a multiple of what comes and goes, by kind of walk."""
     program, _, _ = program_of(PLANS["plain"])
     machine = dataclasses.replace(
         hardware.load("laptop"),
         process_bytes={"graphs": 10**8, "forwards": 10**8},
+        buffers={"graphs": 7},
         slack={"graphs": 0.5, "forwards": 2.0},
     )
     held, moving = process_memory.tensors(program), process_memory.transients(program)
     assert 0 < moving < held
-    assert process_memory.process_peak(program, PLANS["plain"], machine, adapters=False) == held + 10**8 + moving // 2
+    assert process_memory.process_peak(program, PLANS["plain"], machine, MODEL) == held + 10**8 + 7 + moving // 2
     forwards, _, _ = program_of(PLANS["mezo"])
-    found = process_memory.process_peak(forwards, PLANS["mezo"], machine, adapters=False)
+    found = process_memory.process_peak(forwards, PLANS["mezo"], machine, MODEL)
     assert found == process_memory.tensors(forwards) + 10**8 + 2 * process_memory.transients(forwards)
-    bare = dataclasses.replace(machine, process_bytes={}, slack={})
-    most = process_memory.process_peak(forwards, PLANS["mezo"], bare, adapters=False, process=5)
+    bare = dataclasses.replace(machine, process_bytes={}, buffers={}, slack={})
+    most = process_memory.process_peak(forwards, PLANS["mezo"], bare, MODEL, process=5)
     assert most == process_memory.tensors(forwards) + 5, "what the process holds by now stands for what doctor found"
+
+
+def test_streamed_walks_in_16_bits_have_figures_of_their_own_unless_the_description_is_older() -> None:
+    """Closed form, at a program's own bytes."""
+    plan, narrow = method("mebp"), dataclasses.replace(MODEL, dtype="bfloat16")
+    program = compile(plan, MODEL, StepKind.TRAIN, SHAPE, costs=COSTS(plan, SHAPE), device="cpu")
+    moving = process_memory.transients(program)
+    older = Hardware("older", "cpu", 1, flops={"float32": 1.0}, slack={"streamed": 2.0})
+    newer = dataclasses.replace(
+        older, buffers={"streamed": 3, "streamed, 16 bits": 80}, slack={"streamed, 16 bits": 1.0}
+    )
+    for machine, model, beside in (
+        (older, MODEL, 2 * moving),
+        (older, narrow, 2 * moving),
+        (newer, MODEL, 3),
+        (newer, narrow, 80 + moving),
+    ):
+        assert process_memory.step_growth(program, plan, machine, model) == moving + beside
 
 
 def test_on_a_processor_compute_loses_what_its_lanes_copy() -> None:
@@ -176,12 +195,12 @@ def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_sharded_process_holds_gloos_copy_of_its_largest_gather() -> None:
     """Closed form: the largest unit whole, twice, whatever a rank sends of it."""
-    machine, model = dataclasses.replace(hardware.load("laptop"), slack={}), MODEL
+    machine, model = dataclasses.replace(hardware.load("laptop"), buffers={}, slack={}), MODEL
     plan = method("zero3", mesh={"world": 4, "ranks_per_node": 4})
     costs = COSTS(plan, SHAPE)
     program = compile(plan, model, StepKind.TRAIN, SHAPE, costs=costs, device="cpu")
     largest = max(unit.nbytes() for unit in model.units)
-    found = process_memory.process_peak(program, plan, machine, adapters=False) - process_memory.tensors(program)
+    found = process_memory.process_peak(program, plan, machine, model) - process_memory.tensors(program)
     assert 2 * largest <= found <= 2.01 * largest  # a slice is padded
 
 

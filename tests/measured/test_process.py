@@ -32,7 +32,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not path.exists():
             walks = probe_walk.measure()
             assert walks.keys() == probe_walk.WALKS.keys()
-            found = {"process_bytes": probe_walk.process_bytes(walks), "slack": probe_walk.slack(walks)}
+            found = probe_walk.beside_tensors(walks)
             hardware.save(dataclasses.replace(hardware.load("laptop"), device="cpu", **found), path)
     return path
 

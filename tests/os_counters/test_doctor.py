@@ -36,15 +36,19 @@ def test_doctor_measures_and_writes_what_plan_reads(tmp_path: Path, monkeypatch:
 
 def test_what_comes_with_tensors_is_told_apart_by_the_walks() -> None:
     """Closed form: buffers that forwards alone leave belong to every process that keeps graphs, what is above them to its free
-    heap; a walk that bounds its free heap has them in it."""
+    heap; two walks make a line, which neither falls nor begins below nothing."""
     walks = {
-        "forwards": Found(100, 30, 10, 1e-6),
-        "graphs": Found(110, 80, 100, 1e-6),
-        "recompute": Found(110, 20, 100, 1e-6),
-        "streamed": Found(120, 40, 20, 1e-6),
+        "forwards": Found(90, 10, ((10, 30),), 1e-6),
+        "graphs": Found(100, 10, ((100, 80),), 1e-6),
+        "recompute": Found(100, 10, ((100, 20),), 1e-6),
+        "streamed": Found(110, 10, ((10, 30), (20, 40)), 1e-6),
+        "streamed, 16 bits": Found(110, 10, ((1, 99), (10, 10), (20, 40)), 1e-6),
     }
-    assert probe_walk.process_bytes(walks) == {"forwards": 100, "graphs": 140, "recompute": 140, "streamed": 120}
-    assert probe_walk.slack(walks) == {"forwards": 3.0, "graphs": 0.5, "recompute": 0.0, "streamed": 2.0}
+    assert probe_walk.beside_tensors(walks) == {
+        "process_bytes": {"forwards": 90, "graphs": 100, "recompute": 100, "streamed": 110, "streamed, 16 bits": 110},
+        "buffers": {"forwards": 10, "graphs": 40, "recompute": 30, "streamed": 30, "streamed, 16 bits": 10},
+        "slack": {"forwards": 3.0, "graphs": 0.5, "recompute": 0.0, "streamed": 1.0, "streamed, 16 bits": 2.0},
+    }
 
 
 def test_of_several_rounds_the_middle_one_counts() -> None:

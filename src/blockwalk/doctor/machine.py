@@ -79,10 +79,10 @@ class Findings:
             yield f"  an operation      takes so many µs to start: {starts}"
         if hw.process_bytes:
             yield f"  a process         holds so much {COUNTED};"
-            yield "                    measured without tokenizer and data, at one length: a run's own first lines have these"
+            yield "                    measured without tokenizer and data: a run's own first lines have these"
         for kind, nbytes in hw.process_bytes.items():
-            free = f"{hw.slack[kind]:.2f} bytes of free heap for each that comes and goes"
-            yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), and {free}"
+            more = f"{hw.buffers[kind] / 1e6:.0f} more in steps, {hw.slack[kind]:.2f} × what comes and goes"
+            yield f"  a process         {nbytes / 1e6:.0f} MB beside its tensors ({kind}), {more}"
         yield f"  noise, decoding   {hw.noise_rate / 1e6:.0f} and {hw.decode_rate / 1e6:.0f} million elements/s"
         if hw.device == "cuda":
             up, down = hw.host_to_device.bandwidth / 1e9, hw.device_to_host.bandwidth / 1e9
@@ -149,8 +149,7 @@ def measure(
         walks = probe_walk.measure()
         found |= {
             "start_seconds": {kind: each.start_seconds for kind, each in walks.items()},
-            "process_bytes": probe_walk.process_bytes(walks),
-            "slack": probe_walk.slack(walks),
+            **probe_walk.beside_tensors(walks),
         }
     hardware = Hardware(
         name=name,

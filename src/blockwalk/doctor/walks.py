@@ -14,23 +14,29 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-BOUNDED = ("streamed", "forwards")
-"""Walks that bound their free heap, and hold library buffers within it."""
+if TYPE_CHECKING:
+    from blockwalk.program.program import Program, Shape
+    from blockwalk.walk.walker import Walker
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000}
-MODELS = {"small": (SMALL, (1, 8)), "large": (LARGE, (2, 256))}
-"""Sizes of a model, and the shape of its batch."""
-WALKS: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "graphs": ("plain", False, {}),
-    "adapters": ("plain", True, {}),
-    "recompute": ("plain", False, {"recompute": "all"}),
-    "streamed": ("mebp", True, {}),
-    "forwards": ("mezo", False, {}),
+MODELS = {"small": SMALL, "large": LARGE}
+ONE, TWO = ((2, 256),), ((2, 256), (6, 256))
+LENGTHS = ((2, 100), (2, 200), (2, 330), (2, 416), (4, 416))
+"""Batches of the larger model: the last two of a streamed walk make a line. Those before it in 16 bits bring every length that
+attention is filled up to and every number of rows that products are made in (:mod:`blockwalk.numerics.row_tiles`), as the
+records of a run do."""
+WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[tuple[int, int], ...]]] = {
+    "graphs": ("plain", False, {}, ONE),
+    "adapters": ("plain", True, {}, ONE),
+    "recompute": ("plain", False, {"recompute": "all"}, ONE),
+    "streamed": ("mebp", True, {}, TWO),
+    "streamed, 16 bits": ("mebp", True, {"compute_dtype": "bfloat16"}, LENGTHS),
+    "forwards": ("mezo", False, {}, ONE),
 }
-"""Method, whether adapters are trained, and settings of each kind of walk (``simulate.memory.KINDS``)."""
+"""Method, whether adapters are trained, settings and batches of each kind of walk (``simulate.process_memory.KINDS``)."""
 
 STEPS = 5
 
@@ -43,35 +49,35 @@ class Found:
     """Bytes and seconds that one kind of walk shows."""
 
     process_bytes: int
-    """Bytes that the process holds beside the tensors of a walk that has next to none."""
-    beside: int
-    """Bytes that a larger model's walk holds in addition: buffers of libraries, free heap."""
-    transients: int
-    """Bytes of tensors that come and go in it."""
+    """Bytes that the process holds beside its tensors when a small model is open."""
+    first: int
+    """Bytes that the steps of that model add, which has next to no tensors."""
+    beside: tuple[tuple[int, int], ...]
+    """Of a larger model's walks: bytes of tensors that come and go, and those that the process holds in addition, which are
+    buffers of libraries and free heap."""
     start_seconds: float
 
 
-def process_bytes(walks: Mapping[str, Found]) -> dict[str, int]:
-    """Bytes that a process holds beside its tensors and free heap, by kind of walk: with the buffers that libraries make for
-    any model of some size, which are most of the bytes that forwards alone leave."""
-    return {kind: found.process_bytes + _buffers(kind, walks) for kind, found in walks.items()}
-
-
-def slack(walks: Mapping[str, Found]) -> dict[str, float]:
-    """Free heap by kind of walk, as a multiple of what comes and goes."""
-    return {kind: max(found.beside - _buffers(kind, walks), 0) / found.transients for kind, found in walks.items()}
-
-
-def _buffers(kind: str, walks: Mapping[str, Found]) -> int:
-    """Bytes of libraries' buffers that a kind of walk does not bound."""
-    return walks["forwards"].beside if "forwards" in walks and kind not in BOUNDED else 0
+def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
+    """What a process holds beside its tensors, by kind of walk, as a description of hardware has it: ``process_bytes``; and
+    the line ``buffers + slack × what comes and goes`` through a kind's last two walks. Where there is but one the line begins
+    at the buffers that libraries make for any model of some size, which are most of the bytes that forwards alone leave."""
+    found: dict[str, dict[str, Any]] = {"process_bytes": {}, "buffers": {}, "slack": {}}
+    for kind, each in walks.items():
+        start = walks["forwards"].beside[-1][1] if "forwards" in walks and kind != "forwards" else 0
+        (less, low), (moving, high) = ((0, start), *each.beside)[-2:]
+        slack = min(max(high - low, 0) / (moving - less), high / moving)
+        found["process_bytes"][kind] = each.process_bytes
+        found["buffers"][kind] = each.first + int(high - slack * moving)
+        found["slack"][kind] = slack
+    return found
 
 
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
     """Every kind of walk, one after the other, on models that are made before: a process that made its own would keep their
     heap."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, (sizes, _) in MODELS.items():
+        for name, sizes in MODELS.items():
             _make(sizes, Path(folder) / name)
         return _run(kinds, folder)
 
@@ -97,51 +103,65 @@ def _run(kinds: tuple[str, ...], folder: str) -> dict[str, Found]:
         command = [sys.executable, "-W", "ignore", "-m", "blockwalk.doctor.walks", kind, folder]
         done = subprocess.run(command, capture_output=True, text=True, env=alone, check=False)
         if done.returncode == 0:
-            found[kind] = Found(**json.loads(done.stdout.strip().splitlines()[-1]))
+            values = json.loads(done.stdout.strip().splitlines()[-1])
+            found[kind] = Found(**{**values, "beside": tuple(map(tuple, values["beside"]))})
     return found
 
 
 def walk(kind: str, folder: str) -> Found:
     """One kind of walk, in this process: a small model, then a larger one."""
+    from blockwalk.program.program import OpKind, Shape
+    from blockwalk.simulate.hardware import Hardware
     from blockwalk.simulate.process_memory import tensors, transients
-    from blockwalk.system.process_memory import PeakMemory
+    from blockwalk.simulate.seconds import UPDATE_STARTS, CostModel
+    from blockwalk.system.process_memory import PeakMemory, process_bytes
 
     with PeakMemory(0.002) as memory:
-        small, seconds, operations = _steps(kind, Path(folder), "small")
-        base = memory.take() - tensors(small)
-        large, _, _ = _steps(kind, Path(folder), "large")
-        beside = memory.take() - tensors(large) - base
-    return Found(base, beside, transients(large), seconds / operations)
+        with _opened(kind, Path(folder), "small") as walker:
+            shape = Shape(1, 8)
+            program, held = _program(walker, shape), process_bytes()
+            seconds = _steps(walker, shape)
+            program, held = _program(walker, shape), held - tensors(program) + transients(program)
+            model = Hardware("none", device_bytes=1, flops={"float32": 1.0})
+            costs = CostModel(walker.plan, walker.spec, model, walker.costs(shape), program)
+            operations = sum(costs.work(op).all for op in program.ops)
+            updated = [walker.spec.units[op.unit].part(True) for op in program.ops if op.kind is OpKind.UPDATE]
+            operations += UPDATE_STARTS * sum(map(len, updated))
+        base, beside = memory.take() - tensors(program), []
+        with _opened(kind, Path(folder), "large") as walker:
+            for shape in (Shape(*each) for each in WALKS[kind][-1]):
+                _steps(walker, shape)
+                program = _program(walker, shape)
+                beside.append((transients(program), memory.take() - tensors(program) - base))
+    return Found(held, base - held, tuple(beside), seconds / operations)
 
 
-def _steps(kind: str, folder: Path, model_name: str) -> tuple[Any, float, int]:
-    """A program, its best step's seconds, and the operations that it starts."""
-    import torch
-
+def _opened(kind: str, folder: Path, model_name: str) -> Walker:
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.methods import method
-    from blockwalk.program.program import OpKind, Shape, StepKind
-    from blockwalk.simulate.hardware import Hardware
-    from blockwalk.simulate.seconds import UPDATE_STARTS, CostModel
     from blockwalk.walk.walker import Walker
 
-    name, adapters, settings = WALKS[kind]
-    sizes, (batch, sequence) = MODELS[model_name]
-    shape, plan, taken = Shape(batch, sequence), method(name, **settings), []
+    name, adapters, settings, _ = WALKS[kind]
     lora = LoraSettings(rank=8) if adapters else None
-    ids = torch.randint(3, sizes["vocab_size"], (batch, sequence))
-    with Walker(folder / model_name, plan, lora=lora, workdir=folder / f"{kind} {model_name}") as walker:
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            walker.step({"input_ids": ids, "labels": ids.clone()})
-            taken.append(time.perf_counter() - began)
-        program = walker.program(StepKind.TRAIN, shape, foresee=True)
-        costs = walker.costs(shape)
-        model = CostModel(plan, walker.spec, Hardware("none", device_bytes=1, flops={"float32": 1.0}), costs, program)
-        operations = sum(model.work(op).all for op in program.ops)
-        updated = [walker.spec.units[op.unit].part(True) for op in program.ops if op.kind is OpKind.UPDATE]
-        operations += UPDATE_STARTS * sum(map(len, updated))
-    return program, min(taken), operations
+    return Walker(folder / model_name, method(name, **settings), lora=lora, workdir=folder / f"{kind} {model_name}")
+
+
+def _program(walker: Walker, shape: Shape) -> Program:
+    from blockwalk.program.program import StepKind
+
+    return walker.program(StepKind.TRAIN, shape, foresee=True)
+
+
+def _steps(walker: Walker, shape: Shape) -> float:
+    """The best step's seconds."""
+    import torch
+
+    ids, taken = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence)), []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        walker.step({"input_ids": ids, "labels": ids.clone()})
+        taken.append(time.perf_counter() - began)
+    return min(taken)
 
 
 if __name__ == "__main__":

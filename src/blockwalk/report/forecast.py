@@ -73,10 +73,10 @@ class Forecast:
     def process_bytes(self, before: int, opened: int | None = None) -> int:
         """Bytes of the whole process at a step's peak, on a processor, where it held ``before`` without the model and
         ``opened`` with it."""
-        here, adapters = hardware.of_this_machine(self.device), self.model.numel(trainable=False) > 0
-        most = process_memory.process_peak(self.program, self.plan, here, adapters=adapters, process=before)
+        here = hardware.of_this_machine(self.device)
+        most = process_memory.process_peak(self.program, self.plan, here, self.model, process=before)
         if opened is not None:
-            opened += process_memory.step_growth(self.program, self.plan, here, adapters=adapters)
+            opened += process_memory.step_growth(self.program, self.plan, here, self.model)
         return max(most, opened or 0)
 
     def overview(self, steps: int) -> Iterator[str]:

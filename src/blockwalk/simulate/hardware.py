@@ -106,8 +106,10 @@ class Hardware:
     fresh_bandwidth: float = 0.0
     """Bytes/s at which memory that the process has just been given is first touched; 0: it takes no time."""
     process_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that a process holds beside its tensors on a small walk, by kind of walk: interpreter, libraries and their buffers;
-    without it tensors alone are foreseen."""
+    """Bytes that a process holds beside its tensors when a model is open, by kind of walk: interpreter and libraries; without
+    it tensors alone are foreseen."""
+    buffers: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that its steps add whatever the model, by kind of walk: buffers, compiled products, heap that is always kept."""
     slack: Mapping[str, float] = field(default_factory=dict)
     """Freed memory that the allocator keeps, by kind of walk: as a multiple of what comes and goes in a step."""
     noise_rate: float = 5e10

@@ -1,35 +1,45 @@
 """The memory of a process on a CPU at a step's peak: its tensors, and the bytes that come with them.
 
-A program counts tensors. The interpreter and its libraries are there before; the C allocator keeps freed memory that it cannot
-use again. ``blockwalk doctor`` measures both on a small walk of its own. Nothing here imports torch.
+A program counts tensors. The interpreter and its libraries are there before. Steps bring buffers and compiled products, which
+hardly depend on the model; and the C allocator keeps freed memory that it cannot use again, which grows with what comes and
+goes. ``blockwalk doctor`` measures all three on small walks of its own. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from blockwalk.plan.mesh import ranks_over
+from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import OpKind, Pool, Program
+from blockwalk.program.residency import compute_dtype
 from blockwalk.simulate.hardware import Hardware
 
-KINDS = ("graphs", "adapters", "recompute", "streamed", "forwards")
+KINDS = ("graphs", "adapters", "recompute", "streamed", "streamed, 16 bits", "forwards")
 """Kinds of walk that leave the allocator differently: graphs kept over the step, of all parameters or of adapters; blocks
-recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`); forwards alone."""
+recomputed; streamed, which bounds its free heap (:mod:`blockwalk.system.heap`), in float32 or in 16 bits, whose products
+oneDNN compiles and keeps (:mod:`blockwalk.numerics.row_tiles`); forwards alone."""
 
 GUESSED = "free heap and buffers of libraries are foreseen as they were elsewhere; blockwalk doctor measures them here"
 """The words of a forecast on a machine that was not measured."""
 
 
-def walk_kind(plan: Plan, program: Program, *, adapters: bool) -> str:
+def walk_kind(plan: Plan, program: Program, model: ModelSpec) -> str:
     """The one of :data:`KINDS` that a step is."""
     if plan.zeroth_order:
         return "forwards"
     if program.streamed:
-        return "streamed"
+        return "streamed" if compute_dtype(plan, model) == "float32" else "streamed, 16 bits"
     if not any(op.keep_graph for op in program.ops):
         return "recompute"
-    return "adapters" if adapters else "graphs"
+    return "adapters" if model.numel(trainable=False) else "graphs"
+
+
+def found_for(kind: str, figures: Mapping[str, float]) -> float:
+    """The figure of a kind of walk, 0 without one; an older description has one of streamed walks in any dtype."""
+    return figures.get(kind, figures.get(kind.partition(",")[0], 0))
 
 
 def tensors(program: Program) -> int:
@@ -44,18 +54,19 @@ def transients(program: Program) -> int:
     return tensors(program) - held[Pool.DEVICE] - held[Pool.HOST]
 
 
-def process_peak(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool, process: int = 0) -> int:
+def process_peak(program: Program, plan: Plan, hardware: Hardware, model: ModelSpec, *, process: int = 0) -> int:
     """Bytes of the whole process, pages of mapped files left out. ``process``: those that it holds before a model is opened,
     where they are known; doctor's walks tell of a bare one."""
-    kind = walk_kind(plan, program, adapters=adapters)
-    bare, held = max(hardware.process_bytes.get(kind, 0), process), tensors(program) - transients(program)
-    return bare + held + step_growth(program, plan, hardware, adapters=adapters)
+    bare = max(found_for(walk_kind(plan, program, model), hardware.process_bytes), process)
+    return int(bare) + tensors(program) - transients(program) + step_growth(program, plan, hardware, model)
 
 
-def step_growth(program: Program, plan: Plan, hardware: Hardware, *, adapters: bool) -> int:
-    """Bytes that a process with an open model grows by in a step: what comes and goes, and the free heap that it leaves."""
-    kind, moving = walk_kind(plan, program, adapters=adapters), transients(program)
-    return moving + int(hardware.slack.get(kind, 0.0) * moving) + 2 * _gather_copy(plan, program)
+def step_growth(program: Program, plan: Plan, hardware: Hardware, model: ModelSpec) -> int:
+    """Bytes that a process with an open model grows by in its steps: libraries' buffers, what comes and goes, and the free
+    heap that it leaves."""
+    kind, moving = walk_kind(plan, program, model), transients(program)
+    beside = found_for(kind, hardware.buffers) + found_for(kind, hardware.slack) * moving
+    return moving + int(beside) + 2 * _gather_copy(plan, program)
 
 
 def _gather_copy(plan: Plan, program: Program) -> int:

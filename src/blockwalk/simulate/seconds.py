@@ -21,7 +21,7 @@ from blockwalk.program.launches import finds_copy
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
 from blockwalk.program.residency import compute_dtype, epilogue_reads
 from blockwalk.simulate.hardware import Hardware, Link
-from blockwalk.simulate.process_memory import walk_kind
+from blockwalk.simulate.process_memory import found_for, walk_kind
 
 NO_COSTS = Costs()
 
@@ -64,8 +64,8 @@ class CostModel:
         if self.program is not None and self.hardware.device == "cpu":
             object.__setattr__(self, "_lost", self._losses(self.program))
         if self.program is not None and self.hardware.start_seconds:
-            kind = walk_kind(self.plan, self.program, adapters=self.model.numel(trainable=False) > 0)
-            object.__setattr__(self, "_start", self.hardware.start_seconds.get(kind, 0.0))
+            kind = walk_kind(self.plan, self.program, self.model)
+            object.__setattr__(self, "_start", found_for(kind, self.hardware.start_seconds))
 
     def _losses(self, program: Program) -> dict[int, float]:
         copied: Counter[int] = Counter()
