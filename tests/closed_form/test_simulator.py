@@ -141,7 +141,7 @@ def test_a_process_holds_its_tensors_and_what_doctor_found_beside_them() -> None
 
 def test_streamed_walks_in_16_bits_have_figures_of_their_own_unless_the_description_is_older() -> None:
     """Closed form, at a program's own bytes."""
-    plan, narrow = method("mebp"), dataclasses.replace(MODEL, dtype="bfloat16")
+    plan, wide = method("mebp"), dataclasses.replace(MODEL, dtype="float32")
     program = compile(plan, MODEL, StepKind.TRAIN, SHAPE, costs=COSTS(plan, SHAPE), device="cpu")
     moving = process_memory.transients(program)
     older = Hardware("older", "cpu", 1, flops={"float32": 1.0}, slack={"streamed": 2.0})
@@ -149,10 +149,10 @@ def test_streamed_walks_in_16_bits_have_figures_of_their_own_unless_the_descript
         older, buffers={"streamed": 3, "streamed, 16 bits": 80}, slack={"streamed, 16 bits": 1.0}
     )
     for machine, model, beside in (
+        (older, wide, 2 * moving),
         (older, MODEL, 2 * moving),
-        (older, narrow, 2 * moving),
-        (newer, MODEL, 3),
-        (newer, narrow, 80 + moving),
+        (newer, wide, 3),
+        (newer, MODEL, 80 + moving),
     ):
         assert process_memory.step_growth(program, plan, machine, model) == moving + beside
 

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden
 LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000}
 MODELS = {"small": SMALL, "large": LARGE}
 ONE, TWO = ((2, 256),), ((2, 256), (6, 256))
-LENGTHS = ((2, 100), (2, 200), (2, 330), (2, 416), (4, 416))
+LENGTHS = ((2, 100), (2, 200), (2, 330), (2, 416), (6, 416))
 """Batches of the larger model: the last two of a streamed walk make a line. Those before it in 16 bits bring every length that
 attention is filled up to and every number of rows that products are made in (:mod:`blockwalk.numerics.row_tiles`), as the
 records of a run do."""
