@@ -53,15 +53,16 @@ class Found:
     first: int
     """Bytes that the steps of that model add, which has next to no tensors."""
     beside: tuple[tuple[int, int], ...]
-    """Of a larger model's walks: bytes of tensors that come and go, and those that the process holds in addition, which are
-    buffers of libraries and free heap."""
+    """Pairs of bytes, one of each walk of a larger model: tensors that come and go, and those that the process holds in
+    addition, which are buffers of libraries and free heap."""
     start_seconds: float
 
 
 def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
-    """What a process holds beside its tensors, by kind of walk, as a description of hardware has it: ``process_bytes``; and
-    the line ``buffers + slack × what comes and goes`` through a kind's last two walks. Where there is but one the line begins
-    at the buffers that libraries make for any model of some size, which are most of the bytes that forwards alone leave."""
+    """Bytes that a process holds beside its tensors, by kind of walk, as a description of hardware has them:
+    ``process_bytes``; and the line ``buffers + slack × what comes and goes`` through a kind's last two walks. Where there is
+    but one the line begins at the buffers that libraries make for any model of some size, which are most of the bytes that
+    forwards alone leave."""
     found: dict[str, dict[str, Any]] = {"process_bytes": {}, "buffers": {}, "slack": {}}
     for kind, each in walks.items():
         start = walks["forwards"].beside[-1][1] if "forwards" in walks and kind != "forwards" else 0
