@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8000}
-MODELS = {"small": SMALL, "large": LARGE}
-ONE, TWO = ((2, 256),), ((2, 256), (6, 256))
-LENGTHS = ((2, 100), (2, 200), (2, 330), (2, 416), (6, 416))
-"""Batches of the larger model: the last two of a streamed walk make a line. Those before it in 16 bits bring every length that
-attention is filled up to and every number of rows that products are made in (:mod:`blockwalk.numerics.row_tiles`), as the
-records of a run do."""
-WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[tuple[int, int], ...]]] = {
+WIDE: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3, "vocab_size": 8000}
+MODELS = {"small": SMALL, "large": LARGE, "wide": WIDE}
+ONE, TWO = ("large", ((2, 256),)), ("large", ((2, 256), (6, 256)))
+LENGTHS = ("wide", ((2, 100), (2, 200), (2, 330), (2, 416), (6, 416)))
+"""Larger models and their batches: the last two of a streamed walk make a line. Those before it in 16 bits bring every length
+that attention is filled up to and every number of rows that products are made in (:mod:`blockwalk.numerics.row_tiles`), as the
+records of a run do; what these keep grows with the widest matrix."""
+WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[str, tuple[tuple[int, int], ...]]]] = {
     "graphs": ("plain", False, {}, ONE),
     "adapters": ("plain", True, {}, ONE),
     "recompute": ("plain", False, {"recompute": "all"}, ONE),
@@ -129,8 +130,9 @@ def walk(kind: str, folder: str) -> Found:
             updated = [walker.spec.units[op.unit].part(True) for op in program.ops if op.kind is OpKind.UPDATE]
             operations += UPDATE_STARTS * sum(map(len, updated))
         base, beside = memory.take() - tensors(program), []
-        with _opened(kind, Path(folder), "large") as walker:
-            for shape in (Shape(*each) for each in WALKS[kind][-1]):
+        name, batches = WALKS[kind][-1]
+        with _opened(kind, Path(folder), name) as walker:
+            for shape in (Shape(*each) for each in batches):
                 _steps(walker, shape)
                 program = _program(walker, shape)
                 beside.append((transients(program), memory.take() - tensors(program) - base))
