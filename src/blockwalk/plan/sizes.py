@@ -56,13 +56,16 @@ def chunk_sizes(
     """Tokens and vocabulary rows of one chunk for about ``budget`` bytes of scratch: a third for a chunk of the head, a
     third for its logits, a third for the sums [n, D].
 
-    The vocabulary chunk rests on the head alone, so that a token's loss is the same whatever it is batched with.
+    The vocabulary chunk rests on the head alone, so that a token's loss is the same whatever it is batched with. In 16 bits
+    there is room for whole tiles of :data:`ROW_TILE` tokens, in which products are made.
     """
     third, size = budget // 3, dtype.itemsize
-    wide = max(size, 4)
-    vocab_chunk = min(vocab_size, max(256, third // (hidden_size * size) // 256 * 256))
-    logit = wide * (2 if soft_cap else 1) + (size if size < wide else 0)
-    token_chunk = max(32, min(third // (vocab_chunk * logit), third // (hidden_size * (wide + 2 * size))))
+    wide, narrow, fewest, step = (4, size, ROW_TILE, ROW_TILE) if size == 2 else (max(size, 4), 0, 32, 1)
+    vocab_rows = min(third // (hidden_size * size), third // (fewest * (2 * wide + narrow)))
+    vocab_chunk = min(vocab_size, max(256, vocab_rows // 256 * 256))
+    logit = wide * (2 if soft_cap else 1) + narrow
+    tokens_that_fit = min(third // (vocab_chunk * logit), third // (hidden_size * (wide + 2 * size)))
+    token_chunk = max(fewest, tokens_that_fit // step * step)
     parts = -(-tokens // token_chunk)
     return -(-tokens // parts), vocab_chunk
 
