@@ -125,13 +125,16 @@ def main() -> None:
     made.add_argument("--full", action="store_true", help="train all parameters")
     made.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = made.parse_args()
+    limits = FULL if arguments.full else LIMITS
+    if arguments.model and not (arguments.limit_mb or arguments.model in limits):
+        made.error(f"nothing is promised for all parameters of {arguments.model}: give --limit-mb")
     if arguments.worker:
         worker(arguments.worker, arguments.steps, arguments.full)
         return
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    figures, bounds, limits = [], [], FULL if arguments.full else LIMITS
+    figures, bounds = [], []
     for name in [arguments.model] if arguments.model else limits:
         store = random_store(name, Codec.RAW if arguments.full else Codec.INT4)
         limit = (arguments.limit_mb or limits[name]) * 10**6
