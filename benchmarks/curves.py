@@ -101,7 +101,8 @@ def by_codec(arguments: Any, tokenizer: Any, rows: Any) -> dict[str, dict[str, f
     held_out = rows_of(arguments.heldout, tokenizer, arguments.max_length, arguments.heldout_records)
     for codec in arguments.codecs:
         as_it_lies = Path(codec).is_file()
-        plan = blockwalk.method("mebp", frozen=f"disk × {'raw' if as_it_lies else codec}")
+        weights = f"disk × {'raw' if as_it_lies else codec}"
+        plan = blockwalk.method("mebp", frozen=weights, update={"timing": "step"})
         with tempfile.TemporaryDirectory() as folder:
             model = codec if as_it_lies else arguments.model
             more = {"plan": plan, "lora": {"rank": 8}, "train_dataset": rows, "eval_dataset": held_out}

@@ -7,6 +7,7 @@ import json
 import runpy
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import blockwalk
 from blockwalk.cli import main
+from blockwalk.simulate import hardware
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -166,6 +168,26 @@ def test_the_best_plan_is_a_file_that_trains_alike(
     assert found.plan.optimizer.learning_rate == 3e-3
     assert found.data.template == "{text} It was {label}."
     assert found.model == str(tiny_run.model)
+
+
+def test_a_larger_step_that_hides_its_link_is_a_file_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the micro-batches of the row in the printed ranking, each of as many sequences as were asked for."""
+    from blockwalk.train import config
+
+    machine = replace(hardware.load("h200"), name="slow link", host_to_device=hardware.Link(5e7), noise_rate=5e11)
+    hardware.save(machine, tmp_path / "slow.yaml")
+    given = ["--lora", "false", "--budget", "4200000", "--batch_size", "1", "--data.max_length", "16"]
+    model = str(Path(__file__).parents[2] / "examples/tiny-llama")
+    assert main.main(["plan", "--model", model, *given, "--hardware", str(tmp_path / "slow.yaml")]) == 0
+    ranking, _, text = capsys.readouterr().out.partition("the larger step as a file (run.yaml):\n\n")
+    (tmp_path / "run.yaml").write_text(text)
+    run = config.load(tmp_path / "run.yaml")
+    plan = run.plan
+    assert run.batch_size == plan.gradient_accumulation_steps > 1
+    assert f"{plan.method}, {plan.trainable.tier} × raw" in ranking
+    assert f", {plan.gradient_accumulation_steps} micro-batches" in ranking
 
 
 def test_the_example_of_a_loop(

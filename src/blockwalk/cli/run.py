@@ -173,7 +173,11 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     best = ranking.best
     if best is None or best.simulation is None:
         raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
-    print(f"\nthe best of them as a file (run.yaml):\n\n{config.as_yaml(advice.recommended(run, best.plan))}", end="")
+    for what, found in (("best of them", best), ("larger step", ranking.larger)):
+        if found is not None:
+            print(
+                f"\nthe {what} as a file (run.yaml):\n\n{config.as_yaml(advice.recommended(run, found.plan))}", end=""
+            )
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
         timeline.write(

@@ -117,6 +117,11 @@ class Plan:
         return group_sizes(self.mesh)[self.trainable.group]
 
     @property
+    def cuts(self) -> int:
+        """Parts that a step's batch is cut into, each a micro-batch of one rank or of ranks that share it."""
+        return self.gradient_accumulation_steps * (self.mesh.data if self.zeroth_order else self.mesh.world)
+
+    @property
     def sums_apart(self) -> bool:
         """Whether reductions between nodes have a lane beside that of gathers: where every use of parameters gathers between
         nodes and then inside them, a gather would wait on the first of these links for sums that still wait on the second."""

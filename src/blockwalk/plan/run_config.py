@@ -203,10 +203,8 @@ class RunConfig:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
         ``zo.objective`` ranks them."""
         plan = self.plan
-        zeroth_order = plan.zeroth_order
-        cuts = plan.gradient_accumulation_steps * (plan.mesh.data if zeroth_order else plan.mesh.world)
-        words = max(1, len(self.data.label_words)) if zeroth_order and plan.zo.objective != "loss" else 1
-        return -(-self.batch_size // cuts) * words
+        words = max(1, len(self.data.label_words)) if plan.zeroth_order and plan.zo.objective != "loss" else 1
+        return -(-self.batch_size // plan.cuts) * words
 
     def to_mapping(self) -> dict[str, Any]:
         """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""

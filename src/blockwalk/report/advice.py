@@ -66,12 +66,14 @@ def differing(plan: Plan) -> dict[str, Any]:
 
 
 def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
-    """The settings of a run under another plan, to be copied: the plan's, and those of the run that are not the defaults."""
+    """The settings of a run under another plan, to be copied: the plan's, and those of the run that are not the defaults. A
+    micro-batch has as many sequences as the run's."""
 
     def changed(mine: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in mine.items() if value != default[name]}
 
     given, default = run.to_mapping(), RunConfig().to_mapping()
+    given["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
     own = changed(
         {each.name: given[each.name] for each in fields(RunConfig) if each.name not in ("plan", "model")}, default
     )
