@@ -34,7 +34,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "mebp": {"method": "mebp", "lora": {"rank": 8}},
     "plain": {"method": "plain", "lora": {"rank": 8}},
     "mezo": {"method": "mezo"},
-    "zo2": {"method": "zo2", "plan": {"trainable": "disk"}},
+    "zo2": {"method": "zo2", "trainable": "disk"},
 }
 
 
