@@ -153,18 +153,21 @@ def test_sequences_beyond_the_models_positions_are_noted(tiny_run: TinyRun, caps
     assert "positions" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("steps", [1, 2])
 def test_the_best_plan_is_a_file_that_trains_alike(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    steps: int, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the configuration that the printed YAML is read as: the run's own settings, under the best plan."""
     from blockwalk.train import config
 
     given = [*tiny_run.arguments(tmp_path / "out"), "--max_steps", "7", "--optimizer.learning_rate", "3e-3"]
+    given += ["--gradient_accumulation_steps", str(steps), "--update.timing", "step"]
     assert main.main(["plan", *given, "--lora.rank", "4", "--hardware", "laptop"]) == 0
     text = capsys.readouterr().out.partition("as a file (run.yaml):\n\n")[2]
     (tmp_path / "run.yaml").write_text(text)
     found = config.load(tmp_path / "run.yaml")
     assert (found.max_steps, found.lora and found.lora.rank, found.batch_size) == (7, 4, 4)
+    assert found.plan.gradient_accumulation_steps == steps
     assert found.plan.optimizer.learning_rate == 3e-3
     assert found.data.template == "{text} It was {label}."
     assert found.model == str(tiny_run.model)

@@ -160,7 +160,8 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
         DoesNotFit: no plan fits.
     """
     machine, shape = hardware.load(arguments.hardware), Shape(run.micro_batch_rows, run.data.max_length)
-    task = advice.task(run.model, run.lora, machine, shape, budget=run.plan.budget)
+    steps = run.plan.gradient_accumulation_steps
+    task = advice.task(run.model, run.lora, machine, shape, budget=run.plan.budget, micro_batches=steps)
     trained = "every parameter" if run.lora is None else f"adapters of rank {run.lora.rank}"
     nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
     print(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")

@@ -336,9 +336,9 @@ def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None
     columns = [dist.new_group(list(range(i, world, local))) for i in range(local)]
     # every column gathers at once, so that the node's link is shared as in a step; it is described for the whole node
     across = _timings("between nodes", columns[rank % local], nodes, device) if nodes > 1 else ()
-    # and in a run its sums may have communicators beside those of gathers, whose memory is no step's
-    sums = [dist.new_group(list(range(i, world, local))) for i in range(local)]
-    dist.all_reduce(torch.zeros(1, device=device), group=sums[rank % local])
+    if nodes > 1:  # a run's sums may have communicators beside those of gathers, whose memory is no step's
+        sums = [dist.new_group(list(range(i, world, local))) for i in range(local)]
+        dist.all_reduce(torch.zeros(1, device=device), group=sums[rank % local])
     dist.barrier()
     left = left_on(device)
     if started:

@@ -20,7 +20,15 @@ from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.planner import Task
 
 
-def task(model: str, lora: LoraSettings | None, machine: Hardware, shape: Shape, *, budget: int | None) -> Task:
+def task(
+    model: str,
+    lora: LoraSettings | None,
+    machine: Hardware,
+    shape: Shape,
+    *,
+    budget: int | None,
+    micro_batches: int = 1,
+) -> Task:
     """The planner's task for a model's folder or ``config.json``: the model as it is cut, and costs that are measured as the
     planner asks for them, without padding.
 
@@ -31,14 +39,15 @@ def task(model: str, lora: LoraSettings | None, machine: Hardware, shape: Shape,
     from blockwalk.walk.unit_costs import UnitCosts
 
     costs = UnitCosts(model, lora=lora, device=machine.device)
-    return Task(model_spec(model, costs), costs, machine, shape, budget)
+    return Task(model_spec(model, costs), costs, machine, shape, budget, micro_batches)
 
 
 def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     """The fastest plan for one rank that needs less than ``room`` bytes of memory, in words; empty where none is known.
     ``shape`` is that of a micro-batch."""
     try:
-        found = planner.rank(task(run.model, run.lora, hardware.of_this_machine(device), shape, budget=room))
+        machine, steps = hardware.of_this_machine(device), run.plan.gradient_accumulation_steps
+        found = planner.rank(task(run.model, run.lora, machine, shape, budget=room, micro_batches=steps))
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
     fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)

@@ -44,6 +44,8 @@ class Task:
     """One rank's micro-batch."""
     budget: int | None = None
     """Device bytes that a step may use, where that is less than the device has."""
+    micro_batches: int = 1
+    """The number of them in a step, of every plan that is looked at."""
 
     @property
     def room(self) -> int:
@@ -131,7 +133,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
     for name, row in METHODS.items():
         alone = row().trainable.group == NOBODY
         for label, settings in (_alone if alone else _over_ranks)(task, row()):
-            yield f"{name}{label}", method(name, **settings)
+            yield f"{name}{label}", method(name, gradient_accumulation_steps=task.micro_batches, **settings)
 
 
 def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -22,9 +22,9 @@ when they are kept)."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER = 1 << 30
 
+# Torch, which looks at this when it first allocates, asks for pages of 2 MB for its larger tensors, where the system leaves
+# that to be asked for: a block then faults its memory in again 2 MB at a time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-"""Torch asks for pages of 2 MB for its larger tensors, where the system leaves that to be asked for: a block then faults its
-memory in again 2 MB at a time. Torch looks at it when it first allocates."""
 
 
 @functools.cache

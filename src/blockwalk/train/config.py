@@ -109,9 +109,10 @@ def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | Non
     if not own.get("model"):
         raise ValueError("method: auto reads the model's configuration; give model")
     given = override(Plan(), settings)
-    rows = own.get("batch_size", RunConfig().batch_size) // given.gradient_accumulation_steps
-    machine, shape = hardware.load("here"), Shape(rows, data.max_length)
-    task = advice.task(own["model"], lora, machine, shape, budget=given.budget)
+    steps = given.gradient_accumulation_steps
+    machine = hardware.load("here")
+    shape = Shape(own.get("batch_size", RunConfig().batch_size) // steps, data.max_length)
+    task = advice.task(own["model"], lora, machine, shape, budget=given.budget, micro_batches=steps)
     return override(planner.choose(task, world=given.mesh.world), settings)
 
 
