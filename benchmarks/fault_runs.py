@@ -9,6 +9,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import signal
@@ -75,7 +77,27 @@ def place() -> Iterator[Place]:
     with tempfile.TemporaryDirectory(prefix="blockwalk-faults-", dir=os.environ.get("FAULTS_DIR")) as name:
         os.environ["BLOCKWALK_CACHE"] = str(Path(name, "cache"))
         (made := Path(name, "tiny")).mkdir()
-        yield Place(make_tiny_run(made), Path(name))
+        where = Place(make_tiny_run(made), Path(name))
+        for family in ("mebp", "zo2"):
+            _import_what_it_imports(where, family)
+        gc.collect()
+        gc.freeze()  # or each fork looks through all of this process's objects
+        yield where
+
+
+def _import_what_it_imports(where: Place, family: str) -> None:
+    """Import here what a run of a family imports, so that the forks of this process need not."""
+    names, output = where.folder / "imported", where.folder / "imports.said"
+
+    def run() -> int:
+        code = main.main(where.arguments(family, where.folder / f"imports-{family}"))
+        names.write_text("\n".join(sys.modules))
+        return code
+
+    assert Fork(run, output).wait() == 0, output.read_text()
+    for name in names.read_text().split():
+        with contextlib.suppress(ImportError):  # names that a module gave itself
+            importlib.import_module(name)
 
 
 class Fork:

@@ -1,14 +1,14 @@
 """What a run loses when it is killed, runs out of disk, is damaged, is started twice, or is handed crafted files: nothing.
 
     sudo python benchmarks/faults.py [--check] [--json FILE] [--ci] [--only kills,full,flips,two,crafted]
-                                     [--kills 1000] [--state FILE] [--seconds 7200]
+                                     [--kills 1000] [--families mebp,plain] [--state FILE] [--seconds 7200]
 
 Each row harms small runs of every family (see fault_runs.py), lets them go on with ``resume_from_checkpoint: latest``, and
 compares with the run that nobody disturbed: bits of weights and ledger, lines of logs, names of files. ``kills`` counts
 processes that are killed, half of the times at a uniformly random moment, half before or after the n-th file-system
-call, n running over all of them; a run is killed one to four times. With ``--state`` what was counted of every row is kept,
-and the next call goes on from there; a call takes at most ``--seconds``. ``--ci`` is 60 kills over all families, a flipped
-bit for each, and two runs in one folder.
+call, n spread over all of them; a run is killed one to four times, and one that ends before is not counted. With ``--state``
+what was counted of every row is kept, and the next call goes on from there; a call takes at most ``--seconds``;
+``--families`` is for ``kills``. ``--ci`` is 60 kills over all families, a flipped bit for each, and two runs in one folder.
 
 Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang rank_faults.py.
 """
@@ -132,16 +132,17 @@ def ends(count: Count, where: Place, family: str, folder: Path, expected: dict[s
 
 
 def kill(count: Count, whole: Undisturbed, family: str, number: int) -> None:
-    """One run that is killed one to four times."""
+    """One run that is killed one to four times, or ends before."""
     where, draw = whole.where, random.Random(f"{family} {number}")
     expected, seconds, calls = whole.of(family)
     folder = where.folder / f"killed-{family}-{number}"
     about = []
-    for _ in range(draw.randint(1, 4)):
+    for chance in range(draw.randint(1, 4)):
         done = count.done.setdefault(family, 0)
-        if done % 2:
-            point = done // 2 * 7 % calls if done < 2 * calls else draw.randrange(calls)  # 7: spread from the first on
-            of_rank = draw.randrange(FAMILIES[family].ranks)
+        if draw.random() < 0.5:
+            first = chance == 0  # the one that makes every call: 7 spreads them from the beginning on
+            point = 7 * done % calls if first else draw.randrange(calls)
+            of_rank = 0 if first else draw.randrange(FAMILIES[family].ranks)
             code = start(where, family, folder, harm=dies_at(point, of_rank)).wait()
             about.append(f"call {point} of rank {of_rank}")
         else:
@@ -153,21 +154,22 @@ def kill(count: Count, whole: Undisturbed, family: str, number: int) -> None:
             about.append(f"after {pause:.3f} s")
         if code is None:
             count.add("hangs", about=f"{family} {about}: {said(folder)[-300:]}")
+        elif code == 0:
+            count.add("too late")
+            break
         count.done[family] = done + 1
         count.add("kills")
-        if code == 0:
-            break
     ends(count, where, family, folder, expected, f"{number}: {about}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_name(f"{folder.name}.said").unlink()
 
 
-def kills(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+def kills(whole: Undisturbed, kept: Kept, families: list[str], wanted: int) -> Count:
     """Runs that are killed, in each family until so many processes were."""
     count = kept.count("kills")
-    while not kept.over and (left := [family for family in FAMILIES if count.done.get(family, 0) < wanted]):
+    while not kept.over and (left := [family for family in families if count.done.get(family, 0) < wanted]):
         family = min(left, key=lambda family: count.done.get(family, 0))
-        kill(count, whole, family, sum(count.done.values()))
+        kill(count, whole, family, count.found["kills"] + count.found["too late"])
         kept.keep(count)
     return count
 
@@ -340,6 +342,7 @@ def main() -> None:
     options.add_argument("--ci", action="store_true")
     options.add_argument("--only", default="")
     options.add_argument("--kills", type=int, default=1000)
+    options.add_argument("--families", default=",".join(FAMILIES))
     options.add_argument("--state", type=Path)
     options.add_argument("--seconds", type=float, default=7200.0)
     arguments = options.parse_args()
@@ -351,7 +354,7 @@ def main() -> None:
         rows = arguments.only or ("kills,flips,two" if arguments.ci else "kills,full,flips,two,crafted")
         for row in rows.split(","):
             if row == "kills":
-                counts.append(kills(whole, kept, each))
+                counts.append(kills(whole, kept, arguments.families.split(","), each))
             elif row == "full":
                 counts.append(full(whole, kept, 2 if arguments.ci else 20))
             elif row == "flips":
