@@ -20,6 +20,7 @@ from blockwalk.checkpoints import ledger, run_checkpoint
 from blockwalk.checkpoints import run_checkpoint as checkpoint
 from blockwalk.cli import main
 from blockwalk.data import encode
+from blockwalk.simulate import timeline
 from blockwalk.tiers import scratch_maps
 from blockwalk.tiers.block_store import writer as store_writer
 from blockwalk.tiers.model_folder import folder as disk_folder
@@ -96,6 +97,7 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
         (MetricsLog, "write", on_line(0, "evaluations.jsonl")),
         (MetricsLog, "write", on_line(1, "metrics.jsonl")),  # zeroth order: the ledger has the step
         (evaluation.HeldOut, "evaluate", evaluates(2)),
+        (timeline, "write", lambda _, events: "measured" in str(events)),  # the ledger has the traced step
         (checkpoint, "prune", lambda *_: True),  # a checkpoint was just written
         (MetricsLog, "write", on_line(4, "evaluations.jsonl")),
         (checkpoint, "prune", lambda path, *_: (path / "checkpoint-000006").exists()),
@@ -106,7 +108,7 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
         places.insert(2, (scratch_maps.os, "unlink", lambda path, *_: "scratch-" in str(path)))
     else:
         places.append((ledger.Ledger, "rename", lambda *_: True))
-        places.insert(3, (checkpoint, "save", lambda _, step: step == 3))  # the ledger has it
+        places.insert(4, (checkpoint, "save", lambda _, step: step == 3))  # the ledger has it
     for place, name, when in places:
 
         def work(place: Any = place, name: str = name, when: Callable[..., bool] = when) -> int:

@@ -95,9 +95,19 @@ class StepForecast:
             yield f"forecast, time     {expected:.3g} s a step at the longest sequences; measured: {middle:.3g} s (median)"
 
     def write(self, folder: Path, trace_path: str | Path | None = None) -> None:
-        """``forecast.json``, for the report; the trace will follow beside it, and to ``trace_path``."""
+        """``forecast.json``, for the report; beside it, and to ``trace_path``, the foreseen step until one was traced."""
         self.paths = (folder / TRACE, *([Path(trace_path)] if trace_path else []))
         atomic_files.write_bytes(folder / NAME, (json.dumps(self.values(), indent=1) + "\n").encode())
+        for path in self.paths:
+            if not path.is_file():  # a run that was killed as it traced its step does not do it again
+                timeline.write(path, self._foreseen())
+
+    def _foreseen(self) -> list[dict[str, Any]]:
+        """Events of the simulated step, if it could be simulated."""
+        if self.simulation is None:
+            return []
+        spans = [(span.op, span.began, span.ended) for span in self.simulation.spans]
+        return timeline.events(self.simulation.program, [spans], process="foreseen")
 
     def values(self) -> dict[str, Any]:
         """The forecast as ``forecast.json`` holds it."""
@@ -125,9 +135,6 @@ class StepForecast:
             for program, timed in walker.timeline
             for event in timeline.events(program, [timed], process="measured")
         ]
-        if self.simulation is not None:
-            spans = [(span.op, span.began, span.ended) for span in self.simulation.spans]
-            found = timeline.events(self.simulation.program, [spans], process="foreseen") + found
         for path in self.paths:
-            timeline.write(path, found)
+            timeline.write(path, self._foreseen() + found)
         walker.timeline = None
