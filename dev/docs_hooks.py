@@ -1,4 +1,5 @@
-"""Pages of the site: README is its first page, and links to files that are not pages name the file instead."""
+"""Pages of the site: README is its first page, links to files that are not pages name the file instead, and what a docstring
+refers to stands as its name."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+_ROLE = re.compile(r":[a-z]+:<code>(~(?:\w+\.)*)?([\w.]+)</code>")
 _LINK = re.compile(r"!?\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -37,3 +39,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"`{name}`" if text in name else f"{text} (`{name}`)"
 
     return _LINK.sub(linked, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page's HTML, with the roles of docstrings as names; one with a tilde as the last part of its name."""
+    return _ROLE.sub(r"<code>\2</code>", html)

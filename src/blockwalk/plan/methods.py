@@ -155,15 +155,16 @@ METHODS: dict[str, Callable[[], Plan]] = {row.__name__: row for row in _ROWS}
 def method(name: str, **settings: Any) -> Plan:
     """The plan of a named method, with settings changed.
 
-    Settings are the plan's fields, nested as mappings or dotted:
-
-    >>> method("mebp", optimizer={"learning_rate": 2e-4}).optimizer.learning_rate
-    0.0002
-    >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
-    2
+    Settings are the plan's fields, nested as mappings or dotted.
 
     Raises:
         ValueError: an unknown method or setting, or a plan that makes no sense.
+
+    Examples:
+        >>> method("mebp", optimizer={"learning_rate": 2e-4}).optimizer.learning_rate
+        0.0002
+        >>> method("mebp", **{"optimizer.learning_rate": 2e-4, "prefetch": 2}).prefetch
+        2
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")

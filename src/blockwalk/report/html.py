@@ -41,7 +41,7 @@ polyline,circle,rect,.name{filter:brightness(1.5)}}
 body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:720px;padding:1rem;color:var(--ink);background:var(--paper)}
 h1{font-size:1.4rem}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}svg{width:100%;height:auto;display:block}
 table{border-collapse:collapse;font-size:.9rem}td{padding:.1rem .8rem .1rem 0;vertical-align:top}
-pre{overflow-x:auto;background:var(--box);padding:.8rem;font-size:.8rem}.what{color:var(--dim);margin:0}
+pre{overflow-x:auto;background:var(--box);padding:.8rem;font-size:.8rem}.what{color:var(--dim);margin:0 0 .6rem}
 text{font:11px system-ui,sans-serif;fill:var(--dim,#57606a)}.grid{stroke:var(--grid,#d0d7de)}
 @media(max-width:500px){text{font-size:16px}}
 """
