@@ -170,7 +170,7 @@ class Buckets:
     def gather(self, unit: int) -> None:
         """Complete a unit of which every rank has its slice in a slot."""
         slices, slot_P = self._slices[unit], self._in_slot(unit)
-        self._group.gather_(slices.to_gather(slot_P, self._group.place))
+        self._group.gather_(slices.to_gather(slot_P, self._group.place), slices.count)
         slices.assemble(slot_P)
 
     def _in_slot(self, unit: int) -> Tensor:
@@ -306,7 +306,7 @@ class Buckets:
         slices = self._slices[unit]
         side_by_side_P = torch.empty(slices.count * slices.nbytes, dtype=torch.uint8, device=self.device)
         side_by_side_P.chunk(slices.count)[self._group.place].copy_(self._between_turns(unit))
-        self._group.gather_(side_by_side_P)
+        self._group.gather_(side_by_side_P, slices.count)
         return slices.join(side_by_side_P.cpu())
 
     def _between_turns(self, unit: int) -> Tensor:

@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import Coordinates, Piece, coordinates_of, forwards_at, micro_batches_at
+from blockwalk.plan.mesh import (
+    Coordinates,
+    Piece,
+    coordinates_of,
+    forwards_at,
+    make_axes,
+    micro_batches_at,
+    slice_of,
+)
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import first_json
@@ -74,12 +82,16 @@ class SharedForwards:
     @property
     def place(self) -> int:
         """The number of this rank among the ranks that hold one copy."""
-        return self.rank % self.slices
+        return self.place_of(self.rank, self.slices)
 
-    def gather_(self, bucket_P: Tensor) -> None:
-        """Complete a bucket (uint8 [P]) in place from this rank's slice in it; the ranks of its copy call this together."""
-        if self._groups is not None and self.slices > 1:
-            self._groups.gather_(bucket_P, self._groups.between(1, self.slices), Lane.INTRA, direct=True)
+    def place_of(self, rank: int, ranks: int) -> int:
+        """The number of a rank's slice among those of so many ranks."""
+        return slice_of(make_axes(self.mesh), rank, ranks, ranks)[0]
+
+    def gather_(self, bucket_P: Tensor, ranks: int) -> None:
+        """Complete a bucket (uint8 [P]) in place from this rank's slice in it over so many ranks, which call this together."""
+        if self._groups is not None and ranks > 1:
+            self._groups.gather_(bucket_P, self._groups.between(1, ranks), Lane.INTRA, direct=True)
 
     # ---- one batch ----------------------------------------------------------------------------------------------------
 
@@ -193,7 +205,8 @@ class SharedForwards:
         for at, name in enumerate([*whole, *slices]):
             groups = range(1) if at < len(whole) else range(self.slices)
             for place in groups:
-                holders = range(self.world) if at < len(whole) else range(place, self.world, self.slices)
+                alike = at < len(whole)
+                holders = [rank for rank in range(self.world) if alike or self.place_of(rank, self.slices) == place]
                 found = {rank: int(rows[rank][at]) for rank in holders}
                 usual, _ = Counter(found.values()).most_common(1)[0]
                 if different := [str(rank) for rank, value in found.items() if value != usual]:
