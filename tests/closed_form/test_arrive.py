@@ -11,7 +11,7 @@ from blockwalk.plan.placement import StateKind
 from blockwalk.program.arrive import Held, Residency, Ways, arrive
 from blockwalk.program.costs import Pending
 from blockwalk.program.placements import Placements
-from blockwalk.program.program import Op
+from blockwalk.program.program import Op, Pool
 from tests.closed_form.test_program import toy
 
 pytestmark = pytest.mark.fast
@@ -60,6 +60,18 @@ def test_a_slice_is_brought_up_to_date_before_it_is_gathered(
     assert words == wanted
     ready = ops[-1] if gathers else ops[-2]
     assert after.held[UNIT].ready == (ready.index,)
+
+
+@pytest.mark.parametrize("placed", ["host × raw × node", "host × raw × nobody", "disk × raw × node"])
+def test_frozen_slices_are_gathered_without_an_update(placed: str) -> None:
+    """Two ranks of a node hold half of a block's bytes each, whatever waits for its trainables; a file is fetched whole."""
+    here = ways("distzo2", lora=True, pending=Pending(1, flush=True), frozen=placed, **MESH)
+    words, ops, _ = brought(here, FROZEN, Residency())
+    whole, half = here.places.memory_bytes(here.places.reads(UNIT)), placed == "host × raw × node"
+    assert words == (["FETCH", "GATHER node"] if half else ["FETCH"])
+    assert [op.nbytes for op in ops] == ([whole // 2] * 2 if half else [whole])
+    held = here.places.resident()[Pool.HOST]
+    assert held == 0 if "disk" in placed else held == 4 * ops[0].nbytes
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,16 @@ def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
             {"trainable": "host × raw × node", "zo.kind": "hizoo"},
             "trainable is host × raw × node, 2 ranks: slices",
         ),
-        ("distzo2", {"frozen": "host × raw × node"}, "no group shares it"),
+        (
+            "distzo2",
+            {"frozen": "host × raw × world"},
+            "frozen is host × raw × world, 4 ranks, and slices are gathered inside",
+        ),
+        (
+            "distzo2",
+            {"frozen": "device × raw × node"},
+            "slices are of blocks that are fetched; set frozen: host × raw × node",
+        ),
         ("plain", {"optimizer_state": "host × fp32 × node", "mesh": {}}, "'plain' does not spread"),
         ("plain", {"frozen": "device × raw × node", "mesh": {}}, "no group shares it"),
         ("plain", {"trainable": "device × raw × node", "mesh": {}}, "'plain' does not spread parameters"),

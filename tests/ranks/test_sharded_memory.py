@@ -13,16 +13,10 @@ from blockwalk.plan.methods import method
 from blockwalk.system.heap import give_back
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import private_bytes, run_ranks
 from tests.support import held as support
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 1024}
-
-
-def _private() -> int:
-    """Bytes of anonymous memory that this process alone has: its proportional set size without files."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
 
 
 def _grown(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
@@ -35,7 +29,7 @@ def _taken(name: str, folder: Path) -> tuple[int, int]:
     plan = method(name, mesh={"world": 2, "ranks_per_node": 1}, gradient_accumulation_steps=2)
     gc.collect()
     give_back()
-    before = _private()
+    before = private_bytes()
     with Walker(folder, plan, device="cpu") as walker:
         engine: Any = walker.engine
         zeros = support.buffers(engine)
@@ -48,7 +42,7 @@ def _taken(name: str, folder: Path) -> tuple[int, int]:
         ]
         for tensor in zeros:
             tensor.fill_(1)  # they are not in memory before something is written
-        return _private() - before, held
+        return private_bytes() - before, held
 
 
 def test_the_kernel_sees_what_the_engine_says_it_holds(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from pathlib import Path
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from blockwalk import method
 from blockwalk.data.batching import LabelWordBatch
 from blockwalk.plan.choices import MeshSettings
+from blockwalk.plan.plan import Plan
 from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.system.heap import give_back
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import private_bytes, run_ranks
 from tests.reference.test_zeroth_order import assert_same, trained
 
 STEPS = 4
@@ -34,10 +37,12 @@ def walk(case: Case, mesh: dict[str, Any], folder: Path, **changes: Any) -> dict
     mesh = dict(mesh)
     if (over := mesh.pop("over", "")) and name == "distzo2":
         settings = {**settings, "trainable": f"{settings.get('trainable', 'host × raw')} × {over}"}
-    plan = method(name, mesh=mesh, **{"optimizer": OPTIMIZER, **settings, **changes})
+    settings = {"optimizer": OPTIMIZER, **settings, **changes}
+    lora = settings.pop("lora", None)
+    plan = method(name, mesh=mesh, **settings)
     model = tiny_model(kind, tied=kind == "opt")
     ledger = folder / "ledger.jsonl"
-    with Walker(model, plan, workdir=folder / "work", ledger=ledger, device="cpu") as walker:
+    with Walker(model, plan, lora=lora, workdir=folder / "work", ledger=ledger, device="cpu") as walker:
         results = [walker.step(random_batch(8, seed=step)) for step in range(STEPS)]
         evaluated = walker.evaluate(random_batch(3, seed=99)).loss
         weights = trained(walker)
@@ -104,13 +109,53 @@ def test_slices_on_disk_with_scales_and_with_states_beside_them(tmp_path: Path) 
 
 
 def test_four_ranks_are_one_process(tmp_path: Path) -> None:
-    """2 × 2; slices of a quarter; slices of a half on nodes of two ranks."""
+    """2 × 2; slices of a quarter; slices of a half on nodes of two ranks; slices gathered over two axes."""
     meshes = [
         {"data": 2, "perturb": 2, "over": "nobody"},
         {"data": 2, "perturb": 2, "over": "node"},
         {"data": 2, "perturb": 2, "over": "node", "ranks_per_node": 2},
+        {"data": 2, "perturb": 2, "over": "node", "groups": ("half=2",)},
     ]
     check(4, CASES[1:], meshes, tmp_path)
+
+
+LORA: list[Case] = [
+    ("distzo2", "llama", {"lora": {"rank": 2}, "frozen": "host × int4"}),
+    ("distzo2", "mixtral", {"lora": {"rank": 2}, "gradient_accumulation_steps": 2}),
+]
+
+
+def test_ranks_hold_slices_of_frozen_blocks(tmp_path: Path) -> None:
+    """In codes, whose bytes are cut anywhere; of experts that are stored one by one; over two axes."""
+    check(2, LORA, [{"perturb": 2}, {"data": 2}], tmp_path / "a")
+    check(4, LORA[:1], [{"data": 2, "perturb": 2, "groups": ("half=2",)}], tmp_path / "b")
+
+
+def _held(rank: int, folder: Path, group: str) -> int:
+    """Private bytes that a walker with adapters took."""
+    plan = method("distzo2", mesh={"world": 2}, frozen=f"host × raw × {group}", prefetch=0)
+    return [_taken(folder, plan) for _ in range(2)][1]  # the first time also pays for what is imported and stays
+
+
+def _taken(folder: Path, plan: Plan) -> int:
+    gc.collect()
+    give_back()
+    before = private_bytes()
+    with Walker(folder, plan, lora={"rank": 2}, device="cpu") as walker:
+        walker.step(random_batch(2, seed=0))
+        give_back()
+        return private_bytes() - before
+
+
+def test_a_node_holds_one_copy_of_frozen_blocks(tmp_path: Path) -> None:
+    """Oracle: the kernel's proportional set size without files: two ranks that hold the blocks together have one copy less
+    than two that hold them each."""
+    model = tiny_model("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=12, vocab_size=256)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    blocks = 4 * sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
+    each, together = (sum(run_ranks(2, _held, tmp_path, group)) for group in ("nobody", "node"))
+    assert blocks > 40e6
+    assert each - together == pytest.approx(blocks, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(20))

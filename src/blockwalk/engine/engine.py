@@ -51,7 +51,7 @@ class Engine:
         opened: the model, the plan and the device.
         run: names the store of a zeroth-order run's weights in the model's working folder; one that is there is taken up.
             Without a name it goes when the engine is closed.
-        slices: zeroth order: the ranks that hold the streamed trainables together.
+        slices: zeroth order: the ranks that hold streamed units together.
 
     Raises:
         ValueError: weights do not fit the plan; the message says why.
@@ -90,7 +90,7 @@ class Engine:
             self.trained = self.first_order = spread = SpreadMasters(opened, self._groups, self.scratch)
             trainable = spread.part
         else:
-            frozen = whole = Frozen(opened)
+            frozen = whole = Frozen(opened, slices)
             self._bound = whole.bound
             if self._differentiates:
                 self.trained = self.first_order = trainable = Masters(opened, self.scratch)

@@ -1,8 +1,9 @@
 """Frozen parameters that are whole on this process: where they stay, and those that visit the device at their block's turn.
 
-On the host tier the visiting ones lie in pinned memory, a bucket a unit; on the disk tier, behind an accelerator, they are
-read from file maps into pinned staging on the way. Nothing is ever written back. A CPU reads what is on its disk in place,
-and only what the disk does not hold contiguously (experts stored one by one, or encoded) is put together in a slot.
+On the host tier the visiting ones lie in pinned memory, a bucket a unit, or in zeroth order a slice of it on each rank of a
+group, gathered in the slot; on the disk tier, behind an accelerator, they are read from file maps into pinned staging on the
+way. Nothing is ever written back. A CPU reads what is on its disk in place, and only what the disk does not hold contiguously
+(experts stored one by one, or encoded) is put together in a slot.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
+from blockwalk.program.residency import cut_bytes
+from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.tiers.protocols import UnitTier
 
 
 class Frozen:
-    """The home of the frozen parameters (a :class:`~blockwalk.engine.home.Home`)."""
+    """The home of the frozen parameters (a :class:`~blockwalk.engine.home.Home`).
 
-    def __init__(self, model: OpenedModel) -> None:
-        self._model, plan = model, model.plan
+    Args:
+        model: the model.
+        group: the ranks that may hold its buckets together.
+    """
+
+    def __init__(self, model: OpenedModel, group: SharedForwards) -> None:
+        self._model, self._group, plan = model, group, model.plan
         self._places = places = Placements(plan, model.spec, model.device.type)
         self._reads = model.reads[False]
         self._stored = [[p.name for p in params if p.name not in model.held] for params in self._reads]
@@ -42,7 +50,9 @@ class Frozen:
             for unit, params in enumerate(self._reads)
             if (visiting := self._visiting(unit, params))
         }
-        largest = max((bucket.nbytes for bucket in self._buckets.values()), default=0)
+        self._ranks = places.ranks(StateKind.FROZEN)
+        self._place = group.place_of(group.rank, self._ranks)
+        largest = max(map(self._room, self._buckets), default=0)
         self.slots = Slots([largest] * places.slot_count, model.device) if self._buckets else None
         self._tier = self._make_tier(largest) if self._buckets else None
         self.bound: dict[str, Value] = {}
@@ -54,6 +64,14 @@ class Frozen:
                 if param.name not in self.bound:
                     self.bound[param.name] = self._as_used(param, whole=unit not in places.kept)
             model.cut.bind(unit, {p.name: self.bound[p.name] for p in params})
+
+    def _room(self, unit: int) -> int:
+        """Bytes of a slot that a unit takes: slices of equal length."""
+        return self._ranks * cut_bytes(self._buckets[unit].nbytes, self._ranks)
+
+    def _own(self, bytes_P: Tensor) -> Tensor:
+        """The bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or all of them."""
+        return bytes_P.chunk(self._ranks)[self._place]
 
     def _visiting(self, unit: int, params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
         """The parameters that are copied to a slot when their unit's turn comes, instead of staying or being read where they
@@ -96,10 +114,14 @@ class Frozen:
         assert source is not None, "frozen parameters that travel have a source"
         from_source = _FromSource(self._model, self._buckets)
         if self._model.plan.frozen.on_host:
-            sizes = [bucket.nbytes if (bucket := self._buckets.get(u)) else 0 for u in range(len(self._reads))]
-            host = HostTier(sizes, self._model.device)
+            rooms = [self._room(u) // self._ranks if u in self._buckets else 0 for u in range(len(self._reads))]
+            host = HostTier(rooms, self._model.device)
             for unit, bucket in self._buckets.items():
-                from_source.read_unit(unit, host.bucket(unit))
+                own_P = host.bucket(unit)
+                whole_P = own_P if self._ranks == 1 else torch.empty(self._room(unit), dtype=torch.uint8)
+                from_source.read_unit(unit, whole_P)
+                if whole_P is not own_P:
+                    own_P.copy_(self._own(whole_P))
                 source.release([name for name in bucket.places if source.in_place(name)])
             return host
         return Staged(from_source, largest, self._model.device) if self._model.device.type != "cpu" else from_source
@@ -108,7 +130,7 @@ class Frozen:
         """Bind a unit's visitors where they will lie; the answer is that place."""
         assert self.slots is not None
         bucket = self._buckets[unit]
-        bytes_P = self.slots.enter(unit, slot, bucket.nbytes)
+        bytes_P = self.slots.enter(unit, slot, self._room(unit))
         arriving = {
             name: _read_as(self._model.used_as(name), opened(layout, part_P, self._model.used_as(name)))
             for name, layout, part_P in bucket.parts(bytes_P)
@@ -118,19 +140,23 @@ class Frozen:
         return bytes_P
 
     def prepare(self, op: Op) -> Work:
-        """FETCH: make the pages of a unit resident, and copy what visits to its slot. EVICT: give the pages back."""
+        """FETCH: make the pages of a unit resident, and copy what visits, or this process's slice of it, to its slot, which
+        GATHER completes. EVICT: give the pages back."""
         source, names = self._model.source, self._stored[op.unit]
         if source is None:
             return lambda: None
         if op.kind is OpKind.EVICT:
             return partial(source.release, names)
+        if op.kind is OpKind.GATHER:
+            assert self.slots is not None
+            return partial(self._group.gather_, self.slots.of(op.unit, self._room(op.unit)), self._ranks)
         bytes_P = self._arrive(op.unit, op.slot) if op.unit in self._buckets else None
 
         def work() -> None:
             if self._on_disk:
                 source.prefetch(names)
             if bytes_P is not None and self._tier is not None:
-                self._tier.read_unit(op.unit, bytes_P)
+                self._tier.read_unit(op.unit, self._own(bytes_P))
 
         return work
 

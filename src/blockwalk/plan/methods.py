@@ -96,7 +96,8 @@ def distzo2() -> Plan:
     Source: Wang et al., "DistZO2: High-Throughput and Memory-Efficient Zeroth-Order Fine-tuning LLMs with Distributed
     Parallel Computing" (2025).
     """
-    return replace(zo2(), method="distzo2", trainable=Placement(Tier.HOST, group=NODE))
+    shared = Placement(Tier.HOST, group=NODE)
+    return replace(zo2(), method="distzo2", frozen=shared, trainable=shared)
 
 
 def zero3() -> Plan:
@@ -188,10 +189,10 @@ def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]
     mesh.setdefault("ranks_per_node", mesh["world"])
     others = {key: value for key, value in settings.items() if not key.startswith("mesh")}
     if row.zeroth_order:
-        whole = replace(row, trainable=replace(row.trainable, group=NOBODY))
+        whole = replace(row, **{kind: replace(getattr(row, kind), group=NOBODY) for kind in row.spread})
         alike = override(whole, {**others, "mesh": {**mesh, "data": mesh["world"], "perturb": 1}})
         _share_passes(alike, mesh)
-        row = row if alike.sliceable else whole
+        row = replace(row, **{kind: getattr(whole, kind) for kind in row.spread if not alike.sliceable(kind)})
     return row, {**others, "mesh": mesh}
 
 

@@ -106,15 +106,21 @@ class Plan:
 
     @property
     def spread(self) -> tuple[str, ...]:
-        """The kinds of state that may be spread over ranks; over no fewer than those before them."""
+        """The kinds of state that may be spread over ranks; gathered in backpropagation, over no fewer than those before
+        them."""
         if self.zeroth_order:
-            return ("trainable",)
+            return ("frozen", "trainable")
         return ("frozen", "trainable", "gradient", "optimizer_state") if self.sharded else ()
 
     @property
     def parameter_ranks(self) -> int:
         """Ranks that a unit's parameters are spread over: each keeps its slice of them."""
         return group_sizes(self.mesh)[self.trainable.group]
+
+    @property
+    def frozen_ranks(self) -> int:
+        """Zeroth order: ranks that each hold a slice of the streamed frozen blocks; a file is one copy for all who map it."""
+        return group_sizes(self.mesh)[self.frozen.group] if self.frozen.on_host else 1
 
     @property
     def cuts(self) -> int:
@@ -159,10 +165,12 @@ class Plan:
         alike = self.zeroth_order and not NOISES[self.zo.noise].in_place and self.zo.noise != "lowrank"
         return alike and self.gradient_accumulation_steps > 1
 
-    @property
-    def sliceable(self) -> bool:
-        """True where a slice of a unit can be brought up to date by itself: its updates wait for the next fetch, and nothing
-        that a forward reads lies beside the parameters."""
+    def sliceable(self, kind: str) -> bool:
+        """Whether ranks can hold one copy of the streamed units' ``frozen`` or ``trainable`` part together (zeroth order). A
+        slice of the latter is brought up to date by itself: its updates wait for the next fetch, and nothing that a forward
+        reads lies beside the parameters."""
+        if kind == "frozen":
+            return not self.frozen.on_device
         away = not self.trainable.on_device and self.update.deferred
         return away and not self.kind.states
 
@@ -233,7 +241,7 @@ def _groups(plan: Plan) -> Iterator[str]:
             )
         if kind not in plan.spread and placement.group != NOBODY:
             yield f"{kind} is {placement}, and no group shares it here; set {kind}: {placement.tier} × {placement.codec}"
-    for inner, outer in itertools.pairwise(plan.spread):
+    for inner, outer in itertools.pairwise(plan.spread if plan.sharded else ()):
         few, many = (sizes[getattr(plan, kind).group] for kind in (inner, outer))
         if few > many or (inner == "frozen" and few < many):
             rule = "over as many as" if inner == "frozen" else "over no more than"
@@ -350,12 +358,18 @@ def _others(plan: Plan) -> Iterator[str]:
         yield (
             f"mesh.perturb is {mesh.perturb}, and a step has {plan.forward_passes} forwards; lower it, or raise zo.queries"
         )
-    if zeroth_order and mesh.ranks_per_node % plan.parameter_ranks != 0:
+    for name, ranks in (("frozen", plan.frozen_ranks), ("trainable", plan.parameter_ranks)):
+        if zeroth_order and mesh.ranks_per_node % ranks != 0:
+            yield (
+                f"{name} is {getattr(plan, name)}, {ranks} ranks, and slices are gathered inside a node, whose ranks"
+                f" (mesh.ranks_per_node={mesh.ranks_per_node}) these do not divide; name a smaller group"
+            )
+    if zeroth_order and group_sizes(mesh)[plan.frozen.group] > 1 and not plan.sliceable("frozen"):
         yield (
-            f"trainable is {trainable}, {plan.parameter_ranks} ranks, and slices are gathered inside a node, whose ranks"
-            f" (mesh.ranks_per_node={mesh.ranks_per_node}) these do not divide; name a smaller group"
+            f"frozen is {plan.frozen}, and slices are of blocks that are fetched; set frozen: host × {plan.frozen.codec} ×"
+            f" {plan.frozen.group}, or device × {plan.frozen.codec} × nobody"
         )
-    if zeroth_order and plan.parameter_ranks > 1 and not plan.sliceable:
+    if zeroth_order and plan.parameter_ranks > 1 and not plan.sliceable("trainable"):
         kinds = " or ".join(name for name, facts in KINDS.items() if not facts.states)
         yield (
             f"trainable is {trainable}, {plan.parameter_ranks} ranks: slices are of blocks that are fetched, with their"

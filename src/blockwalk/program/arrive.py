@@ -5,7 +5,7 @@ what came before (a slice that an update left out of date, one that is kept on t
 changes nothing. There are three ways:
 
 - **fetched**: FETCH, from the host, the disk or a file map;
-- **in slices** (zeroth order over a group): FETCH of this rank's slice, UPDATE, STORE, then GATHER;
+- **in slices** (zeroth order over a group): FETCH of this rank's slice, UPDATE, STORE (of trainables), then GATHER;
 - **gathered** (backpropagation over ranks). A unit's parameters of one part are one flat buffer of n elements. Between uses a
   rank keeps its slice over the group of ``trainable`` (the *node slice*, where that is a node: on the device, or with
   ``cache.tier: host`` in host memory) and the slice over the group of ``optimizer_state`` beside its moments. Node slices are
@@ -28,7 +28,6 @@ from blockwalk.program.costs import Pending
 from blockwalk.program.flat_layout import has_node_slice, hosts_node_slice
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Draft, Lane, Op, OpKind, Pool
-from blockwalk.program.residency import slice_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def arrive(ways: Ways, unit: int, part: StateKind, residency: Residency, start: 
     """The ops, numbered from ``start``, that bring a part of a unit into the slot that the unit holds, and the residency after
     them."""
     draft, places = Draft(start), ways.places
-    own = _in_slices if part is StateKind.TRAINABLE and places.sliced else _fetched
+    own = _in_slices if places.ranks(part) > 1 else _fetched
     way = _gathered if places.sharded else own
     return draft.ops, way(ways, unit, part, residency, draft)
 
@@ -107,16 +106,16 @@ def _fetched(ways: Ways, unit: int, part: StateKind, residency: Residency, draft
 
 
 def _in_slices(ways: Ways, unit: int, part: StateKind, residency: Residency, draft: Draft) -> Residency:
-    plan, entries, held = ways.places.plan, ways.pending.entries, residency.held[unit]
-    own, gathered = slice_bytes(plan, ways.places.model.units[unit])
+    places, held, ranks = ways.places, residency.held[unit], ways.places.ranks(part)
+    entries = ways.pending.entries if part is StateKind.TRAINABLE else 0
+    own, gathered = places.slice_bytes(places.model.units[unit], part)
     done, stored = draft.op(OpKind.FETCH, unit, Lane.FETCH, held.after, part=part, nbytes=own, slot=held.slot), []
     if entries:
         done = draft.op(OpKind.UPDATE, unit, Lane.INTRA, [done], part=part, entries=entries)
         if ways.pending.flush or not ways.gathers:
             stored = [draft.op(OpKind.STORE, unit, Lane.STORE, [done], part=part, nbytes=own)]
     if ways.gathers:
-        nbytes = (plan.parameter_ranks - 1) * gathered
-        axes = names_of(between(make_axes(plan.mesh), 1, plan.parameter_ranks))
+        nbytes, axes = (ranks - 1) * gathered, names_of(between(make_axes(places.plan.mesh), 1, ranks))
         done = draft.op(OpKind.GATHER, unit, Lane.INTRA, [done], part=part, nbytes=nbytes, slot=held.slot, axes=axes)
     return residency.arrived(unit, done, *stored)
 

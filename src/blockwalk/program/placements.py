@@ -18,7 +18,14 @@ from blockwalk.program.flat_layout import (
     sharded_resident,
 )
 from blockwalk.program.program import POOLS, Bytes, Pool
-from blockwalk.program.residency import bucket_bytes, compute_dtype, epilogue_reads, maps_graphs, slice_bytes
+from blockwalk.program.residency import (
+    bucket_bytes,
+    compute_dtype,
+    cut_bytes,
+    epilogue_reads,
+    maps_graphs,
+    slice_bytes,
+)
 
 
 @dataclass(slots=True)
@@ -72,10 +79,10 @@ class Placements:
         placed = not self.plan.trainable.on_device and not self.mapped(StateKind.TRAINABLE)
         return placed and self.adapters and not self.sharded
 
-    @property
-    def sliced(self) -> bool:
-        """True where ranks hold one copy of the streamed buckets together (zeroth order)."""
-        return self.plan.zeroth_order and self.plan.parameter_ranks > 1
+    def ranks(self, part: StateKind) -> int:
+        """Ranks that hold one copy of a part of the streamed units together, each a slice (zeroth order); 1 where none do."""
+        ranks = self.plan.frozen_ranks if part is StateKind.FROZEN else self.plan.parameter_ranks
+        return ranks if self.plan.zeroth_order else 1
 
     def streams(self, unit: int, part: StateKind) -> bool:
         """True where this part of this unit is fetched from its tier when its turn comes, and once changed written back."""
@@ -160,13 +167,19 @@ class Placements:
     def _in_slot(self, unit: UnitSpec, part: StateKind) -> int:
         """Bytes of a slot that a part takes. A bucket in slices has, with scales a row, the gathered parameters beside it; with
         states this rank's slice."""
-        if part is StateKind.FROZEN:
-            return self.memory_bytes(unit)
-        if not self.sliced:
-            return self.part_bytes(unit, part)
-        own, gathered = slice_bytes(self.plan, unit)
-        copies = 2 if self.plan.trainable.codec.encoded else 1
-        return self.plan.parameter_ranks * gathered * copies + (own if own > gathered else 0)
+        trains = part is StateKind.TRAINABLE
+        if self.ranks(part) == 1:
+            return self.part_bytes(unit, part) if trains else self.memory_bytes(unit)
+        own, gathered = self.slice_bytes(unit, part)
+        copies = 2 if trains and self.plan.trainable.codec.encoded else 1
+        return self.ranks(part) * gathered * copies + (own if own > gathered else 0)
+
+    def slice_bytes(self, unit: UnitSpec, part: StateKind) -> tuple[int, int]:
+        """Bytes of one rank's slice of a part that ranks hold together, and of the parameters in it, which are gathered."""
+        if part is StateKind.TRAINABLE:
+            return slice_bytes(self.plan, unit)
+        own = cut_bytes(self.memory_bytes(unit), self.ranks(part))
+        return own, own
 
     def assembled_bytes(self, unit: int) -> int:
         """Bytes of a slot for those of a block's mapped parameters that are assembled at its turn."""
@@ -236,8 +249,7 @@ class Placements:
                 if not (nbytes := self.part_bytes(unit, part)):
                     continue
                 if self.streams(index, part):
-                    own = part is StateKind.TRAINABLE and self.sliced
-                    held[POOLS[placement.tier]] += slice_bytes(self.plan, unit)[0] if own else nbytes
+                    held[POOLS[placement.tier]] += self.slice_bytes(unit, part)[0] if self.ranks(part) > 1 else nbytes
                 elif self.mapped(part):
                     held[Pool.MAPPED] += nbytes
                 else:

@@ -30,10 +30,13 @@ def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
 def slice_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
     """Bytes of one rank's slice of a bucket that ranks hold together, and of the parameters in it, which are gathered: to
     within the padding of rows and states."""
-    gathered, states = (
-        -(-part // (BUCKET_ALIGN * plan.parameter_ranks)) * BUCKET_ALIGN for part in _bucket_parts(plan, unit)
-    )
+    gathered, states = (cut_bytes(part, plan.parameter_ranks) for part in _bucket_parts(plan, unit))
     return gathered + states, gathered
+
+
+def cut_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes of one rank's slice of ``nbytes`` that so many ranks hold together: to a border of alignment."""
+    return -(-nbytes // (BUCKET_ALIGN * ranks)) * BUCKET_ALIGN
 
 
 def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:

@@ -59,7 +59,8 @@ def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]
     """
     streamed = b.places.streams(unit, StateKind.TRAINABLE)
     entries = pending.entries if streamed else min(pending.entries, 1)
-    if not entries or not b.places.model.units[unit].numel(trainable=True) or (streamed and b.places.sliced):
+    sliced = streamed and b.places.ranks(StateKind.TRAINABLE) > 1
+    if not entries or not b.places.model.units[unit].numel(trainable=True) or sliced:
         return []
     done = b.op(OpKind.UPDATE, unit, Lane.COMPUTE, after, part=StateKind.TRAINABLE, entries=entries)
     return [done, *(b.store(unit, [done]) if pending.flush else [])]
