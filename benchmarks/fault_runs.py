@@ -74,6 +74,7 @@ def place() -> Iterator[Place]:
     """A place for the time of a benchmark, with a cache of its own that a first run of each kind has filled."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: ranks whose launcher was killed are this process's then
     with tempfile.TemporaryDirectory(prefix="blockwalk-faults-", dir=os.environ.get("FAULTS_DIR")) as name:
         os.environ["BLOCKWALK_CACHE"] = str(Path(name, "cache"))
         (made := Path(name, "tiny")).mkdir()
@@ -177,6 +178,13 @@ def start(place: Place, family: str, folder: Path, *more: str, harm: Callable[[i
             return launch._attend(forks)
 
     return Fork((lambda: rank(0, "")) if ranks == 1 else attend, said)
+
+
+def wait_for_orphans() -> None:
+    """Wait for the ranks of a launcher that was killed: each is killed with it, and ends when the kernel comes to it."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0):
+            pass
 
 
 def said(folder: Path) -> str:

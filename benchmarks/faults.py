@@ -43,6 +43,7 @@ from benchmarks.fault_runs import (
     result,
     said,
     start,
+    wait_for_orphans,
 )
 
 from blockwalk.system import atomic_files
@@ -151,6 +152,7 @@ def kill(count: Count, whole: Undisturbed, family: str, number: int) -> None:
             time.sleep(pause)
             process.kill()
             code = process.wait()
+            wait_for_orphans()
             about.append(f"after {pause:.3f} s")
         if code is None:
             count.add("hangs", about=f"{family} {about}: {said(folder)[-300:]}")

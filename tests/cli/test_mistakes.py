@@ -41,6 +41,8 @@ SETTINGS: list[tuple[str, str]] = [
     ("--frozen floppy", "frozen"),
     ("--frozen disk×int3", "frozen"),
     ("--frozen.codec int3", "frozen.codec is 'int3'; it takes one of"),
+    ("--optimizer_state disk×int8", "optimizer_state is disk × int8 × nobody, and is kept in 32 bits"),
+    ("--activation disk×bf16", "set activation: disk × raw"),
     ("--prefetch -1", "prefetch"),
     ("--budget lots", "budget is 'lots'; it takes a size, such as 18GB"),
     ("--lora.rank 0", "lora.rank is 0; it must be at least 1"),

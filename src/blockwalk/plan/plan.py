@@ -300,6 +300,11 @@ def _others(plan: Plan) -> Iterator[str]:
     for name in ("frozen", "trainable"):
         if not (codec := getattr(plan, name).codec).written:
             yield f"{name} is {getattr(plan, name)}; {codec} is read from files that have it, and not written: set raw"
+    for name in ("gradient", "optimizer_state", "activation"):
+        placement, kept = getattr(plan, name), Codec.RAW if name == "activation" else Codec.FP32
+        if placement.codec not in (Codec.RAW, kept):
+            tier, because = placement.tier, "as blocks compute it" if kept is Codec.RAW else "in 32 bits"
+            yield f"{name} is {placement}, and is kept {because}; set {name}: {tier} × {kept}"
     if plan.compile and plan.frozen.codec.encoded:
         yield (
             f"compile is true, and a compiled block needs its weights whole, where frozen: {plan.frozen} decodes a range at a"
