@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blockwalk.convert.replay import export, replay
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.tiers.block_store.store import BlockStore
@@ -156,3 +157,26 @@ def test_a_model_that_lies_on_the_device_already(row: str, codec: str, sim: Simu
         with Walker(model, method(row, trainable=f"{tier} × {codec}"), workdir=tmp_path, device=device) as walker:
             losses[device] = [walker.step(random_batch(seed=step)).loss for step in range(2)]
     assert losses["cpu"] == losses["sim:1"]
+
+
+@pytest.mark.parametrize("name", ["sgd, raw", "sgd, bf16", "sgd, fp8", "momentum, raw", "sgd, low rank"])
+def test_a_ledger_is_replayed_on_the_device(name: str, sim: Simulated, tmp_path: Path) -> None:
+    """Oracle: the files that a CPU replays it to, byte for byte, whose checksum the exported ledger has."""
+    rule, _, kept = name.partition(", ")
+    noise = {"noise": "lowrank", "noise_rank": 2} if kept == "low rank" else {}
+    base, ledger = tmp_path / "base", tmp_path / "ledger.jsonl"
+    tiny_model("opt", dropout=0.0, num_hidden_layers=2).save_pretrained(base)  # type: ignore[operator]
+    placed = f"host × {kept if kept in ('bf16', 'fp8') else 'raw'}"
+    plan = method("zo2", trainable=placed, zo=noise, optimizer={"name": rule, "learning_rate": 1e-2})
+    with Walker(base, plan, workdir=tmp_path / "work", ledger=ledger, device="cpu") as walker:
+        for step in range(5):
+            walker.step(random_batch(seed=step))
+    export(base, ledger, tmp_path / "tune", device="cpu")
+    replay(base, ledger, tmp_path / "cpu", device="cpu")
+    for order in range(3):
+        sim.order(order)
+        sim.start_counting()
+        replay(base, tmp_path / "tune", tmp_path / f"sim-{order}", device="sim:1")
+        assert sim.counts().ops >= 4, "a launch a unit"
+        files = (tmp_path / folder / "model.safetensors" for folder in ("cpu", f"sim-{order}"))
+        assert len({file.read_bytes() for file in files}) == 1

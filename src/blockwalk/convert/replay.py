@@ -25,10 +25,11 @@ from blockwalk.engine.buckets import checksum
 from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import Progress
 from blockwalk.estimators.zeroth_order import mezo_original
-from blockwalk.estimators.zeroth_order.updates import apply_entries_, rule_of, trained_in_order
+from blockwalk.estimators.zeroth_order.updates import apply_all_, rule_of, trained_in_order
 from blockwalk.models.folder import file_of, repository
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.codecs.weights import Value
+from blockwalk.numerics.device import chosen
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import LoraSettings
@@ -48,6 +49,7 @@ def replay(
     *,
     until: int | None = None,
     progress: Progress | None = None,
+    device: str | None = None,
 ) -> int:
     """Rebuild what a zeroth-order run trained: a model folder, or an adapter in PEFT's format.
 
@@ -60,6 +62,7 @@ def replay(
         out: the folder to write; it appears when it is whole.
         until: the last step to apply; all of them unless given.
         progress: called with (bytes of trainables done, bytes in all) now and then.
+        device: where steps are applied; unless given ``BLOCKWALK_DEVICE``, or the accelerator where there is one.
 
     Returns:
         Steps applied.
@@ -70,7 +73,10 @@ def replay(
     """
     found, entries = read_for(ledger, until)
     atomic_files.refuse_existing(out)
-    with ReplayedRun(Path(base), found, entries, progress) as replayed, atomic_files.atomic_folder(out) as folder:
+    with (
+        ReplayedRun(Path(base), found, entries, progress, device) as replayed,
+        atomic_files.atomic_folder(out) as folder,
+    ):
         replayed.write(folder)
     return len(entries)
 
@@ -83,6 +89,7 @@ def export(
     until: int | None = None,
     rebuild: bool = True,
     progress: Progress | None = None,
+    device: str | None = None,
 ) -> tuple[int, int]:
     """Write a fine-tune as one small file: header and steps, which :func:`replay` turns into weights where the base is.
 
@@ -104,7 +111,7 @@ def export(
             " hand on the adapter that it trained"
         )
     if rebuild:
-        with ReplayedRun(Path(base), found, entries, progress) as replayed:
+        with ReplayedRun(Path(base), found, entries, progress, device) as replayed:
             deque(replayed.units_after(), maxlen=0)
         found = {**found, "result": replayed.result}
     return len(entries), write_exported(out, found, entries)
@@ -132,21 +139,27 @@ class ReplayedRun:
         base: the model that it began from.
         found: the ledger's header; where it has a ``result``, what comes out is compared with that.
         entries: the steps to apply.
-        progress: as :func:`replay`.
+        progress, device: as :func:`replay`.
     """
 
     def __init__(
-        self, base: Path, found: Mapping[str, Any], entries: Sequence[Entry], progress: Progress | None
+        self,
+        base: Path,
+        found: Mapping[str, Any],
+        entries: Sequence[Entry],
+        progress: Progress | None,
+        device: str | None,
     ) -> None:
+        self.device = chosen(device)
         self.base, self.header, self.entries, self.progress = base, found, entries, progress
         self.module: Any = build_skeleton(base)
         self.buffers = persistent_buffers(self.module)
         self.source = open_source(base, self.module)
         lora = found["lora"]
         if lora is not None:
-            chosen = lora if isinstance(lora, str) else LoraSettings(**lora)
+            adapter = lora if isinstance(lora, str) else LoraSettings(**lora)
             given = {"seed": found["seed"], "revision": repository(base)[1]}
-            self.module = adapt(self.module, chosen, read=lambda name: self.source.weights([name])[name], **given)
+            self.module = adapt(self.module, adapter, read=lambda name: self.source.weights([name])[name], **given)
         self.cut = certified(self.module)
         self.spec = self._as_it_was(self.cut.spec())
         self.rule = rule_of(found, trained_in_order(self.cut, self.spec), len(entries))
@@ -188,11 +201,10 @@ class ReplayedRun:
         scratch, after = ScratchArena(), []
         for number in range(len(self.units)):
             bytes_P = self._fill(number)
-            cells = tensors_in(self.units[number], bytes_P)
-            for name, of_parameter in cells.items():
-                apply_entries_(self.rule, self.entries, name, of_parameter, scratch)
+            apply_all_(self.rule, self.entries, tensors_in(self.units[number], bytes_P).items(), scratch)
+            bytes_P = bytes_P.cpu()
             after.append(crc32(bytes_P))
-            yield values_of(cells)
+            yield values_of(tensors_in(self.units[number], bytes_P))
         self._check(after)
 
     def _after_in_place(self) -> Iterator[dict[str, Value]]:
@@ -204,14 +216,16 @@ class ReplayedRun:
         parameters = {name: tensors[name] for name in mezo_original.order_of(self.cut) if name in tensors}
         for entry in self.entries:
             mezo_original.replay_(parameters, entry, self.rule)
+        whole = [bytes_P.cpu() for bytes_P in whole]
         self._check([crc32(bytes_P) for bytes_P in whole])
-        yield from map(values_of, filled)
+        for unit, bytes_P in zip(self.units, whole, strict=True):
+            yield values_of(tensors_in(unit, bytes_P))
 
     def _fill(self, number: int) -> torch.Tensor:
-        """A unit's bucket as the run began with it."""
+        """A unit's bucket as the run began with it, on the device."""
         bytes_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], self.initial, bytes_P)
-        return bytes_P
+        return bytes_P.to(self.device)
 
     def _check(self, after: Sequence[int]) -> None:
         """Compare the base with the run's, and the CRC of each unit's bytes with that of an exported ledger."""
