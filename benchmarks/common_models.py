@@ -44,7 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma3-4B": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
                   "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024, **GEMMA3},
 }  # fmt: skip
-"""Published dimensions, by name."""
+"""Published dimensions, by name; OPT-350M with embeddings as wide as its blocks and norms before layers, 356M parameters where
+the published one, with embeddings of 512 and norms after, has 331M."""
 for _name, _layers, _heads, _dim in (
     ("OPT-tiny", 2, 4, 64),
     ("OPT-125M", 12, 12, 768), ("OPT-350M", 24, 16, 1024), ("OPT-1.3B", 24, 32, 2048), ("OPT-2.7B", 32, 32, 2560),

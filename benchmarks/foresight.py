@@ -56,6 +56,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
 RANKED: dict[str, tuple[str, dict[str, Any], bool]] = {
     "distzo2": ("distzo2", {"mesh": {"perturb": 2}}, False),
     "distzo2, data": ("distzo2", {"mesh": {"data": 2}}, False),
+    "distzo2, LoRA": ("distzo2", {"mesh": {"perturb": 2}}, True),
     "zero3": ("zero3", {}, False),
     "zeropp": ("zeropp", {}, False),
     "mics": ("mics", {}, False),
