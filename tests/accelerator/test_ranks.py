@@ -68,6 +68,26 @@ def test_ranks_on_devices_walk_as_on_cpus(name: str, sim: Simulated) -> None:
         assert here[3] == 1
 
 
+def shared(rank: int, lora: dict[str, int] | None, device: str) -> list[float]:
+    """Projected gradients, and the loss of an evaluation, of ranks that hold the blocks together."""
+    if device == "sim":
+        device = f"sim:{rank}"
+        torch.accelerator.set_device_index(rank)
+        Simulated().order(1 + rank)
+    plan = method("distzo2", mesh={"world": 2}, optimizer={"name": "sgd", "learning_rate": 1e-2})
+    with Walker(tiny_model("opt", dropout=0.0, num_hidden_layers=4), plan, lora=lora, device=device) as walker:
+        found = [walker.step(random_batch(batch=4, seed=step)).projected_grad or 0.0 for step in range(3)]
+        return [*found, walker.evaluate(random_batch(batch=3, seed=9)).loss]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_slices_of_trained_and_of_frozen_blocks_are_gathered_on_devices(
+    lora: dict[str, int] | None, sim: Simulated
+) -> None:
+    on_devices = run_ranks(2, shared, lora, "sim", timeout=300)
+    assert on_devices == run_ranks(2, shared, lora, "cpu", timeout=300)
+
+
 def test_one_visible_device_is_a_rank_s_own_or_everybody_s() -> None:
     def told(names: list[str]) -> bool:
         store: dict[str, str] = {f"device/{rank}": name for rank, name in enumerate(names)}
