@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from blockwalk import method
 from blockwalk.data.batching import LabelWordBatch
+from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.plan import Plan
 from blockwalk.ranks.shared_forwards import SharedForwards
@@ -131,31 +133,43 @@ def test_ranks_hold_slices_of_frozen_blocks(tmp_path: Path) -> None:
     check(4, LORA[:1], [{"data": 2, "perturb": 2, "groups": ("half=2",)}], tmp_path / "b")
 
 
-def _held(rank: int, folder: Path, group: str) -> int:
-    """Private bytes that a walker with adapters took."""
+def _held(rank: int, folder: Path, group: str) -> tuple[int, int]:
+    """Private bytes that a walker with adapters took, and bytes of parameters that it read."""
     plan = method("distzo2", mesh={"world": 2}, frozen=f"host × raw × {group}", prefetch=0)
     return [_taken(folder, plan) for _ in range(2)][1]  # the first time also pays for what is imported and stays
 
 
-def _taken(folder: Path, plan: Plan) -> int:
+def _taken(folder: Path, plan: Plan) -> tuple[int, int]:
     gc.collect()
     give_back()
-    before = private_bytes()
+    before, read = private_bytes(), 0
+
+    def counted(model: OpenedModel, name: str, layout: Layout, out_P: torch.Tensor) -> None:
+        nonlocal read
+        read += layout.nbytes
+        fill(model, name, layout, out_P)
+
+    fill = OpenedModel.fill
+    OpenedModel.fill = counted  # type: ignore[method-assign]
     with Walker(folder, plan, lora={"rank": 2}, device="cpu") as walker:
         walker.step(random_batch(2, seed=0))
         give_back()
-        return private_bytes() - before
+        OpenedModel.fill = fill  # type: ignore[method-assign]
+        return private_bytes() - before, read
 
 
 def test_a_node_holds_one_copy_of_frozen_blocks(tmp_path: Path) -> None:
     """Oracle: the kernel's proportional set size without files: two ranks that hold the blocks together have one copy less
-    than two that hold them each."""
+    than two that hold them each. Together they read one, and the matrix that a border goes through twice."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=12, vocab_size=256)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     blocks = 4 * sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
-    each, together = (sum(run_ranks(2, _held, tmp_path, group)) for group in ("nobody", "node"))
+    found = [zip(*run_ranks(2, _held, tmp_path, group), strict=True) for group in ("nobody", "node")]
+    (each, read_each), (together, read) = (map(sum, of_ranks) for of_ranks in found)
     assert blocks > 40e6
     assert each - together == pytest.approx(blocks, rel=0.1)
+    assert read_each == 2 * blocks
+    assert read <= blocks + 12 * 4 * 256 * 1024
 
 
 @pytest.mark.parametrize("seed", range(20))

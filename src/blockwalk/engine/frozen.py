@@ -112,18 +112,20 @@ class Frozen:
     def _make_tier(self, largest: int) -> UnitTier:
         source = self._model.source
         assert source is not None, "frozen parameters that travel have a source"
-        from_source = _FromSource(self._model, self._buckets)
         if self._model.plan.frozen.on_host:
             rooms = [self._room(u) // self._ranks if u in self._buckets else 0 for u in range(len(self._reads))]
             host = HostTier(rooms, self._model.device)
             for unit, bucket in self._buckets.items():
-                own_P = host.bucket(unit)
+                own_P, first = host.bucket(unit), self._place * len(host.bucket(unit))
                 whole_P = own_P if self._ranks == 1 else torch.empty(self._room(unit), dtype=torch.uint8)
-                from_source.read_unit(unit, whole_P)
+                for name, (start, layout) in bucket.places.items():
+                    if start < first + len(own_P) and first < start + layout.nbytes:
+                        self._model.fill(name, layout, whole_P[start : start + layout.nbytes])
                 if whole_P is not own_P:
                     own_P.copy_(self._own(whole_P))
                 source.release([name for name in bucket.places if source.in_place(name)])
             return host
+        from_source = _FromSource(self._model, self._buckets)
         return Staged(from_source, largest, self._model.device) if self._model.device.type != "cpu" else from_source
 
     def _arrive(self, unit: int, slot: int) -> Tensor:
