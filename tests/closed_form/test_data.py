@@ -105,6 +105,25 @@ def test_the_stream_is_the_epochs_end_to_end(count: int, batch_size: int, seed: 
     assert stream == epochs[: 4 * batch_size]
 
 
+@given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=40), seed=st.integers(0, 9), shuffle=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_the_longest_example_comes_first_and_only_one_changes_places_with_it(
+    lengths: list[int], seed: int, shuffle: bool
+) -> None:
+    """Oracle: the epochs' own orders."""
+    batches, count = Batches(rows_of(lengths), 1, seed, shuffle=shuffle), len(lengths)
+    stream = [batches.next_rows()[0] for _ in range(2 * count)]
+    if not shuffle:
+        assert stream == [*range(count), *range(count)]
+        return
+    drawn = epoch_order(count, seed, 0).tolist()
+    assert lengths[stream[0]] == max(lengths)
+    assert sorted(stream[:count]) == list(range(count))
+    moved = [place for place in range(count) if stream[place] != drawn[place]]
+    assert moved in ([], [0, drawn.index(stream[0])])
+    assert stream[count:] == epoch_order(count, seed, 1).tolist()
+
+
 @given(
     lengths=st.lists(st.integers(2, 9), min_size=1, max_size=20),
     batch_size=st.integers(1, 7),

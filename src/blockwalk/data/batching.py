@@ -41,7 +41,9 @@ class Batches(Iterator[Batch]):
     """An endless iterator of global batches of exactly ``batch_size`` rows.
 
     Every example comes once an epoch; a batch that an epoch cannot fill goes on with the next epoch's first examples.
-    ``padding_multiple`` rounds S up, for fewer shapes. ``shuffle=False`` keeps the file's order.
+    The first epoch begins with its longest example, which changes places with the one that would come first: memory that the
+    longest batch needs is asked for, or refused, in the first step. ``padding_multiple`` rounds S up, for fewer shapes.
+    ``shuffle=False`` keeps the file's order.
     """
 
     def __init__(
@@ -101,7 +103,13 @@ class Batches(Iterator[Batch]):
 
     def _epoch_order(self) -> Numbers:
         count = len(self.dataset)
-        return epoch_order(count, self.seed, self.epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+        if not self.shuffle:
+            return np.arange(count, dtype=np.int64)
+        order = epoch_order(count, self.seed, self.epoch)
+        if self.epoch == 0:
+            longest = int(np.diff(self.dataset.starts)[order].argmax())
+            order[[0, longest]] = order[[longest, 0]]
+        return order
 
 
 def by_length(dataset: Encoded, batch_size: int, padding_multiple: int = 1) -> Iterator[tuple[list[int], Batch]]:

@@ -159,9 +159,9 @@ class _LazyLinear(torch.autograd.Function):
         else:
             y = _product(x, weight, bias, by_rows=not transposed)
         if a_RD is not None and b_NR is not None:
-            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous())
+            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(scaling)
             if not skipped:
-                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous(), scaling)
+                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         return y
 
@@ -180,7 +180,7 @@ class _LazyLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
             if ctx.needs_input_grad[2]:
-                grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).mul_(ctx.scaling).t().contiguous()
+                grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).t().contiguous()
         if ctx.needs_input_grad[3]:
             grad_bias = grad_PN.sum(0)
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
@@ -240,10 +240,12 @@ register(
 def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
     """Borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
 
-    Chunks are nearly equal, so that a layer has few shapes of product (each is planned once by the BLAS) and none so
-    narrow that another kernel, with another order of additions, would take it.
+    Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that a layer has few shapes of
+    product (the BLAS plans each once, and keeps that) and none so narrow that another kernel, with another order of additions,
+    would take it.
     """
     align = min(_ALIGN * torch.get_num_threads(), 1024) if is_cpu(a_PI.device) else _ALIGN
     chunks = -(-n_out * n_in * a_PI.itemsize // DECODE_BYTES[a_PI.device.type])
     chunks = max(min(chunks, n_out // align), 1)
+    chunks = next((more for more in range(chunks, chunks + chunks // 2 + 1) if n_out % (more * align) == 0), chunks)
     return [round(i * n_out / chunks / align) * align for i in range(chunks)] + [n_out]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import linecache
 import os
 import sys
 from collections import deque
@@ -37,7 +38,9 @@ def _trimmer() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Collect garbage, and give all free heap back to the system: after construction, which frees much in small pieces."""
+    """Collect garbage, forget the lines of sources that imports have looked at, and give all free heap back to the system:
+    after construction, which frees much in small pieces."""
+    linecache.clearcache()
     gc.collect()
     if (trim := _trimmer()) is not None:
         trim(0)
@@ -67,7 +70,8 @@ class Slack:
         self._share, self._spare = share, spare
         self._floor = 0
         self._left: deque[int] = deque(maxlen=32)
-        """Bytes by which anonymous memory grew over single blocks that began with a trimmed heap, the newest 32."""
+        """Bytes by which anonymous memory grew over single blocks that began with a trimmed heap, the newest 32, less what
+        stayed after the next trim: programs that oneDNN compiled are no working set."""
         self._is_fresh = False
         _keep_freed()
 
@@ -88,7 +92,10 @@ class Slack:
         self._is_fresh = grown > max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
         if self._is_fresh:
             trim(0)
-            self._floor = _anonymous_bytes()
+            floor = _anonymous_bytes()
+            if self._left:
+                self._left[-1] -= max(floor - self._floor, 0)
+            self._floor = floor
 
 
 def _anonymous_bytes() -> int:
