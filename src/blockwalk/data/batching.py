@@ -1,4 +1,4 @@
-"""Batches in an order that is a pure function of (seed, epoch): resumable, and the same for any number of ranks.
+"""Batches in an order that is a pure function of seed, epoch and lengths: resumable, and the same for any number of ranks.
 
 The *global* batch is the unit. It is padded to its own longest row before it is cut over ranks or micro-batches, so
 each rank's rows hold the same values whatever the world size. B batch, S sequence, C classes.
