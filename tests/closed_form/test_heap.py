@@ -13,7 +13,7 @@ MB = 1 << 20
 
 
 class Heap:
-    """A heap of which ``kept`` bytes are in use, ``free`` ones are not given back, and some are lost to holes with every block."""
+    """A heap of which ``kept`` bytes are in use and ``free`` ones are not given back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept, self.free, self.peak, self.trims = 300 * MB, 0, 0, 0
@@ -25,7 +25,7 @@ class Heap:
         return 1
 
     def block(self, needs: int, stays: int = 0, holes: int = 0) -> None:
-        """Take and give back ``needs`` bytes; ``stays`` more are never given back."""
+        """Take and give back ``needs`` bytes; ``stays`` more are never given back, and ``holes`` are lost until the next trim."""
         self.kept += stays
         self.free = max(self.free, needs) + holes
         self.peak = max(self.peak, self.kept + self.free)
@@ -40,7 +40,9 @@ def test_lines_of_sources_are_forgotten() -> None:
     assert not linecache.cache
 
 
-def test_what_the_first_blocks_leave_for_good_is_not_taken_for_what_a_block_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_blocks_leave_for_good_is_not_taken_for_what_a_block_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first blocks compile their products, 30 MB each; later ones need 40 MB and leave holes of 2 MB."""
     there = Heap(monkeypatch)
     slack = heap.Slack()
