@@ -25,7 +25,7 @@ class Heap:
         return 1
 
     def block(self, needs: int, stays: int = 0, holes: int = 0) -> None:
-        """Take and give back ``needs`` bytes; ``stays`` more are never given back, and ``holes`` are lost until the next trim."""
+        """Take and give back ``needs`` bytes; ``stays`` more are kept, and ``holes`` are lost until the next trim."""
         self.kept += stays
         self.free = max(self.free, needs) + holes
         self.peak = max(self.peak, self.kept + self.free)
