@@ -59,7 +59,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tiny_run: TinyRun, tmp_path: Pa
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_ranks(2, _trained, 2, [*tiny_run.arguments(whole), *common], 0)
     arguments = [*tiny_run.arguments(killed), *common]
-    codes = run_ranks(2, _dies, 2, arguments, 5, may_die=True)
+    codes = run_ranks(2, dies, 2, arguments, 5, may_die=True)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] != "trained"
     assert sorted(path.name for path in killed.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000004"]
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(tiny_run: TinyRun, tmp_path: Pa
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def _dies(rank: int, world: int, arguments: list[str], killed_at: int) -> str:
+def dies(rank: int, world: int, arguments: list[str], killed_at: int) -> str:
     try:
         _trained(rank, world, arguments, killed_at)
     except Exception:

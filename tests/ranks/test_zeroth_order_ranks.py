@@ -22,8 +22,10 @@ from blockwalk.plan.plan import Plan
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.system.heap import give_back
 from blockwalk.walk.walker import Walker
+from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import private_bytes, run_ranks
+from tests.ranks.test_sharded_train import dies, result
 from tests.reference.test_zeroth_order import assert_same, trained
 
 STEPS = 4
@@ -119,6 +121,47 @@ def test_four_ranks_are_one_process(tmp_path: Path) -> None:
         {"data": 2, "perturb": 2, "over": "node", "groups": ("half=2",)},
     ]
     check(4, CASES[1:], meshes, tmp_path)
+
+
+OWN: list[dict[str, Any]] = [
+    {"trainable": "host × bf16", "frozen": "host"},
+    {"trainable": "disk × bf16", "frozen": "disk", "prefetch": 3, "resident": 1},
+]
+"""Places that two ranks choose, each for itself."""
+
+
+def _own_places(rank: int, folder: Path) -> dict[str, Any]:
+    return walk(("zo2", "llama", OWN[rank]), {"world": 2, "data": 2}, folder)
+
+
+def test_a_rank_with_whole_weights_keeps_them_where_it_likes(tmp_path: Path) -> None:
+    alone = walk(("zo2", "llama", {**OWN[0], "gradient_accumulation_steps": 2}), {}, tmp_path / "alone")
+    for found in run_ranks(2, _own_places, tmp_path / "ranks"):
+        assert found["lines"] == alone["lines"]
+        assert found["evaluated"] == alone["evaluated"]
+        assert_same(found["weights"], alone["weights"])
+
+
+def _killed(rank: int, arguments: list[str], places: list[int], killed_at: int) -> str:
+    own = [text for name, value in OWN[places[rank]].items() for text in (f"--{name}", str(value))]
+    return dies(rank, 2, [*arguments, *own], killed_at)
+
+
+@pytest.mark.parametrize("places", [[0, 1], [1, 0]])
+def test_ranks_with_places_of_their_own_go_on_after_a_kill(
+    places: list[int], tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Oracle: the run that nobody killed, on the host alone."""
+    common = ["--method", "zo2", "--mesh.data", "2", "--lora", "false", "--max_steps", "6", "--save_every", "2"]
+    common += ["--optimizer.learning_rate", "1e-3"]
+    assert run_ranks(2, _killed, [*tiny_run.arguments(tmp_path / "whole"), *common], [0, 0], 0) == ["trained"] * 2
+    again = [*tiny_run.arguments(tmp_path / "killed"), *common]
+    run_ranks(2, _killed, again, places, 3, may_die=True)
+    run_ranks(2, _killed, [*again, "--resume_from_checkpoint", "latest"], places, 0)
+    (expected, losses), (found, seen) = result(tmp_path / "whole"), result(tmp_path / "killed")
+    assert len(losses) == 6
+    assert seen == losses
+    assert_same(found, expected)
 
 
 LORA: list[Case] = [

@@ -10,6 +10,7 @@ import itertools
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from blockwalk.plan.choices import (
     CacheSettings,
@@ -173,6 +174,20 @@ class Plan:
             return not self.frozen.on_device
         away = not self.trainable.on_device and self.update.deferred
         return away and not self.kind.states
+
+    def shared(self) -> dict[str, Any]:
+        """The choices that must be equal on all ranks, nested. A zeroth-order rank that holds its weights whole may have tiers,
+        ``prefetch``, ``budget`` and ``resident`` of its own: they change no bit."""
+        found = dataclasses.asdict(self)
+        if self.zeroth_order and self.parameter_ranks == self.frozen_ranks == 1:
+            del (
+                found["prefetch"],
+                found["budget"],
+                found["resident"],
+                found["frozen"]["tier"],
+                found["trainable"]["tier"],
+            )
+        return found
 
 
 CHOICES: dict[str, Collection[str]] = {

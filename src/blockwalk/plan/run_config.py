@@ -217,11 +217,11 @@ class RunConfig:
 
     def shared(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks of a run: every one but the places where each finds model, data,
-        output and network."""
-        found = self.to_mapping()
-        del found["interface"]
+        output and network, and those of its plan that are its own."""
+        own = {"model", "output_dir", "interface", *(f.name for f in dataclasses.fields(Plan))}
+        found = {name: value for name, value in self.to_mapping().items() if name not in own}
         data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
-        return {**{name: value for name, value in found.items() if name not in ("model", "output_dir")}, "data": data}
+        return {**found, "data": data, **self.plan.shared()}
 
 
 LEAST = {

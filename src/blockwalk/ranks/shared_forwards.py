@@ -46,6 +46,8 @@ class SharedForwards:
     """Ranks that hold one copy of the streamed buckets."""
     _groups: Groups | None = None
     _scalars: Scalars | None = None
+    durable: bool = False
+    """True where a rank's weights outlive its process: the ledger is then compared before they change."""
     own_stop_signal: Callable[[], int] = lambda: 0
     """The number of the signal that asks this rank to stop, or 0; it goes with this rank's losses."""
     stop_signal_of_any_rank: int = 0

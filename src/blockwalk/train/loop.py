@@ -313,7 +313,7 @@ class _Loop:
         """Go on from a checkpoint's weights."""
         if saved.slices is not None:
             self.walker.load_state(saved.slices)
-        elif saved.walker:
+        elif saved.walker and not self.config.plan.trainable.on_disk:  # else it has a store of its own
             self.walker.load_state_dict(saved.walker)
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same

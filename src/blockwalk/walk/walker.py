@@ -148,12 +148,13 @@ class Walker:
             digests = {"the model's weights": model_digest(model)}
             if isinstance(lora, str | os.PathLike):
                 digests["the adapter's weights"] = model_digest(lora)
-            require_agreement({**facts_of({"plan": asdict(plan)}), **digests, **versions()})
+            require_agreement({**facts_of({"plan": plan.shared()}), **digests, **versions()})
         run = first(lambda: run_of(ledger))
         opened = OpenedModel(model, plan, lora=lora, device=self.device, workdir=folder, packs=packs, training=training)
         self.engine = Engine(opened, run, self.ranks)
         if self.ranks.world > 1 and plan.zeroth_order:
             require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
+            self.ranks.durable = any(told for (told,) in self.ranks.exchange([plan.trainable.on_disk]))
         self.lanes = Lanes(self.device)
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
         """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""

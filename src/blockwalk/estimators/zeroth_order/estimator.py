@@ -303,7 +303,7 @@ class ZerothOrder:
             curvatures=curvatures,
         )
         self.record(state.entry)
-        self.ranks.confirm(state.asked.step, state.entry, wait=self.plan.trainable.on_disk)
+        self.ranks.confirm(state.asked.step, state.entry, wait=self.ranks.durable)
 
     def _losses(self, state: Step) -> tuple[float, ...]:
         """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
