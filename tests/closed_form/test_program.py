@@ -265,6 +265,11 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
         assert ("they stay there, not on the host" in rows["trainable"].note) == stays
         assert rows["optimizer"].placement == Placement(tier, Codec.FP32)
         assert rows["optimizer"].nbytes == 4 * trained
+    shared = method("distzo2", mesh={"world": 2})
+    program = compile(shared, adapted, StepKind.TRAIN, Shape(1, 8))
+    rows = {row.kind: row for row in Forecast(shared, adapted, (program,)).rows()}
+    assert str(rows["frozen"].placement) == "host × raw × node"
+    assert str(rows["trainable"].placement) == "device × raw × nobody", "every rank has all of them"
 
 
 @settings(max_examples=100, deadline=None)

@@ -99,7 +99,7 @@ class Forecast:
         plan, model = self.plan, self.model
         frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
         stays = Placements(plan, model, self.device).stays
-        trainable = replace(plan.trainable, tier=Tier.DEVICE) if stays else plan.trainable
+        trainable = replace(plan.trainable, tier=Tier.DEVICE, group=NOBODY) if stays else plan.trainable
         small = f", fewer than a block's: they stay there, not on the {plan.trainable.tier}" if stays else ""
         rows = [
             Row("frozen", plan.frozen, self._stored(plan.frozen, trainable=False), f"{frozen:,} parameters"),
