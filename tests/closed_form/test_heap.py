@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import subprocess
+import sys
 
 import pytest
 
@@ -29,6 +31,37 @@ class Heap:
         self.kept += stays
         self.free = max(self.free, needs) + holes
         self.peak = max(self.peak, self.kept + self.free)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_large_blocks_are_returned_while_that_is_asked() -> None:
+    """Oracle: glibc's own count of the bytes that it has taken from the system a block at a time (``mallinfo2``), in a process
+    in which a block of 24 MB has come and gone before."""
+    code = """
+import ctypes
+from blockwalk.system import heap
+libc = ctypes.CDLL(None)
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+libc.mallinfo2.restype, libc.malloc.restype = Info, ctypes.c_void_p
+def one_by_one(size):
+    before = libc.mallinfo2().hblkhd
+    block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
+    found = libc.mallinfo2().hblkhd - before
+    libc.free(block)
+    return found >= size
+print(one_by_one(24 << 20), one_by_one(2 << 20))
+with heap.large_returned():
+    print(one_by_one(4 << 20))
+print(one_by_one(8 << 20))
+heap.Slack()
+with heap.large_returned():
+    print(one_by_one(16 << 20))
+print(one_by_one(40 << 20))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True", "False", "True", "False"]
 
 
 def test_lines_of_sources_are_forgotten() -> None:

@@ -11,7 +11,8 @@ import linecache
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
@@ -20,8 +21,12 @@ MARGIN = 5 << 20
 block would fault its own pages in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time; 8,000 and 0.1 s
 when they are kept)."""
 
+LARGE = 1 << 20
+"""Bytes of a block that is large while a tokenizer is read. Left to itself glibc keeps larger and larger blocks in its heap as
+they come and go (up to :data:`_GROWN`), and one of 150,000 entries leaves holes of 20 MB there."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_NEVER = 1 << 30
+_NEVER, _GROWN = 1 << 30, 32 << 20
 
 # Torch, which looks at this when it first allocates, asks for pages of 2 MB for its larger tensors, where the system leaves
 # that to be asked for: a block then faults its memory in again 2 MB at a time.
@@ -46,12 +51,29 @@ def give_back() -> None:
         trim(0)
 
 
+def _return_from(size: int) -> None:
+    """Let glibc return every freed block of ``size`` bytes or more to the system at once; older ones refuse more than 32 MB."""
+    if _trimmer() is not None:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, size) or libc.mallopt(_M_MMAP_THRESHOLD, _GROWN)
+
+
+@contextmanager
+def large_returned() -> Iterator[None]:
+    """Inside, every freed block of :data:`LARGE` bytes or more is returned to the system at once. A decorator as well."""
+    _return_from(LARGE)
+    try:
+        yield
+    finally:
+        _return_from(_NEVER if _keep_freed.cache_info().currsize else _GROWN)
+
+
 @functools.cache
 def _keep_freed() -> None:
     """Let glibc keep what is freed, however large, until :meth:`Slack.bound` gives it back."""
+    _return_from(_NEVER)
     if _trimmer() is not None:
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
         libc.mallopt(_M_ARENA_MAX, 1)  # what one lane frees, another uses
 
