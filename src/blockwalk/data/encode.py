@@ -29,7 +29,6 @@ from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
-from blockwalk.system.heap import large_returned
 
 Ids = npt.NDArray[np.int32]
 """Token ids, or positions of tokens."""
@@ -44,7 +43,6 @@ CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 """The most texts that are tokenised in one call, and the most characters in them: what a call gives takes memory."""
 
 
-@large_returned()
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer saved in a model's folder."""
     from transformers import AutoTokenizer

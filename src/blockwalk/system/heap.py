@@ -60,7 +60,7 @@ def _return_from(size: int) -> None:
 
 @contextmanager
 def large_returned() -> Iterator[None]:
-    """Inside, every freed block of :data:`LARGE` bytes or more is returned to the system at once. A decorator as well."""
+    """Inside, every freed block of :data:`LARGE` bytes or more is returned to the system at once."""
     _return_from(LARGE)
     try:
         yield

@@ -20,7 +20,7 @@ from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.report.forecast import Forecast, foresee
 from blockwalk.report.room import check_budget, check_disks, check_memory
-from blockwalk.system.heap import give_back
+from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.train import outlook
 from blockwalk.train.evaluation import HeldOut
@@ -73,7 +73,8 @@ class Ready:
 
 def prepare(run: RunConfig) -> Ready:
     """Read what a run trains on, and foresee its step at the longest sequences."""
-    tokenizer = load_tokenizer(run.model)
+    with large_returned():
+        tokenizer = load_tokenizer(run.model)
     rows, choices = read_training_rows(run, tokenizer)
     multiple = run.data.padding_multiple
     batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
