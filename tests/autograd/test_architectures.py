@@ -12,7 +12,7 @@ import torch
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.cutting.verify import certified
+from blockwalk.cutting.verify import certified, study
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
 from tests.models import skip_if_it_cannot_be_cut
 
@@ -147,3 +147,13 @@ def test_encoder_decoders_are_refused() -> None:
         certified(model)
     with pytest.raises(ValueError, match="no causal language model"):
         build_skeleton(T5Config())
+
+
+def test_a_study_does_not_depend_on_the_mode_of_its_caller() -> None:
+    """Closed form: a verdict is kept on the disk, so a model that was first cut where gradients are off must not be refused."""
+    from transformers import LlamaForCausalLM
+
+    config = tiny_config("llama")
+    with torch.no_grad():
+        verdict = study(LlamaForCausalLM, config)
+    assert verdict == study(LlamaForCausalLM, config)

@@ -123,7 +123,7 @@ def study(cls: Any, config: Any) -> Anatomy:
     Raises ValueError with the reason where the model is no sequence of layers or any figure exceeds ``TOLERANCE``.
     """
     small = shrink.shrink(config)
-    with torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = cls._from_config(small, dtype=torch.float32)
         _roughen(model)
