@@ -9,8 +9,9 @@ import torch
 from blockwalk.cli.main import main
 from blockwalk.data.corpus import sample
 from blockwalk.data.encode import load_tokenizer
+from blockwalk.engine.calibrate import Calibrated
 from blockwalk.engine.pack import pack
-from blockwalk.engine.second_order import DAMPING, encode_with_inputs, fitted
+from blockwalk.engine.second_order import DAMPING, compensated, encode_fitted, encode_with_inputs, fitted
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import matrix_codec
 from blockwalk.plan.placement import Codec
@@ -82,42 +83,121 @@ def test_scales_have_no_more_error_than_the_whole_range() -> None:
     assert (found < 0.9 * whole).any()
 
 
-def test_a_packed_model_is_rounded_block_by_block(tmp_path: Path) -> None:
-    """Oracle: transformers' model with the blocks before it already rounded, whose layers' inputs are summed up by hooks."""
+def test_a_matrix_makes_up_for_what_its_outputs_lack() -> None:
+    """Oracle: torch's least squares in float64, the damping as rows of their own; without damping nothing is left that any
+    other matrix could explain."""
+    torch.manual_seed(0)
+    own_TD, weight_ND = torch.randn(200, 24), torch.randn(16, 24)
+    given_TD, lacking_TN = own_TD + 0.3 * torch.randn(200, 24), torch.randn(200, 16)
+    gram_DD = given_TD.t() @ given_TD
+    goal_TN = own_TD @ weight_ND.t() + lacking_TN
+    found = compensated(weight_ND, gram_DD, (goal_TN - given_TD @ weight_ND.t()).t() @ given_TD)
+    damping = (DAMPING * gram_DD.diagonal().mean()).sqrt() * torch.eye(24)
+    rows = torch.cat([given_TD, damping]).double(), torch.cat([goal_TN, damping @ weight_ND.t()]).double()
+    expected = torch.linalg.lstsq(*rows).solution.t()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_rounded_to_nearest_on_fitted_scales() -> None:
+    """Oracle: the codec's decoding: a row at a time or all at once, no more error than on the whole range, and each element the
+    nearest of its group's sixteen values."""
+    torch.manual_seed(0)
+    weight_ND, layout = torch.randn(40, 96), Layout((40, 96), Codec.INT4)
+    found, nearest = torch.empty(40, 96), torch.empty(40, 96)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    for start in (0, 30):
+        encode_fitted(weight_ND[start : start + 30], buffer, layout, start)
+    decode(buffer, layout.shape, Codec.INT4, found)
+    values_NG16 = layout.scales(buffer).float().unsqueeze(2) * torch.arange(-8, 8)
+    distances = (weight_ND.view(40, 3, 32, 1) - values_NG16.unsqueeze(2)).abs()
+    assert torch.allclose((found - weight_ND).abs().view(40, 3, 32), distances.amin(3), atol=1e-6)
+    encode(weight_ND, Codec.INT4, buffer)
+    decode(buffer, layout.shape, Codec.INT4, nearest)
+    assert (found - weight_ND).norm() < 0.97 * (nearest - weight_ND).norm()
+
+
+def inputs_of(model: torch.nn.Module, modules: list[torch.nn.Module], ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What modules are given in a model's own forward, float32 [T, D]."""
+    found: list[list[torch.Tensor]] = [[] for _ in modules]
+    hooks = [m.register_forward_pre_hook(lambda _, x, to=to: to.append(x[0][0]))
+             for m, to in zip(modules, found, strict=True)]  # fmt: skip
+    with torch.no_grad():
+        for each in ids:
+            model(each.unsqueeze(0))
+    for hook in hooks:
+        hook.remove()
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_makes_up_for_what_is_rounded_before(tmp_path: Path, *, tied: bool) -> None:
+    """Oracle: two of transformers' models, one as it came and one with all that is before a layer rounded: the layer's goal by
+    float64's inverse, from what hooks say that both are given, and what has been added up in both."""
     from transformers import AutoModelForCausalLM
 
-    model = tiny_model("llama", num_hidden_layers=2).eval()
-    model.save_pretrained(tmp_path / "model")
-    sequences = [torch.randint(3, model.config.vocab_size, (length,)) for length in (40, 24)]
+    tiny_model("llama", num_hidden_layers=2, tied=tied).save_pretrained(tmp_path / "model")
+    own, made = (AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval() for _ in range(2))
+    sequences = [torch.randint(3, own.config.vocab_size, (length,)) for length in (60, 24)]
     pack(tmp_path / "model", tmp_path / "store", Codec.INT4, sequences=sequences)
     store = BlockStore(tmp_path / "store")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    embedding = "model.embed_tokens.weight"
-    with torch.no_grad():
-        plain = torch.empty(store.stored_as(embedding).nbytes, dtype=torch.uint8)
-        encode(model.get_parameter(embedding), Codec.INT4, plain)
-        assert torch.equal(store.weights([embedding])[embedding].buffer, plain), "an embedding is rounded to nearest"
-        for layer in model.model.layers:
-            linears = {module: name for name, module in model.named_modules() if module in set(layer.modules())
-                       and isinstance(module, torch.nn.Linear)}  # fmt: skip
-            inputs = {module: [] for module in linears}
-            hooks = [m.register_forward_pre_hook(lambda m, x, of=inputs: of[m].append(x[0][0])) for m in linears]
-            for ids in sequences:
-                model(ids.unsqueeze(0))
-            for hook in hooks:
-                hook.remove()
-            assert len(linears) == 7
-            for module, name in linears.items():
-                x_TD = torch.cat(inputs[module])
-                layout = store.stored_as(f"{name}.weight")
+    for end in ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not tied):
+        weight, layout = own.get_parameter(end), store.stored_as(end)
+        plain = torch.empty(layout.nbytes, dtype=torch.uint8)
+        encode_fitted(weight.detach(), plain, layout, 0)
+        assert torch.equal(store.weights([end])[end].buffer, plain), "to nearest, on fitted scales"
+    store.read_into("model.embed_tokens.weight", made.model.embed_tokens.weight.data)
+    for number in range(2):
+        layer = f"model.layers.{number}."
+        for names, stream in (
+            (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), None),
+            (("self_attn.o_proj",), "input_layernorm"),
+            (("mlp.gate_proj", "mlp.up_proj"), None),
+            (("mlp.down_proj",), "post_attention_layernorm"),
+        ):
+            watched = [layer + names[0], layer + (stream or names[0])]
+            (own_TK, own_TD), (made_TK, made_TD) = (
+                inputs_of(model, [model.get_submodule(name) for name in watched], sequences) for model in (own, made)
+            )
+            gram_KK = made_TK.t() @ made_TK
+            damped_KK = gram_KK.double() + DAMPING * gram_KK.diagonal().mean() * torch.eye(len(gram_KK))
+            for name in names:
+                weight, at = own.get_submodule(layer + name).weight.detach(), f"{layer}{name}.weight"
+                lacking_TN = (own_TK - made_TK) @ weight.t() + (own_TD - made_TD if stream else 0)
+                goal = weight.double() + (lacking_TN.t() @ made_TK).double() @ torch.linalg.inv(damped_KK)
+                layout = store.stored_as(at)
                 buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-                encode_with_inputs(module.weight, x_TD.t() @ x_TD, buffer, layout)
-                found = torch.empty(module.weight.shape)
-                store.read_into(f"{name}.weight", found)
-                expected = decode(buffer, layout.shape, Codec.INT4, torch.empty(module.weight.shape))
-                assert (found == expected).float().mean() > 0.97, name
-                module.weight.copy_(found)
+                encode_with_inputs(goal.float(), gram_KK, buffer, layout)
+                expected = decode(buffer, layout.shape, Codec.INT4, torch.empty(weight.shape))
+                found = made.get_submodule(layer + name).weight.data
+                store.read_into(at, found)
+                assert (found == expected).float().mean() > 0.97, at
     assert not list(tmp_path.glob("tmp*")), "the hidden states' file is gone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("llama", {"num_key_value_heads": 4}, ["mlp.down_proj", "self_attn.o_proj"]),
+        ("opt", {}, ["fc2", "self_attn.out_proj"]),
+        ("gemma2", {}, []),  # a norm follows before anything is added
+        ("gpt_neox", {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}, []),  # side by side
+    ],
+)
+def test_layers_whose_outputs_are_added(
+    tmp_path: Path, kind: str, changes: dict[str, int], expected: list[str]
+) -> None:
+    """Closed form: the architectures as published. Nothing is told but the model."""
+    tiny_model(kind, **{"num_hidden_layers": 2, **changes}).save_pretrained(tmp_path / "model")
+    found: list[set[str]] = []
+    calls = Calibrated._calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibrated, "_calls", lambda *given: [found.append((c := calls(*given))[1]), c][1])
+        pack(tmp_path / "model", tmp_path / "store", Codec.INT4, sequences=[torch.arange(3, 40)])
+    assert len(found) == 2
+    for names in found:
+        assert (
+            sorted(".".join(name.split(".")[-3:-1]).removeprefix("0.").removeprefix("1.") for name in names) == expected
+        )
 
 
 def test_the_command_draws_records_and_packs(tiny_run: TinyRun, tmp_path: Path) -> None:

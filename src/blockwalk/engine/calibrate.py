@@ -1,35 +1,54 @@
-"""Calibrated packing: a walk over a model in which each block's matrices are rounded with the block's inputs in view.
+"""Calibrated packing: a walk over a model in which each block's matrices are rounded with their inputs in view.
 
-Only one block is held. Its inputs, one hidden state for each sequence, lie in a file map; the block runs once to sum up its
-linear layers' inputs, and once more, rounded, to make the next block's.
+Only one block is held. Two hidden states for each sequence lie in a file map: the model's own, and that of the model rounded
+so far. Layers are rounded in the order of their calls, each to give, on the rounded model's inputs, what the model's own layer
+gives on its own (J. Li et al., "GPTAQ", 2025: asymmetric calibration); a layer that is added to the hidden state makes up for
+the error that is in it as well, the embedding's and the earlier blocks'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from blockwalk.cutting.calls import BlockCall
+from blockwalk.cutting.calls import BlockCall, Prologue
 from blockwalk.cutting.cut_model import CutModel
-from blockwalk.engine.second_order import encode_with_inputs, has_grid
+from blockwalk.engine.second_order import compensated, encode_fitted, encode_with_inputs, has_grid
 from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight, Value
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import spans
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.protocols import WeightSource
+
+Tensors = Mapping[str, Tensor]
+Values = Mapping[str, Value]
+
+_ROWS_AT_ONCE = 4096
+"""Rows of an embedding that are rounded at a time."""
+
+_SAME = 1e-3
+"""The difference between two answers of a block that is rounding, as a share of its hidden state's deviation."""
+
+
+class _ReachedError(Exception):
+    """The exception that ends a block's run where nothing after it is wanted."""
 
 
 class Calibrated:
     """A model's parameters in the order of the walk, the matrices of blocks' linear layers already in their codec.
 
-    Embeddings, the head, fused experts and GPT-2's transposed layers are left to be rounded to nearest.
+    Embeddings and the head are rounded to nearest, on the scales of the least squared error. Fused experts, GPT-2's transposed
+    layers and layers that the first sequence does not reach are left to be rounded to nearest as ever.
 
     Args:
         source: the parameters as they came.
@@ -49,87 +68,132 @@ class Calibrated:
     ) -> None:
         self._source, self._cut, self._sequences = source, cut, sequences
         self._codec, self._group_size = codec, group_size
-        self._unit_of = {param.name: unit for unit, each in enumerate(cut.spec().units) for param in each.params}
+        self._place = {param.name: (unit, param) for unit, each in enumerate(cut.spec().units) for param in each.params}
         self._done, self._rounded = 0, dict[str, Value]()
         ends = [0, *accumulate(len(ids) for ids in sequences)]
-        width = cut.spec().hidden_size
-        self._hidden = MappedFile(folder / "hidden", writable=True, length=4 * width * ends[-1])
-        whole_TD = self._hidden.view(0, self._hidden.nbytes, torch.float32, (ends[-1], width))
-        self._hidden_SD = [whole_TD[a:b] for a, b in pairwise(ends)]
+        shape = (2, ends[-1], cut.spec().hidden_size)
+        self._hidden = MappedFile(folder / "hidden", writable=True, length=4 * math.prod(shape))
+        whole_2TD = self._hidden.view(0, self._hidden.nbytes, torch.float32, shape)
+        self._hidden_2SD = [whole_2TD[:, a:b] for a, b in pairwise(ends)]
 
     def close(self) -> None:
         self._hidden.close()
 
     def weight(self, name: str) -> Value:
         """A parameter by name; they are asked for in the order of the walk."""
-        unit = self._unit_of.get(name, 0)
+        unit, param = self._place[name]
         if 0 < unit < self._cut.epilogue_index:
             while self._done < unit:
                 self._walk(self._done + 1)
             assert self._done == unit, "parameters are asked for in the order of the walk"
+        elif self._fits(param):
+            return self._outside(param, rounded=True)
         return self._rounded.get(name) or self._source.weights([name])[name]
+
+    def _outside(self, param: ParamSpec, rounded: bool) -> Value:
+        """A parameter outside of the blocks to compute with, in its codec if it is to be rounded and has one."""
+        value = self._source.weights([param.name])[param.name]
+        if isinstance(value, Tensor):
+            value = DenseWeight(value, torch.float32) if value.dim() == 2 else value.float()
+        if not rounded or not self._fits(param) or isinstance(value, Tensor):
+            return value
+        layout = self._layout(param)
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+        for start, stop in spans(0, layout.rows, _ROWS_AT_ONCE):
+            encode_fitted(value.rows(start, stop).float(), buffer, layout, start)
+        return EncodedWeight(buffer, layout, torch.float32)
 
     @torch.no_grad()
     def _walk(self, unit: int) -> None:
         """Round one block, and leave the next one's inputs."""
         params = self._cut.spec().blocks[unit - 1].params
-        values: dict[str, Tensor] = {param.name: torch.empty(param.shape) for param in params}
+        values = {param.name: torch.empty(param.shape) for param in params}
         for name, value in values.items():
             self._source.read_into(name, value)
-        self._cut.bind(unit, values)
-        grams = self._grams(unit, params)
+        if unit == 1:
+            for rounded in (False, True):
+                for hidden_2SD, prologue in self._inputs(rounded):
+                    hidden_2SD[int(rounded)].copy_(prologue.hidden_BSD.squeeze(0))
         self._rounded = {}
-        for param in params:
-            if (gram_DD := grams.pop(param.name, None)) is not None:
-                layout = self._layout(param)
-                buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
-                encode_with_inputs(values[param.name], gram_DD, buffer, layout)
-                self._rounded[param.name] = EncodedWeight(buffer, layout, torch.float32)
-        self._cut.bind(unit, {**values, **self._rounded})
-        del values
-        for hidden_SD, call in self._inputs(unit):
-            hidden_SD.copy_(self._cut.forward(call, hidden_SD.clone().unsqueeze(0)).squeeze(0))
+        layouts = {param.name: self._layout(param) for param in params if self._fits(param)}
+        groups, added = self._calls(unit, values, layouts)
+        for group in groups:
+            first = group[0]
+            lost = {name: torch.zeros_like(values[name]) for name in group}
+            gram_KK = torch.zeros(2 * [layouts[first].columns])
+            for hidden_2SD, prologue in self._inputs():
+                call, (own_SD, made_SD) = prologue.calls[unit - 1], hidden_2SD
+                own = self._run(call, values, own_SD, until=first)
+                made = self._run(call, {**values, **self._rounded}, made_SD, until=first)
+                given_SK = made[first][0].flatten(0, -2)
+                moved_SK = own[first][0].flatten(0, -2) - given_SK
+                before = [(own[n][1] - made[n][1]).view_as(own_SD) for n in added & made.keys() - {first}]
+                behind_SD = sum(before, own_SD - made_SD)
+                gram_KK.addmm_(given_SK.t(), given_SK)
+                for name, lost_NK in lost.items():
+                    lacking_SN = linear(moved_SK, values[name]) + (behind_SD if name in added else 0)
+                    lost_NK.addmm_(lacking_SN.t(), given_SK)
+            for name, lost_NK in lost.items():
+                buffer = torch.empty(layouts[name].nbytes, dtype=torch.uint8)
+                encode_with_inputs(compensated(values[name], gram_KK, lost_NK), gram_KK, buffer, layouts[name])
+                self._rounded[name] = EncodedWeight(buffer, layouts[name], torch.float32)
+        for hidden_2SD, prologue in self._inputs():
+            for hidden_SD, others in zip(hidden_2SD, ({}, self._rounded), strict=True):
+                call = prologue.calls[unit - 1]
+                hidden_SD.copy_(self._run(call, {**values, **others}, hidden_SD.clone())[""][1].squeeze(0))
         self._cut.unbind(unit)
         self._done = unit
 
-    def _inputs(self, unit: int) -> Iterator[tuple[Tensor, BlockCall]]:
-        """The input of a block [S, D] and its call, for each sequence: what comes before the blocks is run again, on one
-        sequence at a time."""
+    def _calls(self, unit: int, values: Tensors, wanted: Container[str]) -> tuple[list[list[str]], set[str]]:
+        """The weights of a block's linear layers in the order of their calls, those of one input together; and those of them
+        whose outputs the block adds to its hidden state: where that is more by a noise and an output less by it, with the
+        additions before it held, the block's answer is the same."""
+        hidden_2SD, prologue = next(self._inputs())
+        call, own_SD = prologue.calls[unit - 1], hidden_2SD[0]
+        noise_SD = own_SD.std() * torch.randn(own_SD.shape, generator=torch.Generator().manual_seed(0))
+        seen, groups, added = self._run(call, values, own_SD), dict[int, list[str]](), dict[str, Tensor]()
+        for name, (given, output) in seen.items():
+            if name not in wanted or given.shape[:-1].numel() != len(own_SD):  # an expert is given some of the tokens
+                continue
+            groups.setdefault(id(given), []).append(name)
+            if output.numel() == own_SD.numel():
+                answers = {**added, name: output - noise_SD.view_as(output)}
+                found_BSD = self._run(call, values, own_SD + noise_SD, answers)[""][1]
+                if (found_BSD - seen[""][1]).abs().max() <= _SAME * own_SD.std():
+                    added[name] = output
+        return list(groups.values()), set(added)
+
+    def _run(
+        self, call: BlockCall, values: Values, hidden_SD: Tensor, answers: Tensors | None = None, until: str = ""
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """The input and the output of each linear layer of a block by its weight's name, in the order of the calls, and the
+        block's own by none; some may answer something else. It ends at the layer ``until``."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def note(name: str, _module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            seen[name] = given[0], output
+            if name == until:
+                raise _ReachedError
+            return (answers or {}).get(name)
+
+        self._cut.bind(call.unit, values)
+        with ExitStack() as stack, suppress(_ReachedError):
+            for name, module in self._cut.linears(call.unit).items():
+                stack.callback(module.register_forward_hook(partial(note, name)).remove)
+            seen[""] = hidden_SD, self._cut.forward(call, hidden_SD.unsqueeze(0))
+        return seen
+
+    def _inputs(self, rounded: bool = False) -> Iterator[tuple[Tensor, Prologue]]:
+        """The inputs of a block [2, S, D], the model's own and those of the model rounded so far, for each sequence; and what
+        comes before the blocks, with its own parameters or with its rounded ones, run on it."""
         params = self._cut.spec().prologue.params
-        ends = self._source.weights(param.name for param in params)
-        held = {
-            n: DenseWeight(v, torch.float32) if isinstance(v, Tensor) and v.dim() == 2 else v for n, v in ends.items()
-        }
-        self._cut.bind(0, {n: v.float() if isinstance(v, Tensor) else v for n, v in held.items()})
-        for ids_S, hidden_SD in zip(self._sequences, self._hidden_SD, strict=True):
-            prologue = self._cut.prologue({"input_ids": ids_S.unsqueeze(0)})
-            if unit == 1 and self._done == 0:
-                hidden_SD.copy_(prologue.hidden_BSD.squeeze(0))
-            yield hidden_SD, prologue.calls[unit - 1]
+        self._cut.bind(0, {param.name: self._outside(param, rounded) for param in params})
+        for ids_S, hidden_2SD in zip(self._sequences, self._hidden_2SD, strict=True):
+            yield hidden_2SD, self._cut.prologue({"input_ids": ids_S.unsqueeze(0)})
         self._cut.unbind(0)
 
-    def _grams(self, unit: int, params: Sequence[ParamSpec]) -> dict[str, Tensor]:
-        """X^T X of the inputs of each linear layer of a bound block, by its weight's name."""
-        wanted = {p.name for p in params if p.quantizable and p.shape[1:] and has_grid(self._layout(p))}
-        linears = {name: module for name, module in self._cut.linears(unit).items() if name in wanted}
-        grams: dict[str, Tensor] = {}
-        given_to: dict[str, Tensor] = {}
-
-        def note(name: str, _module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            first = next((other for other, x in given_to.items() if x is given[0]), name)
-            given_to[name], x_TD = given[0], given[0].flatten(0, -2)
-            if first != name:
-                grams[name] = grams[first]  # query, key and value have one input
-            else:
-                grams.setdefault(name, x_TD.new_zeros(x_TD.shape[1], x_TD.shape[1])).addmm_(x_TD.t(), x_TD)
-
-        with ExitStack() as stack:
-            for name, module in linears.items():
-                stack.callback(module.register_forward_pre_hook(partial(note, name)).remove)
-            for hidden_SD, call in self._inputs(unit):
-                self._cut.forward(call, hidden_SD.unsqueeze(0))
-                given_to.clear()
-        return grams
+    def _fits(self, param: ParamSpec) -> bool:
+        return param.quantizable and len(param.shape) == 2 and has_grid(self._layout(param))
 
     def _layout(self, param: ParamSpec) -> Layout:
         return Layout(param.shape, self._codec, name_of(self._source.dtype(param.name)), self._group_size)

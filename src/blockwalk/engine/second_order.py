@@ -58,6 +58,23 @@ def encode_with_inputs(weight_ND: Tensor, gram_DD: Tensor, buffer: Tensor, layou
     codes.copy_(halves(grouped(codes_ND, layout)).view_as(codes))
 
 
+def encode_fitted(rows_RD: Tensor, buffer: Tensor, layout: Layout, start: int) -> None:
+    """Round rows of a matrix, from ``start`` on, to nearest on the scales of :func:`fitted`, each column weighed alike."""
+    grid = matrix_codec(layout.codec).grid
+    assert grid is not None, layout.codec
+    scales, rows = fitted(grid, rows_RD, torch.ones(layout.columns), layout), slice(start, start + len(rows_RD))
+    layout.scales(buffer)[rows] = scales
+    codes = layout.codes(buffer)[rows]
+    codes.copy_(halves(grid.nearest(grouped(rows_RD, layout), scales)).view_as(codes))
+
+
+def compensated(weight_ND: Tensor, gram_DD: Tensor, lost_ND: Tensor) -> Tensor:
+    """The matrix that is to be rounded in a weight's place: W + R (H + damping)^-1, the least squares answer to what the
+    outputs X W^T lack, E, of which R = E^T X is given."""
+    root_DD = _inverse_root(gram_DD.clone())
+    return weight_ND + lost_ND @ root_DD.t() @ root_DD
+
+
 def fitted(grid: Grid, weight_ND: Tensor, weights_D: Tensor, layout: Layout) -> Tensor:
     """The scales of each group, as they are stored, with the least squared error, weighed by column."""
     groups_NGK = grouped(weight_ND, layout)
