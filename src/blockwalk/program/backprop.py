@@ -15,16 +15,18 @@ from blockwalk.program.residency import activation_pool, compute_dtype
 
 
 def backprop(b: Builder, *, update: bool, graphs: int) -> None:
-    """Forward without graph, storing each block's input; then backwards, one block's graph at a time. At most the last
-    ``graphs`` blocks keep theirs. At the end the gradients are judged, and used where they were not at the blocks' turns."""
+    """Forward without graph, storing each block's input; then backwards, one block's graph at a time, as far down as something
+    is trained. At most the last ``graphs`` blocks keep theirs. At the end the gradients are judged, and used where they were
+    not at the blocks' turns."""
     plan, last = b.places.plan, b.places.last
+    lowest = next((i for i, unit in enumerate(b.places.model.units) if unit.numel(trainable=True)), last)
     every = list(range(plan.gradient_accumulation_steps))
-    walk = _Backprop(b, update and plan.update.at_turn, every[-1], _kept_graphs(b, graphs))
+    walk = _Backprop(b, update and plan.update.at_turn, every[-1], _kept_graphs(b, graphs, lowest), lowest)
     turns: list[Turn] = []
     for group in [[m] for m in every] if plan.accumulation_order == "micro_batch" else [every]:
         turns += [Turn(i, partial(walk.forward, i, group)) for i in range(last)]
-        turns += [Turn(i, partial(walk.differentiate, i, group)) for i in range(last, 0, -1)]
-        if b.places.model.prologue.numel(trainable=True):
+        turns += [Turn(i, partial(walk.differentiate, i, group)) for i in range(last, max(lowest, 1) - 1, -1)]
+        if lowest == 0:
             turns.append(Turn(0, partial(walk.differentiate, 0, group)))
     b.walk(turns)
     counts = walk.judge(update=update)
@@ -45,6 +47,8 @@ class _Backprop:
     """The last micro-batch."""
     keep: frozenset[int]
     """The blocks whose graphs stay between forward and backward."""
+    lowest: int
+    """The first unit with something to train: below it nothing is differentiated."""
     reductions: Reductions = field(init=False)
     saves: dict[tuple[int, int], int] = field(default_factory=dict)
     """The op that saved each block's input, by block and micro-batch."""
@@ -68,7 +72,7 @@ class _Backprop:
         on_device = any(pool is Pool.DEVICE for pool, _ in graph)
         transient = max(cost.forward_transient - cost.saved, 0) if on_device else cost.forward_transient
         for m in group:
-            if unit and unit not in self.keep:
+            if unit >= max(self.lowest, 1) and unit not in self.keep:
                 saved = self._moves_input(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m], takes=self._input())
                 self.saves[unit, m] = saved
             kind, flops = (OpKind.FORWARD, cost.forward_flops) if unit else (OpKind.PROLOGUE, 0)
@@ -85,7 +89,9 @@ class _Backprop:
         kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
         transient = cost.backward_transient - (cost.saved if block and (kept or places.maps_graphs) else 0)
         if unit == places.last:
-            self.coming = [(i, m) for i in range(places.last - 1, 0, -1) if i not in self.keep for m in group]
+            self.coming = [
+                (i, m) for i in range(places.last - 1, max(self.lowest, 1) - 1, -1) if i not in self.keep for m in group
+            ]
         for m in group:
             deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
             if block and not kept:
@@ -168,7 +174,7 @@ class _Backprop:
         return ((pool, saved),) if unit in self.keep and saved else ()
 
 
-def _kept_graphs(b: Builder, graphs: int) -> frozenset[int]:
+def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
     """The blocks whose activations stay between forward and backward, on the device or in file maps: at most the last
     ``graphs``.
 
@@ -176,13 +182,13 @@ def _kept_graphs(b: Builder, graphs: int) -> frozenset[int]:
     (``graphs``), or the page cache. A graph refers to its weights, so only resident or mapped ones can be kept, and of
     those in slots just the last block.
     """
-    plan, places, blocks = b.places.plan, b.places, range(1, b.places.last)
+    plan, places, blocks = b.places.plan, b.places, range(max(lowest, 1), b.places.last)
     if plan.recompute == "all" or (plan.recompute == "auto" and plan.budget is None and not places.maps_graphs):
         return frozenset()
     groups = plan.gradient_accumulation_steps if plan.accumulation_order == "block" else 1
     room = b.page_cache if plan.recompute == "auto" and places.maps_graphs else None
     kept: set[int] = set()
-    for i in reversed(blocks[len(blocks) - graphs :]):
+    for i in reversed(blocks[max(len(blocks) - graphs, 0) :]):
         if kept and not places.outlives_slot(i):
             break
         if room is not None:
