@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blockwalk.cutting.adapters import adapt, add_lora, as_lora, load_adapter, lora_config, save_adapter
+from blockwalk.cutting.adapters import adapt, add_adapter, as_adapters, load_adapter, lora_config, save_adapter
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
@@ -35,7 +35,7 @@ def test_adapter_on_a_skeleton_is_pefts_own(model_type: str) -> None:
     torch.manual_seed(5)
     theirs = get_peft_model(tiny_model_before_seed(config), lora_config(4, target_modules=targets))
     before = torch.get_rng_state()
-    ours = add_lora(build_skeleton(config, torch.bfloat16), lora_config(4, target_modules=targets), seed=5)
+    ours = add_adapter(build_skeleton(config, torch.bfloat16), lora_config(4, target_modules=targets), seed=5)
     assert torch.equal(before, torch.get_rng_state()), "the global generator moved"
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     assert mine
@@ -54,7 +54,7 @@ def test_all_linear_leaves_experts_and_routers_out(model_type: str, tmp_path) ->
     from peft import PeftModel
 
     config = tiny_config(model_type)
-    model = add_lora(tiny_model(config), lora_config(2))
+    model = add_adapter(tiny_model(config), lora_config(2))
     names = [name for name in canonical(model) if ".lora_" in name]
     assert names
     assert all(".self_attn." in name for name in names)
@@ -77,12 +77,12 @@ def test_walk_with_lora_dropout_is_pefts_autograd(model_type: str) -> None:
     config = tiny_config(model_type)
     dropout = 0.0 if model_type == "qwen3_moe" else 0.2  # PEFT adapts fused experts without dropout only
     targets = EXPERTS.get(model_type, "all-linear")
-    model = add_lora(tiny_model(config), lora_config(3, dropout=dropout, target_modules=targets), seed=1)
+    model = add_adapter(tiny_model(config), lora_config(3, dropout=dropout, target_modules=targets), seed=1)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config), lora_config(3, dropout=dropout, target_modules=targets)))
+    cut = certified(add_adapter(build_skeleton(config), lora_config(3, dropout=dropout, target_modules=targets)))
     cut.take_parameters()
     model.train()
     cut.model.train()
@@ -98,7 +98,7 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
     from peft import PeftModel
 
     config = tiny_config("llama")
-    trained = add_lora(tiny_model(config), lora_config(4, alpha=12.0), seed=3)
+    trained = add_adapter(tiny_model(config), lora_config(4, alpha=12.0), seed=3)
     with torch.no_grad():
         for name, param in trained.named_parameters():
             if "lora_B" in name:
@@ -138,19 +138,19 @@ def test_configurations_that_touch_base_weights_are_refused(settings: dict, reas
     """Oracle: PEFT's documentation of these settings: each reads, changes or trains base weights."""
     config = lora_config(4, **settings)
     with pytest.raises(ValueError, match=reason):
-        add_lora(build_skeleton(tiny_config("llama")), config)
+        add_adapter(build_skeleton(tiny_config("llama")), config)
 
 
 def test_lora_on_the_head_is_described() -> None:
     """Oracle: autograd of the whole PeftModel with an adapter on the output embedding."""
     config = tiny_config("llama")
     targets = ["lm_head", "q_proj"]
-    model = add_lora(tiny_model(config), lora_config(3, target_modules=targets), seed=1)
+    model = add_adapter(tiny_model(config), lora_config(3, target_modules=targets), seed=1)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2)
-    cut = certified(add_lora(build_skeleton(config), lora_config(3, target_modules=targets)))
+    cut = certified(add_adapter(build_skeleton(config), lora_config(3, target_modules=targets)))
     cut.take_parameters()
     head = cut.head
     assert head.lora == ("lm_head.lora_A.weight", "lm_head.lora_B.weight", 16 / 3)
@@ -187,7 +187,7 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
                "options": {"use_rslora": True, "rank_pattern": {"v_proj": 2}}}  # fmt: skip
     settings = blockwalk.LoraSettings(3, 5, 0.25, ("q_proj", "v_proj"), mapping["options"])
     for lora in (given, mapping, settings):
-        ours = adapt(build_skeleton(config), as_lora(lora)).peft_config["default"].to_dict()
+        ours = adapt(build_skeleton(config), as_adapters(lora)).peft_config["default"].to_dict()
         assert {**ours, "base_model_name_or_path": None} == {**theirs, "base_model_name_or_path": None}
 
 
@@ -208,4 +208,4 @@ def test_adapters_that_cannot_be_carried_are_refused(lora: object, message: str)
 
     peft_own = isinstance(lora, dict) and not lora.keys() & {"r", "rank"}
     with pytest.raises(ValueError, match=message):
-        as_lora(LoraConfig(**lora) if peft_own else lora)
+        as_adapters(LoraConfig(**lora) if peft_own else lora)

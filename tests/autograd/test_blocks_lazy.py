@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blockwalk.cutting.adapters import add_lora, lora_config
+from blockwalk.cutting.adapters import add_adapter, lora_config
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton
@@ -72,13 +72,13 @@ def encoded(cut: CutModel, values: dict[str, torch.Tensor], codec: Codec | None)
 def test_lazy_weights_are_dense_ones(model_type: str, codec: Codec | None, monkeypatch) -> None:
     """Oracle: the walk with dense tensors (for int4 those that the codec decodes): loss and LoRA gradients."""
     config = tiny_config(model_type, **TABLE[model_type])
-    plain = add_lora(tiny_model(config), lora_config(2), seed=1)
+    plain = add_adapter(tiny_model(config), lora_config(2), seed=1)
     with torch.no_grad():
         for name, param in plain.named_parameters():
             if "lora_B" in name:
                 param.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
     values = {canonical_name(name, ("default",)): param.detach() for name, param in plain.named_parameters()}
-    cut = certified(add_lora(build_skeleton(config), lora_config(2)))
+    cut = certified(add_adapter(build_skeleton(config), lora_config(2)))
     cut.take_parameters()
     cut.model.eval()
     lazy, dense = encoded(cut, values, codec)

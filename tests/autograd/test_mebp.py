@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockwalk.cutting.adapters import add_lora, lora_config
+from blockwalk.cutting.adapters import add_adapter, lora_config
 from blockwalk.engine.pack import pack
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
@@ -55,7 +55,7 @@ def test_lora_gradients_are_those_of_autograd(folder: Path, tmp_path: Path, code
         walker.step(batch)  # B starts at zero: after a step every adapter matrix has a gradient
         state = {name: t.clone() for name, t in walker.engine.trained.masters.items()}
         gradients = walker.gradients(batch)
-    control = add_lora(decoded_model(folder, store), lora_config(4, 8, target), seed=0).train()
+    control = add_adapter(decoded_model(folder, store), lora_config(4, 8, target), seed=0).train()
     for name, parameter in control.named_parameters():
         if parameter.requires_grad:
             parameter.data.copy_(state[name.removeprefix("base_model.model.").replace(".default", "")])

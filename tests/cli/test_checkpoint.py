@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import Mark
+from blockwalk.plan.choices import PrefixSettings
+from blockwalk.plan.parsing import plain_values
 from blockwalk.system import atomic_files
 
 STATE: dict[str, Any] = {
@@ -106,6 +108,11 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
     saved = {"model": "a", "max_steps": 5, "data": {"train": "x", "max_length": 8}, "output_dir": "o"}
+    assert not run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings())}), (
+        "an older checkpoint"
+    )
+    with pytest.raises(ValueError, match=r"prefix.num_virtual_tokens: 0, and the run has 5"):
+        run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings(5))})
     changed = run_checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})
     assert changed == ["max_steps: 5 → 9"]
     with pytest.raises(ValueError, match=r"data\.max_length: 8, and the run has 9"):

@@ -189,7 +189,7 @@ floats = st.floats(min_value=0, max_value=1e9)
     name=st.sampled_from(sorted(METHODS)),
     text=texts,
     words=st.lists(texts, min_size=1),
-    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1), alpha=floats, target_modules=texts),
+    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1), alpha=floats, target_modules=texts.filter(bool)),
     rate=floats,
     options=st.dictionaries(texts, st.one_of(st.booleans(), st.integers(), texts, st.floats(allow_nan=False))),
     budget=st.none() | st.integers(1),

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from blockwalk.plan.choices import LoraSettings, MeshSettings
+from blockwalk.plan.choices import LoraSettings, MeshSettings, PrefixSettings
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.parsing import did_you_mean, lora_settings, parse_bytes
+from blockwalk.plan.parsing import adapter_settings, did_you_mean, parse_bytes
 from blockwalk.plan.placement import Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override, setting_names
+from blockwalk.train.config import from_mapping
 from tests.closed_form.test_program import toy
 
 pytestmark = pytest.mark.fast
@@ -93,9 +94,39 @@ def test_names_that_were_probably_meant() -> None:
 def test_adapters_are_read_as_every_other_setting() -> None:
     given = {"rank": "8", "alpha": 16, "target_modules": "q_proj, v_proj", "options": {"use_rslora": True}}
     wanted = LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), options={"use_rslora": True})
-    assert lora_settings(given) == wanted
+    assert adapter_settings(given) == wanted
     with pytest.raises(ValueError, match=r"unknown setting 'lora.rnk'; did you mean 'lora.rank'"):
-        lora_settings({"rnk": 8})
+        adapter_settings({"rnk": 8})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"num_virtual_tokens": 5, "init_weights": "text"},
+            "prefix.init_weights is 'text'; it must be tokens, random or zero",
+        ),
+        ({"num_virtual_tokens": 5, "rank": 8}, "unknown setting 'prefix.rank'"),
+        (
+            {"target_modules": []},
+            "lora.target_modules is empty; name some, or set lora.options",
+        ),
+    ],
+)
+def test_adapters_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapter_settings(wrong)
+
+
+@pytest.mark.parametrize("given", [{"prefix": {"num_virtual_tokens": 5}}, {"lora": {"rank": 4}}, {}])
+@pytest.mark.parametrize("name", ["mebp", "mezo"])
+def test_what_is_trained(given: dict[str, Any], name: str) -> None:
+    """Oracle: the settings themselves; a method whose frozen weights are codes means LoRA unless a prefix is given. And a run's
+    own file gives the run again."""
+    run = from_mapping({"model": "m", "method": name, **given})
+    wanted = {"prefix": PrefixSettings(5), "lora": LoraSettings(4)}
+    assert run.adapters == next((wanted[key] for key in given), LoraSettings() if name == "mebp" else None)
+    assert from_mapping(run.to_mapping()) == run
 
 
 @pytest.mark.parametrize(
@@ -108,6 +139,12 @@ def test_adapters_are_read_as_every_other_setting() -> None:
         ({"data": DataSettings(max_length=1)}, "data.max_length is 1; it must be at least 2"),
         ({"data": DataSettings(label_scores="max")}, "data.label_scores is 'max'; it must be mean or sum"),
         ({"data": DataSettings(padding_multiple=0)}, "data.padding_multiple is 0"),
+        ({"prefix": PrefixSettings(-1)}, "prefix.num_virtual_tokens is -1; it must be at least 0"),
+        ({"prefix": PrefixSettings(5), "lora": LoraSettings()}, "prefix and lora are both given"),
+        (
+            {"prefix": PrefixSettings(5), "data": DataSettings(packing=True)},
+            "data.packing begins positions anew in a row, which no prefix allows",
+        ),
         ({"data": DataSettings(label_words=("a", "b"))}, "needs both data.template and data.label_words"),
         ({"batch_size": 9, "plan": method("plain", gradient_accumulation_steps=2)}, "steps=2 does not divide"),
         (

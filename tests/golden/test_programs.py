@@ -40,7 +40,7 @@ def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
     import torch
     from transformers import AutoConfig
 
-    from blockwalk.cutting.adapters import add_lora, lora_config
+    from blockwalk.cutting.adapters import add_adapter, lora_config
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.cutting.verify import certified
 
@@ -48,7 +48,7 @@ def test_the_models_are_those_that_a_cut_finds(name: str) -> None:
     config = AutoConfig.for_model(name, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY, **SIZES[name])
     model = build_skeleton(config, getattr(torch, wanted.dtype))
     if name == "llama":
-        model = add_lora(model, lora_config(4, target_modules=["q_proj", "v_proj"]))
+        model = add_adapter(model, lora_config(4, target_modules=["q_proj", "v_proj"]))
     found = certified(model).spec()
     assert (found.tied, found.hidden_size, found.vocab_size, found.dtype) == (
         wanted.tied,

@@ -16,7 +16,7 @@ from tests.autograd.test_architectures import TABLE
 PROBE = """
 import json, sys
 from transformers import AutoConfig
-from blockwalk.cutting.adapters import add_lora, lora_config
+from blockwalk.cutting.adapters import add_adapter, lora_config
 from blockwalk.cutting.skeleton import build_skeleton
 import peft
 
@@ -27,11 +27,11 @@ def config(**sizes):
     return AutoConfig.for_model("qwen2", num_attention_heads=16, num_key_value_heads=2, **sizes)
 
 small = build_skeleton(config(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64))
-add_lora(small, lora_config(8))  # imports, and the run of a small instance that shows which modules are reached
+add_adapter(small, lora_config(8))  # imports, and the run of a small instance that shows which modules are reached
 before = peak()
 model = build_skeleton(config(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, vocab_size=151936))
 built = peak()
-add_lora(model, lora_config(8))
+add_adapter(model, lora_config(8))
 weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_meta)
 adapter = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
 print(json.dumps({"built": built - before, "with": peak() - before, "weights": weights >> 10, "adapter": adapter >> 10}))

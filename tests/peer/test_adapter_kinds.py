@@ -12,6 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.dora import DoraLinearLayer
 
 from blockwalk.plan.methods import method
+from blockwalk.program.program import OpKind, Shape, StepKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
@@ -124,12 +125,6 @@ def test_a_start_that_changes_the_base_is_taken_as_peft_made_it(start: str, tmp_
     ("tied", "plan", "options", "words"),
     [
         (
-            False,
-            "mebp",
-            {"modules_to_save": ["lm_head"]},
-            "int4a, and lora.options.modules_to_save trains lm_head.weight",
-        ),
-        (
             True,
             "plain",
             {"modules_to_save": ["lm_head"]},
@@ -174,3 +169,82 @@ def test_copies_in_memory_are_refused() -> None:
     model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=LLAMA, modules_to_save=["lm_head"]))
     with pytest.raises(ValueError, match="trains a copy of what its modules_to_save names; give the plain model"):
         Walker(model, method("plain"), device="cpu")
+
+
+def test_modules_of_a_packed_model_are_refused(tmp_path: Path) -> None:
+    """Oracle: the name of the parameter, of which the store has codes alone."""
+    model: Any = tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    with Walker(tmp_path / "model", method("mebp"), training=False, workdir=tmp_path / "work", device="cpu"):
+        (store,) = (tmp_path / "work").iterdir()
+    with pytest.raises(ValueError, match=r"int4a, and lora.options.modules_to_save trains lm_head.weight"):
+        Walker(store, method("mebp"), lora=HEAD, device="cpu")
+
+
+HEAD: dict[str, Any] = {"target_modules": [], "options": {"modules_to_save": ["lm_head"]}}
+TIED = {**HEAD, "options": {**HEAD["options"], "ensure_weight_tying": True}}
+PREFIX: dict[str, Any] = {"num_virtual_tokens": 5}
+
+
+@pytest.mark.parametrize("plan", ["plain", "mebp"])
+@pytest.mark.parametrize(
+    ("lora", "family", "tied"),
+    [
+        (HEAD, "llama", False),
+        (TIED, "llama", True),
+        (PREFIX, "llama", False),
+        (PREFIX, "opt", True),
+        (PREFIX, "gemma2", True),
+    ],
+    ids=["head", "tied head", "prefix", "opt's prefix", "gemma2's prefix"],
+)
+def test_a_head_or_a_prefix_alone(lora: dict[str, Any], family: str, tied: bool, plan: str, tmp_path: Path) -> None:
+    """Loss and gradients are those of PEFT's model, which begins from what an untrained run saved; three steps later too."""
+    sizes = {"dropout": 0.0} if family == "opt" else {"sliding_window": 64} if family == "gemma2" else {}
+    model, batch = tiny_model(family, tied=tied, **sizes), random_batch()
+    model.save_pretrained(tmp_path / "model")
+    chosen = method(plan, optimizer={"learning_rate": 1e-2}, **({"frozen": "disk × raw"} if plan == "mebp" else {}))
+    with Walker(tmp_path / "model", chosen, lora=lora, device="cpu") as walker:
+        walker.save_pretrained(tmp_path / "begun")
+        begun, prefixed = copy.deepcopy(model), lora is PREFIX  # which PEFT loads to be read alone
+        control: Any = PeftModel.from_pretrained(begun, str(tmp_path / "begun"), is_trainable=not prefixed).eval()
+        if prefixed:
+            control.prompt_encoder.requires_grad_(True)
+        loss = control(**batch).loss
+        loss.backward()
+        found, expected = walker.gradients(batch), named(control)
+        assert walker.evaluate(batch).loss == pytest.approx(float(loss.detach()), rel=1e-6)
+        backward = [op.unit for op in walker.program(StepKind.TRAIN, Shape(2, 8)).ops if op.kind is OpKind.BACKWARD]
+        for _ in range(3):
+            walker.step(batch)
+        trained = walker.evaluate(batch).loss
+        walker.save_pretrained(tmp_path / "adapter")
+    assert bool(backward) == (lora is not HEAD), "below a head nothing is differentiated"
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).norm() <= 3e-6 * gradient.norm(), name
+    theirs = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        assert (
+            float(theirs(**batch).loss)
+            == pytest.approx(trained, rel=1e-6)
+            != pytest.approx(float(loss.detach()), rel=1e-5)
+        )
+    with Walker(tmp_path / "model", chosen, lora=tmp_path / "adapter", training=False, device="cpu") as walker:
+        assert walker.evaluate(batch).loss == pytest.approx(trained, rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_over_codes_begins_from_the_checkpoint(tied: bool, tmp_path: Path) -> None:
+    """Oracle: the checkpoint's own weight: the others alone are rounded, in the store that the walk reads."""
+    from safetensors.torch import load_file
+
+    model: Any = tiny_model("llama", tied=tied)
+    model.save_pretrained(tmp_path / "model")
+    with Walker(tmp_path / "model", method("mebp"), lora=TIED if tied else HEAD, device="cpu") as walker:
+        walker.save_pretrained(tmp_path / "begun")
+        walker.step(random_batch())
+        walker.save_pretrained(tmp_path / "adapter")
+    begun, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("begun", "adapter"))
+    assert torch.equal(begun["base_model.model.lm_head.weight"], model.lm_head.weight)
+    assert not torch.equal(after["base_model.model.lm_head.weight"], model.lm_head.weight)

@@ -11,7 +11,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 from transformers.integrations.neftune import activate_neftune
 
-from blockwalk.cutting.adapters import adapter_parameters, add_lora, lora_config
+from blockwalk.cutting.adapters import adapter_parameters, add_adapter, lora_config
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
@@ -21,7 +21,7 @@ from tests.models import random_batch, tiny_model
 def test_lora_plus_is_that_of_peft() -> None:
     """Four steps of AdamW with weight decay, B at sixteen times the rate of A: losses and adapters."""
     model, batches = tiny_model("llama").float(), [random_batch(seed=i) for i in range(4)]
-    control = add_lora(copy.deepcopy(model), config=lora_config(4, 8), seed=0).train()
+    control = add_adapter(copy.deepcopy(model), config=lora_config(4, 8), seed=0).train()
     rates = {"lr": 2e-3, "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": 0.1}
     optimizer = create_loraplus_optimizer(control, torch.optim.AdamW, **rates)
     expected = []

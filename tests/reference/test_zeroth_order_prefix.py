@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from blockwalk import method
+from blockwalk.convert.replay import replay
 from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.walk.walker import Walker
@@ -114,3 +115,51 @@ def test_a_saved_prefix_is_pefts(projection: bool, tmp_path: Path) -> None:
         for _ in range(4):
             ids = torch.cat([ids, saved(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(written, ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2"])
+def test_a_prefix_begins_as_real_tokens(kind: str, tmp_path: Path) -> None:
+    """Oracle: what the whole model's own cache holds after those tokens, as PEFT hands the saved prefix to the layers; over a
+    base in codes too. Then the ledger gives what the run saved, bit for bit."""
+    from peft import PeftModel
+
+    model: Any = tiny_model(kind)
+    model.eval().save_pretrained(tmp_path / "model")
+    plan = method("zo2", frozen="disk × int4", zo={"epsilon": EPSILON}, seed=3, **SETTINGS)
+    given: dict[str, Any] = {"lora": {"num_virtual_tokens": 5}, "workdir": tmp_path, "device": "cpu"}
+    with Walker(tmp_path / "model", plan, **given, ledger=tmp_path / "ledger.jsonl") as walker:
+        walker.save_pretrained(tmp_path / "begun")
+        for step in range(3):
+            walker.step(random_batch(seed=step))
+        walker.save_pretrained(tmp_path / "prefix")
+    ids = torch.randint(model.config.vocab_size, (1, 5), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        own = model(input_ids=ids, use_cache=True).past_key_values
+        handed: Any = PeftModel.from_pretrained(model, str(tmp_path / "begun")).get_prompt(1)
+    for ours, theirs in zip(handed.layers, own.layers, strict=True):
+        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
+    replay(tmp_path / "model", tmp_path / "ledger.jsonl", tmp_path / "again")
+    begun, saved, again = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("begun", "prefix", "again"))
+    assert torch.equal(saved["prompt_embeddings"], again["prompt_embeddings"])
+    assert not torch.equal(saved["prompt_embeddings"], begun["prompt_embeddings"])
+
+
+def test_a_model_without_keys_and_values_in_every_layer_is_refused(tmp_path: Path) -> None:
+    """Oracle: the window: three tokens stay of five."""
+    model: Any = tiny_model("gemma2", sliding_window=4)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="Gemma2ForCausalLM does not keep 5 keys and values of one width in every layer"
+    ):
+        Walker(tmp_path, method("mezo"), lora={"num_virtual_tokens": 5}, device="cpu")
+
+
+def test_prompts_of_unequal_length_are_continued_as_alone(tmp_path: Path) -> None:
+    """Oracle: each prompt by itself."""
+    with Walker(prefixed("llama"), method("mezo"), workdir=tmp_path, device="cpu", training=False) as walker:
+        ids = random_batch(seed=9)["input_ids"][:2, :6]
+        mask = torch.ones_like(ids)
+        mask[0, :2] = 0
+        together = walker.generate(ids, 4, attention_mask=mask)
+        alone = [walker.generate(row[hidden:][None], 4)[0, -4:] for row, hidden in zip(ids, (2, 0), strict=True)]
+    assert torch.equal(together[:, 6:], torch.stack(alone))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.checkpoints import ledger as ledger_module
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.paths import StrPath
@@ -39,7 +40,7 @@ LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "f
 SCALARS = "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
-FIXED = ("model", "method", "seed", "batch_size", "lora", "data")
+FIXED = ("model", "method", "seed", "batch_size", "lora", "prefix", "data")
 """Settings without which the saved state means something else; any other may change when a run is resumed, and what is
 evaluated (``data.eval...``) too."""
 
@@ -339,16 +340,16 @@ def _newest_undamaged(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
     """The settings that a resumed run changes, as ``name: old → new``. A first-order run goes on under any first-order
-    method (``any_method``).
+    method (``any_method``). Settings that the checkpoint does not know, for it is older, had their defaults.
 
     Raises:
         ValueError: one of :data:`FIXED` changes.
     """
-    changes = []
+    changes, default = [], RunConfig().to_mapping()
     for name, value in now.items():
         if name in ("resume_from_checkpoint", "output_dir", "overwrite_output_dir"):
             continue
-        before = saved.get(name)
+        before = saved.get(name, default.get(name))
         pairs = {name: (before, value)}
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             pairs = {f"{name}.{part}": (before.get(part), new) for part, new in value.items()}

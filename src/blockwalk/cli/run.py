@@ -65,7 +65,7 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     for line in (
         *forecast.overview(outlook.steps_of(run)),
         *forecast.lines(),
-        *zeroth_order_advice(run.plan, lora=run.lora is not None),
+        *zeroth_order_advice(run.plan, run.adapters),
         *outlook.notes(run, run.data.max_length),
     ):
         print(line)
@@ -161,8 +161,8 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     """
     machine, shape = hardware.load(arguments.hardware), Shape(run.micro_batch_rows, run.data.max_length)
     steps = run.plan.gradient_accumulation_steps
-    task = advice.task(run.model, run.lora, machine, shape, budget=run.plan.budget, micro_batches=steps)
-    trained = "every parameter" if run.lora is None else f"adapters of rank {run.lora.rank}"
+    task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps)
+    trained = "every parameter" if run.adapters is None else str(run.adapters)
     nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
     print(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
     ranking = planner.rank(task)

@@ -35,7 +35,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         " eval_batches",
         _EVAL,
     ),
-    ("adapters", "lora lora.*", _TRAIN),
+    ("adapters", "lora lora.* prefix.*", _TRAIN),
     ("steps", "batch_size gradient_accumulation_steps accumulation_order epochs max_steps", _TRAIN),
     ("optimizer", "optimizer.* update.* neftune_noise_alpha", _TRAIN),
     ("where the rest lives", "estimator gradient optimizer_state activation recompute budget cache.*", _TRAIN),
@@ -67,6 +67,7 @@ _CHOICES = {**CHOICES, "method": ("auto", *METHODS)}
 _CLASSES: dict[str, tuple[type, ...]] = {
     "": (run_config.RunConfig, Plan),
     "lora": (choices.LoraSettings,),
+    "prefix": (choices.PrefixSettings,),
     "data": (run_config.DataSettings,),
     **{name: (type(value),) for name in hints_of(Plan) if hasattr(value := getattr(Plan(), name), "__slots__")},
 }

@@ -38,7 +38,7 @@ def init(arguments: argparse.Namespace) -> None:
     run = config.from_mapping({**given, "output_dir": f"runs/{Path(given['model']).name}"})
     machine = hardware.of_this_machine(chosen().type)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
-    found = planner.rank(advice.task(run.model, run.lora, machine, shape, budget=run.plan.budget))
+    found = planner.rank(advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget))
     best = next(iter(found.first_order), None)
     if best is None:
         raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")

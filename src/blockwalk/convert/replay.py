@@ -32,8 +32,8 @@ from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import chosen
 from blockwalk.numerics.noise.key import GENERATOR_VERSION
 from blockwalk.numerics.scratch import ScratchArena
-from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
+from blockwalk.plan.parsing import adapter_settings
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
@@ -157,7 +157,7 @@ class ReplayedRun:
         self.source = open_source(base, self.module)
         lora = found["lora"]
         if lora is not None:
-            adapter = lora if isinstance(lora, str) else LoraSettings(**lora)
+            adapter = lora if isinstance(lora, str) else adapter_settings(lora)
             given = {"seed": found["seed"], "revision": repository(base)[1]}
             self.module = adapt(self.module, adapter, read=lambda name: self.source.weights([name])[name], **given)
         self.cut = certified(self.module)

@@ -1,8 +1,8 @@
 """LoRA adapters and prefixes through PEFT, on models whose base weights are not there.
 
 A ``LoraConfig`` is carried where base weights are read a range at a time (DoRA's norms) or trained where they stand
-(``modules_to_save``); one that would change frozen ones is refused, with the reason. A model that is given with a prefix
-(``PrefixTuningConfig``) keeps it.
+(``modules_to_save``); one that would change frozen ones is refused, with the reason. A prefix (``PrefixTuningConfig``) is made
+of settings, or kept where a model is given with one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.numerics.codecs.weights import DenseWeight, LowRankSum, Value, Weight
 from blockwalk.numerics.lazy_linear import lora_linear, unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
-from blockwalk.plan.choices import LoraSettings
-from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.choices import OF_PEFT, Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.parsing import adapter_settings, did_you_mean
 from blockwalk.plan.sizes import DECODE_BYTES, spans
 from blockwalk.system.atomic_files import reading
 
@@ -45,8 +45,8 @@ _ACCEPTED = {
 # fmt: on
 """Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
 _WHY = {
-    "trainable_token_indices": "it trains rows of the embedding beside it; modules_to_save: [embed_tokens], with frozen: disk ×"
-    " raw, trains the embedding where it stands",
+    "trainable_token_indices": "it trains rows of the embedding beside it; modules_to_save: [embed_tokens] trains the"
+    " embedding where it stands",
     "layer_replication": "it changes the sequence of layers",
 }
 
@@ -101,12 +101,13 @@ def lora_config(
 ) -> Any:
     """A PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
     from peft import LoraConfig
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
     known = [field.name for field in dataclasses.fields(LoraConfig)]
     for name in settings:
         if name not in known:
             raise ValueError(f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known)}")
-    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    targets = (target_modules if isinstance(target_modules, str) else list(target_modules)) or DUMMY_TARGET_MODULES
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
@@ -117,25 +118,29 @@ def lora_config(
     )
 
 
-def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
-    """Put a LoRA adapter on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
+def add_adapter(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
+    """Put a LoRA adapter, or a prefix, on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
 
     The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
     ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
-    never calls, and experts with their routers. Raises ValueError for what is no ``LoraConfig``, or does not leave the base
-    weights alone.
+    never calls, and experts with their routers. Raises ValueError for what is no ``LoraConfig`` or ``PrefixTuningConfig``, or
+    does not leave the base weights alone.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
-    if not isinstance(config, LoraConfig):
-        raise ValueError(f"add_lora takes a peft.LoraConfig, not a {type(config).__name__}")
-    _refuse(config)
+    lora = isinstance(config, LoraConfig)
+    if not lora and not isinstance(config, PrefixTuningConfig):
+        raise ValueError(f"an adapter is a peft.LoraConfig or a PrefixTuningConfig, not a {type(config).__name__}")
+    if lora:
+        _refuse(config)
     config = copy.deepcopy(config)  # PEFT adds to it
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+    if lora and isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         config = _all_linear(config, model)
     with torch.random.fork_rng(devices=[]), _weightless(model):
         torch.default_generator.manual_seed(seed)
         wrapped: Any = get_peft_model(model, config)
+    if not lora:
+        return wrapped
     _train_in_place(wrapped)
     _fuse(wrapped)
     for name, param in wrapped.named_parameters():
@@ -225,26 +230,23 @@ def _all_linear(config: Any, model: Any) -> Any:
     return config
 
 
-def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
-    """A caller's adapters in one form: settings, a mapping of their fields or a ``peft.LoraConfig`` as settings; a folder as
+def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
+    """A caller's adapters in one form: settings, a mapping of their fields or a PEFT configuration as settings; a folder as
     it is; None for none.
 
     Raises:
         ValueError: something else, or a field that Blockwalk cannot honour.
     """
-    from blockwalk.plan.choices import OF_PEFT, LoraSettings
-    from blockwalk.plan.parsing import lora_settings
-
-    if lora is None or isinstance(lora, LoraSettings | str | os.PathLike):
+    if lora is None or isinstance(lora, LoraSettings | PrefixSettings | str | os.PathLike):
         return lora
     if isinstance(lora, Mapping):
-        return lora_settings(lora)
+        return adapter_settings(lora)
     from peft import LoraConfig
 
     if not isinstance(lora, LoraConfig):
         raise ValueError(
-            f"lora is {lora!r}; it takes a blockwalk.LoraSettings, a mapping such as {{'rank': 8}}, a peft.LoraConfig, or the"
-            " folder of a saved adapter"
+            f"lora is {lora!r}; it takes a blockwalk.LoraSettings or PrefixSettings, a mapping such as {{'rank': 8}} or"
+            " {'num_virtual_tokens': 5}, a peft.LoraConfig, or the folder of a saved adapter"
         )
     _refuse(lora)
     if lora.task_type not in (None, "CAUSAL_LM"):
@@ -258,26 +260,52 @@ def as_lora(lora: Any) -> LoraSettings | str | os.PathLike[str] | None:
     own = {ours: given.pop(theirs) for theirs, ours in OF_PEFT.items()}
     plain = lora_config()
     options = {name: value for name, value in given.items() if value is not None and value != getattr(plain, name)}
-    return lora_settings({**own, "options": options})
+    return adapter_settings({**own, "options": options})
 
 
 def adapt(
     model: nn.Module,
-    lora: LoraSettings | str | os.PathLike[str],
+    lora: Adapters | str | os.PathLike[str],
     *,
     seed: int = 0,
     revision: str | None = None,
     read: Callable[[str], Value] | None = None,
+    given: Callable[[str], Value] | None = None,
 ) -> Any:
-    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a folder. ``read`` gives a
-    skeleton's base weights by canonical name, for those that begin from them."""
+    """Put adapters on a model, of a hub's ``revision``: new ones from settings, or those of a folder. For those that begin from
+    base weights, ``read`` gives a skeleton's by canonical name as a walk reads them, ``given`` any model's as
+    it came, where that is not the same."""
     if isinstance(lora, str | os.PathLike):
         return load_adapter(model, os.fspath(lora))
+    if isinstance(lora, PrefixSettings):
+        return _add_prefix(model, lora, seed, revision, given or read)
     options = {"revision": revision, **lora.options}
     config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **options)
-    wrapped = add_lora(model, config, seed=seed)
+    wrapped = add_adapter(model, config, seed=seed)
     if read is not None:
         _read_norms(wrapped, read)
+    return wrapped
+
+
+def _add_prefix(
+    model: nn.Module, prefix: PrefixSettings, seed: int, revision: str | None, given: Callable[[str], Value] | None
+) -> Any:
+    """Put a prefix on a model, with the values that its settings name; those of tokens where ``given`` reads the weights."""
+    from peft import PrefixTuningConfig
+
+    from blockwalk.cutting.prefixes import keys_and_values
+
+    begun, tokens = "zero" if prefix.init_weights == "zero" else None, prefix.num_virtual_tokens
+    own: dict[str, Any] = {"num_virtual_tokens": tokens, "init_weights": begun, "revision": revision}
+    wrapped = add_adapter(model, PrefixTuningConfig(task_type="CAUSAL_LM", **own), seed=seed)
+    if given is not None and prefix.init_weights == "tokens":
+        (param,) = _prompt_encoder(wrapped).values()
+        values = keys_and_values(model, tokens, seed, given)
+        if values.shape != param.shape:
+            raise ValueError(
+                f"{type(model).__name__} does not keep {tokens} keys and values of one width in every layer"
+            )
+        param.data = values
     return wrapped
 
 
@@ -347,20 +375,12 @@ def base_tensors(model: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def adapt_alike(model: nn.Module, adapted: Any) -> Any:
     """Put what a ``PeftModel`` carries, a LoRA adapter or a prefix, on another instance of its base (a skeleton, say)."""
-    from peft import LoraConfig, get_peft_model
-
     (config,) = adapted.peft_config.values()
     config = copy.deepcopy(config)
-    if isinstance(config, LoraConfig):
-        begun, config.init_lora_weights = (
-            config.init_lora_weights,
-            True,
-        )  # it comes with its values, and so does the base
-        wrapped = add_lora(model, config)
-        wrapped.peft_config["default"].init_lora_weights = begun
-    else:
-        with torch.random.fork_rng(devices=[]), _weightless(model):
-            wrapped = get_peft_model(model, config)
+    begun = getattr(config, "init_lora_weights", True)
+    config.init_lora_weights = True  # it comes with its values, and so does the base
+    wrapped = add_adapter(model, config)
+    wrapped.peft_config["default"].init_lora_weights = begun
     carried = dict(adapted.named_parameters())
     for name, param in wrapped.named_parameters():
         if param.requires_grad:
@@ -376,7 +396,9 @@ def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 def _in_file(name: str) -> str:
-    """PEFT's name of an adapter's parameter in its files."""
+    """PEFT's name of an adapter's parameter, or of the embeddings that are a prefix, in its files."""
+    if name == "prompt_encoder.embedding.weight":
+        return "prompt_embeddings"
     whole = f"base_model.model.{name}"
     return whole.removesuffix(".weight") if whole.endswith(".lora_magnitude_vector.weight") else whole
 
@@ -432,7 +454,8 @@ def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> Any:
-    """Put a saved LoRA adapter on a model: what :func:`add_lora` answers, with the saved values (the adapter's in float32).
+    """Put a saved adapter on a model: what :func:`add_adapter` answers, with the saved values (the adapter's in float32). A
+    prefix that was computed is one now: its values are what PEFT keeps.
 
     Raises ValueError where the folder's tensors are not those that its configuration asks for.
     """
@@ -449,9 +472,9 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Any:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
-    config.inference_mode = False
-    wrapped = add_lora(model, config)
-    params = adapter_parameters(wrapped)
+    config.inference_mode = config.prefix_projection = False
+    wrapped = add_adapter(model, config)
+    params = adapter_parameters(wrapped) or _prompt_encoder(wrapped)
     saved = {name: tensors.pop(_in_file(name)) for name in params if _in_file(name) in tensors}
     if odd := sorted(tensors.keys() | params.keys() - saved.keys()):
         raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")

@@ -86,7 +86,8 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
         called = (
             late or canonical(name) in anatomy.prologue or name.startswith("prompt_encoder.")
         )  # PEFT's, outside the model
-        if not called and next(module.children(), None) is not None:
+        again = name == "word_embeddings" and hasattr(model, "peft_config")  # PEFT's second name of the embedding
+        if not called and (again or next(module.children(), None) is not None):
             idle.append(name)
     return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])
 

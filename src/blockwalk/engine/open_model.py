@@ -85,11 +85,12 @@ def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
 
 def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
     """Raise ValueError where parameters of the model itself are trained, and would start from rounded values: all of them for
-    want of adapters, or ``modules_to_save``; or where a replay would start from others than rounded ones."""
-    where, codec = f"frozen: {plan.frozen}", plan.frozen.codec
+    want of adapters, or ``modules_to_save`` of a model that comes in codes; or where a replay would start from others than
+    rounded ones."""
+    where, codec, found = f"frozen: {plan.frozen}", plan.frozen.codec, comes_in(model)
     if isinstance(model, nn.Module):
         codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
-    elif (found := comes_in(model)) is not None:
+    elif found is not None:
         where, codec = os.fspath(model), found
     if lora is None and not hasattr(model, "peft_config") and codec.encoded:
         raise ValueError(
@@ -106,10 +107,11 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
     if codec.encoded and options.get("modules_to_save"):
         skeleton = adapt(build_skeleton(model.config if isinstance(model, nn.Module) else model), lora)
         trained = adapter_parameters(skeleton).items()
-        if rounded := [name for name, param in trained if ".lora_" not in name and param.ndim > 1]:
+        rounded = [name for name, param in trained if ".lora_" not in name and param.ndim > 1]
+        if rounded and found is not None:
             raise ValueError(
                 f"{where} keeps weights in {codec}, and lora.options.modules_to_save trains {rounded[0]}: it would start from"
-                " rounded values; set frozen: disk × raw, or leave it out"
+                " rounded values; set model to the original checkpoint, or leave it out"
             )
 
 
@@ -173,6 +175,11 @@ def _is_undamaged(packed: Path) -> bool:
     return True
 
 
+def folder_of(model: StrPath | nn.Module, workdir: Path) -> Path:
+    """The folder, or the name, that a model's weights are read from; one in memory is written there."""
+    return workdir / "in-memory" if isinstance(model, nn.Module) else Path(model)
+
+
 def open_model(
     model: StrPath | nn.Module, plan: Plan, workdir: Path, packs: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
@@ -182,7 +189,7 @@ def open_model(
         ValueError: the folder holds no weights that fit the plan.
     """
     refuse_copies(model)
-    path, cls = Path(workdir / "in-memory" if isinstance(model, nn.Module) else model), None
+    path, cls = folder_of(model, workdir), None
     tensors: dict[str, torch.Tensor] = {}
     if isinstance(model, nn.Module):
         dtype = _compute_dtype(plan, next(p.dtype for p in model.parameters() if p.is_floating_point()))

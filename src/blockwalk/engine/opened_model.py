@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.adapters import adapt
+from blockwalk.cutting.adapters import adapt, adapter_parameters
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
-from blockwalk.engine.open_model import open_model, refuse_rounded
+from blockwalk.engine.open_model import folder_of, open_model, open_source, refuse_rounded
 from blockwalk.models.folder import repository
 from blockwalk.numerics.codecs import codecs
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Value
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import Adapters
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec
 from blockwalk.plan.plan import Plan
 from blockwalk.program.residency import epilogue_reads
@@ -46,7 +46,7 @@ class OpenedModel:
         model: StrPath | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | StrPath | None,
+        lora: Adapters | StrPath | None,
         device: torch.device,
         workdir: Path,
         packs: Path,
@@ -59,8 +59,7 @@ class OpenedModel:
         module, self.source, self.compute_dtype = open_model(model, plan, workdir, packs)
         if lora is not None:
             revision = None if isinstance(model, nn.Module) else repository(model)[1]
-            read = None if self.source is None else self._source_value
-            module = adapt(module, lora, seed=plan.seed, revision=revision, read=read)
+            module = self._adapted(module, folder_of(model, workdir), lora, revision)
         if not training:
             module.requires_grad_(False)
         self.module = module
@@ -74,6 +73,26 @@ class OpenedModel:
         self.reads = {trainable: [unit.part(trainable) for unit in reads] for trainable in (False, True)}
         """The frozen and the trainable parameters that each unit's turn reads: a tied head's are the prologue's own too."""
         self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
+
+    def _adapted(self, module: nn.Module, folder: Path, lora: Adapters | StrPath, revision: str | None) -> nn.Module:
+        """The model with adapters. Its own parameters that are trained come as ``folder`` has them where the plan rounds it."""
+        given = self.source
+        if given is not None and self.plan.frozen.codec.encoded:
+            given = open_source(folder, module)
+
+        def came(name: str) -> Value:
+            return module.get_parameter(name).detach().cpu() if given is None else given.weights([name])[name]
+
+        read = None if self.source is None else self._source_value
+        adapted: nn.Module = adapt(module, lora, seed=self.plan.seed, revision=revision, read=read, given=came)
+        if given is not None and given is not self.source:
+            for name, param in adapter_parameters(adapted).items():
+                if param.is_meta:  # the first name of a tied weight
+                    value = torch.empty(param.shape, dtype=param.dtype)
+                    given.read_into(name, value)
+                    torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]
+            given.close()
+        return adapted
 
     def _as_stored(self, param: ParamSpec) -> ParamSpec:
         if param.name in self.held or self.source is None:

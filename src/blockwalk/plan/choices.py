@@ -1,5 +1,5 @@
 """The settings of a plan by group, each a frozen value with its defaults: ``optimizer.*``, ``update.*``, ``zo.*``, ``cache.*``,
-``mesh.*`` and ``lora.*``."""
+``mesh.*``, ``lora.*`` and ``prefix.*``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoraSettings:
     """The share of an adapter's inputs that training leaves out, drawn anew for each step."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer that text passes but the
-    head, experts and routers."""
+    head, experts and routers; [] for none: ``lora.options.modules_to_save`` alone are trained, such as the head."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 
@@ -36,6 +36,38 @@ class LoraSettings:
         for theirs, ours in OF_PEFT.items():
             if theirs in self.options:
                 raise ValueError(f"lora.options.{theirs} is PEFT's name of lora.{ours}; set that")
+        if not self.target_modules and not self.options.get("modules_to_save"):
+            raise ValueError("lora.target_modules is empty; name some, or set lora.options.modules_to_save")
+
+    def __str__(self) -> str:
+        modules = ", ".join(self.options.get("modules_to_save") or ())
+        return f"LoRA adapters of rank {self.rank}" if self.target_modules else f"the modules {modules}"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSettings:
+    """Keys and values that every layer reads before those of the text (``prefix.*``); see PEFT's ``PrefixTuningConfig``."""
+
+    num_virtual_tokens: int = 0
+    """The tokens of the prefix (5 in MeZO); 0: there is none."""
+    init_weights: str = "tokens"
+    """The values that a prefix begins with: tokens (the keys and values of tokens that are drawn at random from the
+    vocabulary, as in MeZO), random (normal ones, PEFT's own), or zero."""
+
+    def __post_init__(self) -> None:
+        if self.init_weights not in ("tokens", "random", "zero"):
+            raise ValueError(f"prefix.init_weights is {self.init_weights!r}; it must be tokens, random or zero")
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return self.num_virtual_tokens > 0
+
+    def __str__(self) -> str:
+        return f"a prefix of {self.num_virtual_tokens} tokens"
+
+
+Adapters = LoraSettings | PrefixSettings
+"""What is trained in place of the model's own parameters."""
 
 
 class Estimator(StrEnum):

@@ -13,21 +13,23 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
 
 
-def lora_settings(given: Mapping[str, Any]) -> LoraSettings:
-    """The adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``.
+def adapter_settings(given: Mapping[str, Any]) -> Adapters:
+    """The adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``, or a prefix:
+    ``{"num_virtual_tokens": 5}``.
 
     Raises:
         ValueError: an unknown name, or a value that makes no sense.
     """
-    names = [f"lora.{f.name}" for f in dataclasses.fields(LoraSettings)]
+    cls, name = (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
+    names = [f"{name}.{f.name}" for f in dataclasses.fields(cls)]
     for key in given:
-        if f"lora.{key}" not in names:
-            raise ValueError(f"unknown setting 'lora.{key}'{did_you_mean(f'lora.{key}', names)}")
-    found: LoraSettings = section(LoraSettings, "lora", {f"lora.{key}": value for key, value in given.items()})
+        if f"{name}.{key}" not in names:
+            raise ValueError(f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}")
+    found: Adapters = section(cls, name, {f"{name}.{key}": value for key, value in given.items()})
     return found
 
 

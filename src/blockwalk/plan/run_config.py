@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import plain_values
@@ -90,6 +90,7 @@ class RunConfig:
     lora: LoraSettings | None = None
     """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, as the method
     needs."""
+    prefix: PrefixSettings = field(default_factory=PrefixSettings)
     batch_size: int = 8
     """Sequences of an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
     eval_batch_size: int = 0
@@ -158,6 +159,10 @@ class RunConfig:
             )
         if self.data.task_part not in ("test", "dev"):
             raise ValueError(f"data.task_part is {self.data.task_part!r}; it must be test or dev")
+        if self.prefix and self.lora is not None:
+            raise ValueError("prefix and lora are both given, and a run trains one of them; leave the other out")
+        if self.prefix and self.data.packing:
+            raise ValueError("data.packing begins positions anew in a row, which no prefix allows; leave one out")
         sources = 1 if isinstance(self.data.train, str) else len(self.data.train)
         if self.data.weights and (len(self.data.weights) != sources or min(self.data.weights) <= 0):
             raise ValueError(
@@ -200,6 +205,11 @@ class RunConfig:
                 raise ValueError(f"elastic is {self.elastic!r}: {why}")
 
     @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained; None: all parameters are."""
+        return self.lora or self.prefix or None
+
+    @property
     def micro_batch_rows(self) -> int:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
         ``zo.objective`` ranks them."""
@@ -230,6 +240,7 @@ LEAST = {
         ("batch_size", "eval_batches", "epochs", "keep_checkpoints", "log_every", "data.padding_multiple"), 1
     ),
     **{f"data.{name}": 0 for name in ("task_train", "task_dev", "task_eval", "task_seed", "shots")},
+    "prefix.num_virtual_tokens": 0,
     "data.max_length": 2,
 }
 """The least that a setting may be."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import Adapters, LoraSettings
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import Placement
@@ -22,7 +22,7 @@ from blockwalk.simulate.planner import Task
 
 def task(
     model: str,
-    lora: LoraSettings | None,
+    lora: Adapters | None,
     machine: Hardware,
     shape: Shape,
     *,
@@ -47,12 +47,12 @@ def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     ``shape`` is that of a micro-batch."""
     try:
         machine, steps = hardware.of_this_machine(device), run.plan.gradient_accumulation_steps
-        found = planner.rank(task(run.model, run.lora, machine, shape, budget=room, micro_batches=steps))
+        found = planner.rank(task(run.model, run.adapters, machine, shape, budget=room, micro_batches=steps))
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
     fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
     if (best := next(fits, None)) is None:
-        alone = ", or train adapters (lora.rank: 8)" if run.lora is None else ""
+        alone = ", or train adapters (lora.rank: 8)" if run.adapters is None else ""
         return f"; no plan of this model fits {human_bytes(room)}: lower batch_size or data.max_length{alone}"
     held = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
     return f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)} of tensors"

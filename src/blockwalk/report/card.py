@@ -11,7 +11,7 @@ import yaml
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.models import hub
 from blockwalk.models.folder import repository
-from blockwalk.plan.parsing import Loader
+from blockwalk.plan.parsing import Loader, adapter_settings
 from blockwalk.report.html import curves, figures
 from blockwalk.system import atomic_files
 
@@ -29,12 +29,12 @@ def write(folder: str | Path) -> Path:
     text = (run / "config.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, Loader=Loader)
     adapter, model, train = trained.name == "adapter", settings["model"], settings["data"]["train"]
-    tags = ["blockwalk", settings["method"], *(["lora"] if adapter else [])]
+    tags = ["blockwalk", settings["method"], *(["lora"] if settings["lora"] else [])]
     library = "peft" if adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
     if not Path(model).exists():  # a name that the hub knows
         head["base_model"], _ = repository(model)
-    what = f"LoRA adapters of rank {settings['lora']['rank']} for" if adapter else "All parameters of"
+    what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures(run))
     sources = ", ".join(f"`{source}`" for source in ([train] if isinstance(train, str) else train))
     again = f"`blockwalk train config.yaml` makes it again, with this file:\n\n```yaml\n{text.rstrip()}\n```"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockwalk.plan.choices import Timing
+from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings, Timing
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
@@ -189,7 +189,7 @@ def foresee(run: RunConfig, shape: Shape, *, device: str) -> Forecast:
     from blockwalk.program.resident_blocks import settled
     from blockwalk.walk.unit_costs import UnitCosts
 
-    measured = UnitCosts(run.model, lora=run.lora, device=device, padded=True)
+    measured = UnitCosts(run.model, lora=run.adapters, device=device, padded=True)
     model, costs = model_spec(run.model, measured), measured(run.plan, shape)
     room = page_cache(Path(run.output_dir))
     plan = settled(run.plan, model, shape, costs, device=device, page_cache=room)
@@ -243,19 +243,26 @@ def _shared(plan: Plan) -> str:
     return f"the batch cut in {mesh.data}, {forwards}, streamed blocks held once by {plan.parameter_ranks}"
 
 
-def zeroth_order_advice(plan: Plan, *, lora: bool) -> list[str]:
+_TUNING: dict[type, tuple[str, float, float, float]] = {
+    type(None): ("full-parameter", 1e-7, 1e-6, 1e-3),
+    LoraSettings: ("LoRA", 5e-5, 1e-4, 1e-2),
+    PrefixSettings: ("prefix", 1e-3, 1e-2, 1e-1),
+}
+"""Learning rates, lowest and highest, and ε that work in zeroth order, by what is trained."""
+
+
+def zeroth_order_advice(plan: Plan, adapters: Adapters | None) -> list[str]:
     """Advice to a user before a zeroth-order run starts; none for other estimators.
 
     Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), appendix D.
     """
     if not plan.zeroth_order:
         return []
-    low, high, epsilon = (5e-5, 1e-4, 1e-2) if lora else (1e-7, 1e-6, 1e-3)
-    kind, rate = ("LoRA" if lora else "full-parameter"), plan.optimizer.learning_rate
+    whole = isinstance(adapters, LoraSettings) and not adapters.target_modules
+    (kind, low, high, epsilon), rate = _TUNING[type(None if whole else adapters)], plan.optimizer.learning_rate
     lines = [
         "zeroth order: forward passes only, no gradients; expect thousands of steps where backpropagation takes hundreds.",
-        f"recommended for {kind} tuning: optimizer.learning_rate {low:g} to {high:g} with zo.epsilon {epsilon:g}"
-        " (prefix tuning: 1e-3 to 1e-2 with 1e-1)",
+        f"recommended for {kind} tuning: optimizer.learning_rate {low:g} to {high:g} with zo.epsilon {epsilon:g}",
     ]
     if not low / 10 <= rate <= high * 10:
         lines.append(f"note: optimizer.learning_rate is {rate:g}, far outside of that range")

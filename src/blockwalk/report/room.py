@@ -92,7 +92,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     streamed = zeroth_order and rows["trainable"].placement.on_disk
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
     kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
-    final = trained if run.lora is not None else sum(unit.nbytes() for unit in forecast.model.units)
+    final = trained if run.adapters is not None else sum(unit.nbytes() for unit in forecast.model.units)
     on_disk = [row for row in rows.values() if row.placement.on_disk and row.kind != "frozen"]
     scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
     if run.plan.frozen.codec.encoded and not is_store(run.model):  # it is packed first

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from blockwalk.plan import settings as plan_settings
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.plan.methods import METHODS, method
 from blockwalk.plan.parsing import Loader, _resolvers, coerce, did_you_mean, hints_of, section
 from blockwalk.plan.placement import Placement
@@ -24,7 +24,7 @@ from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.system.atomic_files import read_yaml
 
-_SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings}
+_SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
 """Settings that may be given whole (``disk × int4a``) or in parts (``frozen.tier``)."""
 _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
@@ -71,6 +71,7 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
         settings["resume_from_checkpoint"] = "latest" if str(resume).lower() == "true" else ""
     own = {k: coerce(k, settings.pop(k), hints_of(RunConfig)[k]) for k in list(settings) if k in _OWN}
     data = section(DataSettings, "data", settings)
+    own["prefix"] = section(PrefixSettings, "prefix", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
     wants_lora = coerce("lora", settings.pop("lora", True), bool)
     lora = section(LoraSettings, "lora", settings)
@@ -89,7 +90,7 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
         plan = as_it_comes(plan, str(own["model"]))
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
-        wants_lora = any(codec.encoded for codec in codecs)
+        wants_lora = any(codec.encoded for codec in codecs) and not own["prefix"]
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
 
 
@@ -112,7 +113,8 @@ def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | Non
     steps = given.gradient_accumulation_steps
     machine = hardware.load("here")
     shape = Shape(own.get("batch_size", RunConfig().batch_size) // steps, data.max_length)
-    task = advice.task(own["model"], lora, machine, shape, budget=given.budget, micro_batches=steps)
+    trained = lora or own["prefix"] or None
+    task = advice.task(own["model"], trained, machine, shape, budget=given.budget, micro_batches=steps)
     return override(planner.choose(task, world=given.mesh.world), settings)
 
 

@@ -64,7 +64,7 @@ def lend(run: RunConfig) -> int:
     """
     if not run.elastic:
         raise ValueError("elastic is missing; it takes the address of the run to join, such as 127.0.0.1:29600")
-    refuse_rounded(run.model, run.plan, run.lora)
+    refuse_rounded(run.model, run.plan, run.adapters)
     require_weights(run.model)
     ready = prepare(run)
     check_budget(run, ready.foreseen)
@@ -77,8 +77,8 @@ def lend(run: RunConfig) -> int:
         _require(there["facts"], facts(run, ready))
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
             ready = ready.put_away(Path(folder))
-            with Walker(run.model, ready.plan, lora=run.lora, workdir=folder, ranks=ranks) as walker:
-                _require(there["ledger"], header(walker.engine, run.lora, ""))
+            with Walker(run.model, ready.plan, lora=run.adapters, workdir=folder, ranks=ranks) as walker:
+                _require(there["ledger"], header(walker.engine, run.adapters, ""))
                 return follow(walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores))
     except DistError:
         raise LostRank(

@@ -116,7 +116,7 @@ def train(
         run = config.from_mapping(run) if isinstance(run, Mapping) else config.load(run)
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
-    refuse_rounded(run.model, run.plan, run.lora)
+    refuse_rounded(run.model, run.plan, run.adapters)
     callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
     with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
@@ -143,7 +143,7 @@ def train(
         loop.ready = ready = ready.put_away(scratch)
         give_back()
         opened_at = process_bytes()
-        with Walker(run.model, plan, lora=run.lora, workdir=scratch, ledger=ledger, ranks=shared) as walker:
+        with Walker(run.model, plan, lora=run.adapters, workdir=scratch, ledger=ledger, ranks=shared) as walker:
             step_forecast = StepForecast.of(walker, foreseen.program.shape, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast, start)
@@ -185,7 +185,7 @@ def _opening(
     """The lines that a run begins with: what is foreseen of it, and what its user should know of."""
     yield from foreseen.lines()
     yield from foreseen.forecast.lines()
-    yield from zeroth_order_advice(ready.plan, lora=run.lora is not None)
+    yield from zeroth_order_advice(ready.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
     yield from (f"note: {warning}" for warning in (*ready.rows.report.warnings(), *held_out_notes, *damaged))
@@ -491,7 +491,7 @@ class _Loop:
             run_checkpoint.prune(self.output_dir, self.config.keep_checkpoints)
 
     def _outcome(self) -> Outcome:
-        saved_to = self.output_dir / ("model" if self.config.lora is None else "adapter")
+        saved_to = self.output_dir / ("model" if self.config.adapters is None else "adapter")
         if self.stopped_by is not None:
             saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
         else:

@@ -105,7 +105,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         ValueError: settings or data that cannot be trained with.
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
-    refuse_rounded(run.model, run.plan, run.lora)
+    refuse_rounded(run.model, run.plan, run.adapters)
     require_weights(run.model)
     ready = prepare(run)
     check_budget(run, ready.foreseen)

@@ -1,6 +1,7 @@
 """Generation: each token is one evaluation walk whose blocks write into a key-value cache.
 
-A prefix is a cache itself, which PEFT hands to the layers in place of any other: with one, every walk sees the whole text.
+A prefix is a cache itself, which PEFT hands to the layers in place of any other: with one, every walk sees the whole text, and
+prompts of unequal length are continued one by one.
 """
 
 from __future__ import annotations
@@ -67,8 +68,15 @@ def generate(
     prefixed = any(config.is_prompt_learning for config in getattr(module, "peft_config", {}).values())
     cache = {} if prefixed else {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
     if padded := attention_mask is not None and not bool(attention_mask.all()):
-        if prefixed:
-            raise ValueError("a model with a prefix continues prompts of equal length: give them one by one")
+        if prefixed:  # one by one: PEFT takes no positions, and padding would move the text away from the prefix
+            settings: dict[str, Any] = {"temperature": temperature, "stop_ids": sorted(stop_ids)}
+            written = [
+                generate(self, ids[mask.bool()][None], max_new_tokens, seed=seed + i, **settings)[0, int(mask.sum()) :]
+                for i, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True))
+            ]
+            first = min(settings["stop_ids"], default=0)
+            new = torch.nn.utils.rnn.pad_sequence(written, batch_first=True, padding_value=first)
+            return torch.cat([input_ids.to(device), new], dim=1)
         mask_BS = attention_mask.to(device)
         base = module.get_base_model() if hasattr(module, "peft_config") else module
         placed = "position_ids" in inspect.signature(base.forward).parameters

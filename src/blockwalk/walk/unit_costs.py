@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blockwalk.cutting.adapters import adapt, add_lora
+from blockwalk.cutting.adapters import adapt, add_adapter
 from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
@@ -34,7 +34,7 @@ from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan import sizes as chunks
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import Adapters
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import from_plain
@@ -60,7 +60,7 @@ class UnitCosts:
 
     Args:
         model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed nor read.
-        lora: the adapters that the run trains, the folder of saved ones, or a ``peft.LoraConfig``; None: none.
+        lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration; None: none.
         device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
         padded: whether batches hold padding, so that a mask [B, 1, S, S] is made.
 
@@ -72,7 +72,7 @@ class UnitCosts:
         self,
         model: StrPath | Any,
         *,
-        lora: LoraSettings | StrPath | Any = None,
+        lora: Adapters | StrPath | Any = None,
         device: str = "cpu",
         padded: bool = False,
     ) -> None:
@@ -125,7 +125,7 @@ class UnitCosts:
         if dtype not in self._cuts:
             model, lora = build_skeleton(self.config, dtype, self._class), self._lora
             if lora is not None:
-                model = add_lora(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)
+                model = add_adapter(model, lora) if hasattr(lora, "peft_type") else adapt(model, lora)
             self._cuts[dtype] = certified(model)
             self._cuts[dtype].take_parameters()
         return self._cuts[dtype]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
-from blockwalk.cutting.adapters import as_lora
+from blockwalk.cutting.adapters import as_adapters
 from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.engine.open_model import as_it_comes
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from blockwalk.checkpoints.distributed import Saver
-    from blockwalk.plan.choices import LoraSettings
+    from blockwalk.plan.choices import Adapters
 
 
 Batch = Mapping[str, Tensor]
@@ -95,7 +95,8 @@ class Walker:
             are never all in memory unless the plan says so.
         plan: see :func:`blockwalk.method`.
         lora: train these adapters instead of the model's own parameters: :class:`blockwalk.LoraSettings`, a mapping of its
-            fields, a ``peft.LoraConfig``, or the folder of a saved adapter.
+            fields or of those of a prefix (``{"num_virtual_tokens": 5}``), a ``peft.LoraConfig``, or the folder of a saved
+            adapter.
         device: ``cpu``, or an accelerator (``cuda``, ``cuda:1``, ``xpu``); unless given ``BLOCKWALK_DEVICE``, or the
             accelerator where there is one.
         workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
@@ -118,7 +119,7 @@ class Walker:
         model: StrPath | nn.Module,
         plan: Plan,
         *,
-        lora: LoraSettings | Mapping[str, Any] | LoraConfig | StrPath | None = None,
+        lora: Adapters | Mapping[str, Any] | LoraConfig | StrPath | None = None,
         device: str | torch.device | None = None,
         workdir: StrPath | None = None,
         training: bool = True,
@@ -131,7 +132,7 @@ class Walker:
         self.plan = plan = as_it_comes(plan, model)
         rate = plan.optimizer
         schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
-        lora = as_lora(lora)
+        lora = as_adapters(lora)
         self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
