@@ -67,7 +67,7 @@ class PrefixSettings:
 
 
 Adapters = LoraSettings | PrefixSettings
-"""What is trained in place of the model's own parameters."""
+"""Adapters of either kind, which are trained in place of the model's own parameters."""
 
 
 class Estimator(StrEnum):
