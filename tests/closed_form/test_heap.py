@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import subprocess
 import sys
 
@@ -62,15 +60,6 @@ print(one_by_one(40 << 20))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "True", "False", "True", "False"]
-
-
-def test_lines_of_sources_are_forgotten() -> None:
-    """Oracle: the standard library's own cache, which ``inspect.getsource`` fills and nothing empties: 15 MB after the imports
-    of a run."""
-    inspect.getsource(heap)
-    assert linecache.cache
-    heap.give_back()
-    assert not linecache.cache
 
 
 def test_what_the_first_blocks_leave_for_good_is_not_taken_for_what_a_block_needs(

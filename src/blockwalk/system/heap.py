@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import linecache
 import os
 import sys
 from collections import deque
@@ -43,9 +42,7 @@ def _trimmer() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Collect garbage, forget the lines of sources that imports have looked at, and give all free heap back to the system:
-    after construction, which frees much in small pieces."""
-    linecache.clearcache()
+    """Collect garbage, and give all free heap back to the system: after construction, which frees much in small pieces."""
     gc.collect()
     if (trim := _trimmer()) is not None:
         trim(0)

@@ -29,7 +29,7 @@ from blockwalk.checkpoints import run_checkpoint
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
-from blockwalk.engine.open_model import refuse_rounded, require_weights
+from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
@@ -120,7 +120,6 @@ def train(
     callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
     with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
-        require_weights(run.model)
         first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))

@@ -72,7 +72,11 @@ class Ready:
 
 
 def prepare(run: RunConfig) -> Ready:
-    """Read what a run trains on, and foresee its step at the longest sequences."""
+    """Read what a run trains on, and foresee its step at the longest sequences.
+
+    Raises:
+        ValueError: data that cannot be trained on, or weights that do not fit their configuration's model.
+    """
     with large_returned():
         tokenizer = load_tokenizer(run.model)
     rows, choices = read_training_rows(run, tokenizer)
@@ -84,7 +88,8 @@ def prepare(run: RunConfig) -> Ready:
         held_out = HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=run.eval_batches)
     shown, files = first_example(rows, tokenizer), tokenizer_files(tokenizer)
     del tokenizer
-    give_back()  # before a forecast brings the libraries that it needs, whose objects would lie among the tokenizer's
+    give_back()  # before the model's own code brings the libraries that it needs, whose objects would lie among the tokenizer's
+    require_weights(run.model)
     if run.data.packing:
         require_borders(run.model)
     total, plan = run.max_steps or run.epochs * batches.batches_per_epoch, run.plan
@@ -106,7 +111,6 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
     refuse_rounded(run.model, run.plan, run.adapters)
-    require_weights(run.model)
     ready = prepare(run)
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
