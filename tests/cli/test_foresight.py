@@ -7,17 +7,21 @@ import mmap
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blockwalk.cli import main
+from blockwalk.data.encode import load_tokenizer
+from blockwalk.engine import open_model
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Shape
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.simulate import hardware
 from blockwalk.system.process_memory import process_bytes
+from blockwalk.train import ready
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -30,6 +34,30 @@ def events(path: Path) -> dict[str, list[dict[str, Any]]]:
         if event["ph"] == "X":
             found.setdefault(event["pid"], []).append(event)
     return found
+
+
+def test_the_tokenizer_has_gone_before_the_models_own_code_comes(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a weak reference, when the first skeleton of the model is asked for."""
+    read: list[weakref.ref[Any]] = []
+    gone: list[bool] = []
+
+    def load(path: str) -> Any:
+        tokenizer = load_tokenizer(path)
+        read.append(weakref.ref(tokenizer))
+        return tokenizer
+
+    monkeypatch.setattr(ready, "load_tokenizer", load)
+    require = open_model.build_skeleton
+    monkeypatch.setattr(open_model, "build_skeleton", lambda *given: gone.append(read[0]() is None) or require(*given))
+    arguments = [*tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "1", "--lora.rank", "4"]
+    for more in ([], ["--dry-run"]):
+        assert main.main(["train", *arguments, *more]) == 0
+        assert gone
+        assert all(gone)
+        read.clear()
+        gone.clear()
 
 
 def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(

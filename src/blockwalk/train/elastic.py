@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batching import Batch, LabelWordBatch
-from blockwalk.engine.open_model import refuse_rounded, require_weights
+from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.estimators.zeroth_order.ledger_header import header
 from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.plan.run_config import RunConfig
@@ -65,7 +65,6 @@ def lend(run: RunConfig) -> int:
     if not run.elastic:
         raise ValueError("elastic is missing; it takes the address of the run to join, such as 127.0.0.1:29600")
     refuse_rounded(run.model, run.plan, run.adapters)
-    require_weights(run.model)
     ready = prepare(run)
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
