@@ -11,7 +11,7 @@ from blockwalk.data.corpus import sample
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.engine.calibrate import Calibrated
 from blockwalk.engine.pack import pack
-from blockwalk.engine.second_order import DAMPING, compensated, encode_fitted, encode_with_inputs, fitted
+from blockwalk.engine.second_order import DAMPING, TOWARDS, compensated, encode_fitted, encode_with_inputs, fitted
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.matrix_codec import matrix_codec
 from blockwalk.plan.placement import Codec
@@ -92,7 +92,7 @@ def test_a_matrix_makes_up_for_what_its_outputs_lack() -> None:
     gram_DD = given_TD.t() @ given_TD
     goal_TN = own_TD @ weight_ND.t() + lacking_TN
     found = compensated(weight_ND, gram_DD, (goal_TN - given_TD @ weight_ND.t()).t() @ given_TD)
-    damping = (DAMPING * gram_DD.diagonal().mean()).sqrt() * torch.eye(24)
+    damping = (TOWARDS * gram_DD.diagonal().mean()).sqrt() * torch.eye(24)
     rows = torch.cat([given_TD, damping]).double(), torch.cat([goal_TN, damping @ weight_ND.t()]).double()
     expected = torch.linalg.lstsq(*rows).solution.t()
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
@@ -159,7 +159,7 @@ def test_a_packed_model_makes_up_for_what_is_rounded_before(tmp_path: Path, *, t
                 inputs_of(model, [model.get_submodule(name) for name in watched], sequences) for model in (own, made)
             )
             gram_KK = made_TK.t() @ made_TK
-            damped_KK = gram_KK.double() + DAMPING * gram_KK.diagonal().mean() * torch.eye(len(gram_KK))
+            damped_KK = gram_KK.double() + TOWARDS * gram_KK.diagonal().mean() * torch.eye(len(gram_KK))
             for name in names:
                 weight, at = own.get_submodule(layer + name).weight.detach(), f"{layer}{name}.weight"
                 lacking_TN = (own_TK - made_TK) @ weight.t() + (own_TD - made_TD if stream else 0)

@@ -19,6 +19,8 @@ from blockwalk.plan.sizes import spans
 
 DAMPING = 0.01
 """The share of H's mean diagonal that is added to its diagonal, so that it has an inverse."""
+TOWARDS = 0.3
+"""The same where a matrix makes up for what its outputs lack: with 0.01, a few tokens for each column are learnt by heart."""
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """The shares of a group's range that its scales are tried for: values beyond it are cut."""
 
@@ -70,8 +72,8 @@ def encode_fitted(rows_RD: Tensor, buffer: Tensor, layout: Layout, start: int) -
 
 def compensated(weight_ND: Tensor, gram_DD: Tensor, lost_ND: Tensor) -> Tensor:
     """The matrix that is to be rounded in a weight's place: W + R (H + damping)^-1, the least squares answer to what the
-    outputs X W^T lack, E, of which R = E^T X is given."""
-    root_DD = _inverse_root(gram_DD.clone())
+    outputs X W^T lack, E, of which R = E^T X is given. The damping, of :data:`TOWARDS`, keeps it near W."""
+    root_DD = _inverse_root(gram_DD.clone(), TOWARDS)
     return weight_ND + lost_ND @ root_DD.t() @ root_DD
 
 
@@ -90,10 +92,10 @@ def fitted(grid: Grid, weight_ND: Tensor, weights_D: Tensor, layout: Layout) -> 
     return best
 
 
-def _inverse_root(gram_DD: Tensor) -> Tensor:
+def _inverse_root(gram_DD: Tensor, damping: float = DAMPING) -> Tensor:
     """U, upper triangular, of U^T U = (H + damping)^-1. An input that is always 0 counts as one of its own."""
     diagonal_D = gram_DD.diagonal()
-    diagonal_D += DAMPING * diagonal_D.mean()
+    diagonal_D += damping * diagonal_D.mean()
     diagonal_D[diagonal_D == 0] = 1
     inverse_DD = torch.cholesky_inverse(torch.linalg.cholesky(gram_DD))
     root_DD: Tensor = torch.linalg.cholesky(inverse_DD, upper=True)
