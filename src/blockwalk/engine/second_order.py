@@ -20,7 +20,7 @@ from blockwalk.plan.sizes import spans
 DAMPING = 0.01
 """The share of H's mean diagonal that is added to its diagonal, so that it has an inverse."""
 TOWARDS = 0.3
-"""The same where a matrix makes up for what its outputs lack: with 0.01, a few tokens for each column are learnt by heart."""
+"""The share that is added where a matrix makes up for what its outputs lack: 0.01 learns a few tokens for a column by heart."""
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """The shares of a group's range that its scales are tried for: values beyond it are cut."""
 
