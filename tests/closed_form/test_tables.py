@@ -72,9 +72,9 @@ def test_nothing_hangs_on_a_methods_name(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_distzo2_is_zo2_whose_blocks_are_spread_over_a_node() -> None:
     for mesh in MESHES.values():
-        row = method("zo2", mesh=mesh, trainable="host × raw × node")
+        row = method("zo2", mesh=mesh, trainable="host × raw × node", frozen="host × raw × node")
         assert replace(row, method="distzo2") == method("distzo2", mesh=mesh)
-        assert row.parameter_ranks == mesh["ranks_per_node"]
+        assert row.parameter_ranks == row.frozen_ranks == mesh["ranks_per_node"]
 
 
 def test_the_tables_of_methods_are_one() -> None:
