@@ -24,7 +24,7 @@ CONTROLLER = Path("/sys/fs/cgroup/memory")
 LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560, "Qwen2.5-32B": 1600, "Llama-3-70B": 2500}
 """Megabytes (10⁶) that each model must complete in. The last two need 18 and 40 GB of disk."""
 FULL = {"Qwen2.5-0.5B": 2500}
-"""The same with all parameters trained; 14 bytes of disk a parameter."""
+"""The same with all parameters trained; 26 bytes of disk a parameter, 12 of them for what a step may take back."""
 SLIDE = {
     "trainable": "disk × fp32",
     "optimizer_state": "disk × fp32",
