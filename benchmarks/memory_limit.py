@@ -2,8 +2,8 @@
 
     python benchmarks/memory_limit.py [--model Qwen2.5-0.5B --limit-mb 440] [--steps 2] [--full]
 
-LoRA of rank 8 on int4 weights on disk; with ``--full`` all parameters by AdamW, float32 masters and moments on disk, each
-block updated at its turn. Needs root and a cgroup v1 memory controller; says so and skips elsewhere.
+LoRA of rank 8 on int4 weights on disk; with ``--full`` all parameters by AdamW, float32 masters, moments and gradients on
+disk. Needs root and a cgroup v1 memory controller; says so and skips elsewhere.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CONTROLLER = Path("/sys/fs/cgroup/memory")
 LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560, "Qwen2.5-32B": 1600, "Llama-3-70B": 2500}
 """Megabytes (10⁶) that each model must complete in. The last two need 18 and 40 GB of disk."""
 FULL = {"Qwen2.5-0.5B": 2500}
-"""The same with all parameters trained; 26 bytes of disk a parameter, 12 of them for what a step may take back."""
+"""The same with all parameters trained; 18 bytes of disk a parameter."""
 SLIDE = {
     "trainable": "disk × fp32",
     "optimizer_state": "disk × fp32",
-    "update": {"timing": "block"},
+    "gradient": "disk × fp32",
     "recompute": "all",
 }
 """What makes ``plain`` a walk from disk."""

@@ -24,11 +24,14 @@ class NamedGradients:
     Args:
         masters: the trainables by name.
         device: where blocks compute.
+        places: float32 tensors that they lie in, by name, where they are not on the device.
         ends: whether updates use gradients up before the step's end; their squares are then kept until it.
     """
 
-    def __init__(self, masters: Mapping[str, Tensor], device: torch.device, *, ends: bool) -> None:
-        self._masters, self._device, self._ends = masters, device, ends
+    def __init__(
+        self, masters: Mapping[str, Tensor], device: torch.device, places: Mapping[str, Tensor], *, ends: bool
+    ) -> None:
+        self._masters, self._device, self._places, self._ends = masters, device, places, ends
         self.sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
 
@@ -43,7 +46,8 @@ class NamedGradients:
         if name is None or name not in self._masters:
             return None
         if name not in self.sums:
-            self.sums[name] = torch.zeros(self._masters[name].shape, dtype=torch.float32, device=self._device)
+            place, shape = self._places.get(name), self._masters[name].shape
+            self.sums[name] = torch.zeros(shape, device=self._device) if place is None else place.zero_()
         return self.sums[name]
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
@@ -51,7 +55,8 @@ class NamedGradients:
             if gradient is not None and name in self.sums:
                 self.sums[name].add_(gradient)
             elif gradient is not None:
-                self.sums[name] = gradient.to(torch.float32)
+                place = self._places.get(name)
+                self.sums[name] = gradient.to(torch.float32) if place is None else place.copy_(gradient)
 
     def reduce(self, op: Op) -> Callable[[], None]:
         raise AssertionError("one process has nothing to sum over")
@@ -71,7 +76,7 @@ class NamedGradients:
 
     def take(self) -> dict[str, Tensor]:
         taken, self.sums = self.sums, {}
-        return taken
+        return {name: gradient.clone() if name in self._places else gradient for name, gradient in taken.items()}
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import Tier
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Op, OpKind, Pool
+from blockwalk.program.residency import gradient_pool
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
 
@@ -45,15 +46,24 @@ class Masters:
             for key, tensor in self._allocate(plan.optimizer_state.tier, states, unit).items():
                 name, _, state = key.partition("\0")
                 self.moments.setdefault(name, {})[state] = tensor
-        self.gradients = NamedGradients(self.masters, model.device, ends=plan.update.at_turn)
+        self.gradients = NamedGradients(self.masters, model.device, self._places(), ends=plan.update.at_turn)
+
+    def _places(self) -> dict[str, Tensor]:
+        """Where gradients wait for the step's end, by name: file maps, or nowhere yet where they are made on the device."""
+        model, found = self._model, dict[str, Tensor]()
+        if gradient_pool(model.plan, model.device.type) is Pool.MAPPED:
+            for unit, spec in enumerate(model.spec.units):
+                shapes = {p.name: (p.shape, torch.float32) for p in spec.part(True)}
+                found |= self._allocate(Tier.DISK, shapes, ("gradients", unit))
+        return found
 
     def _allocate(
-        self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], unit: int
+        self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
     ) -> dict[str, Tensor]:
-        """Zeros on a tier, by name."""
+        """Zeros on a tier, by name; in file maps those of a group together."""
         device = self._model.device
         if tier is Tier.DISK and is_cpu(device):
-            return self._scratch.zeros(shapes, unit)
+            return self._scratch.zeros(shapes, group)
         where = torch.device("cpu") if tier is Tier.HOST else device
         return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
 

@@ -50,7 +50,8 @@ class Plan:
     trainable: Placement = Placement()
     """The placement of parameters that are trained."""
     gradient: Placement = Placement(codec=Codec.FP32)
-    """The placement of gradients that wait for their update."""
+    """The placement of gradients that wait for their update: over ranks the device or the host; one process keeps them on the
+    device, or where a CPU computes and the step's end updates, on disk."""
     optimizer_state: Placement = Placement(codec=Codec.FP32)
     """The placement of the optimizer's moments."""
     activation: Placement = Placement()

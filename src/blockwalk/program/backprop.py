@@ -11,7 +11,7 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
-from blockwalk.program.residency import activation_pool, compute_dtype
+from blockwalk.program.residency import activation_pool, compute_dtype, gradient_pool
 
 
 def backprop(b: Builder, *, update: bool, graphs: int) -> None:
@@ -111,9 +111,10 @@ class _Backprop:
         made = places.made_gradients(unit) if micro_batch == 0 else 0
         size = DTYPE_BYTES[compute_dtype(places.plan, places.model)]
         beside = made * size // 4 if size < 4 else 0
-        if unit != places.last:
+        pool = gradient_pool(places.plan, places.device)
+        if unit != places.last and pool is Pool.DEVICE:
             transient = max(transient - made, beside if transient else 0)
-        return {"transient": transient, "takes": ((places.gradient_pool, made),) if made else ()}
+        return {"transient": transient, "takes": ((pool, made),) if made else ()}
 
     def _finish(self, unit: int, done: int, *, complete: bool) -> list[int]:
         """Sum the gradients over ranks, and update the unit at its turn once those of all micro-batches are there."""

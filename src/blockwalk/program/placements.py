@@ -23,6 +23,7 @@ from blockwalk.program.residency import (
     compute_dtype,
     cut_bytes,
     epilogue_reads,
+    gradient_pool,
     maps_graphs,
     slice_bytes,
 )
@@ -229,15 +230,11 @@ class Placements:
         params = () if self.sharded else self.reads(unit).params
         return 4 * sum(p.numel for p in params if p.trainable and not (unit == 0 and p.name in tied))
 
-    @property
-    def gradient_pool(self) -> Pool:
-        return POOLS[self.plan.gradient.tier]
-
     def accumulated(self, unit: int | None = None) -> Bytes:
         """The gradients of a unit's own parameters, or of all, while they wait for their update."""
         of = self.model if unit is None else self.model.units[unit]
         nbytes = 0 if self.sharded else 4 * of.numel(trainable=True)
-        return ((self.gradient_pool, nbytes),) if nbytes else ()
+        return ((gradient_pool(self.plan, self.device), nbytes),) if nbytes else ()
 
     def resident(self) -> Counter[Pool]:
         """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""

@@ -70,6 +70,12 @@ def activation_pool(plan: Plan, device: str) -> Pool:
     return Pool.MAPPED if tier is Tier.DISK and device == "cpu" else POOLS[tier]
 
 
+def gradient_pool(plan: Plan, device: str) -> Pool:
+    """Where the gradients of one process wait for the step's end: on the device or, on a CPU, in file maps."""
+    on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn
+    return Pool.MAPPED if on_disk else Pool.DEVICE
+
+
 def maps_graphs(plan: Plan, device: str) -> bool:
     """Whether what a graph saves goes to file maps: where activations do, on a CPU; a compiled block keeps its own."""
     return activation_pool(plan, device) is Pool.MAPPED and not plan.compile and not plan.sharded

@@ -18,6 +18,7 @@ from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.program.residency import gradient_pool
 from blockwalk.simulate import hardware, process_memory
 from blockwalk.simulate.seconds import NO_COSTS
 from blockwalk.simulate.simulator import Simulation, simulate
@@ -109,7 +110,9 @@ class Forecast:
             at_turn = plan.update.at_turn
             most = max(unit.numel(trainable=True) for unit in model.units) if at_turn else trained
             note = "of one unit: used at its turn" if at_turn else "accumulated to the step's end"
-            rows.append(Row("gradient", plan.gradient, 4 * most, note))
+            stay = not plan.sharded and gradient_pool(plan, self.device) is Pool.DEVICE
+            gradient = replace(plan.gradient, tier=Tier.DEVICE) if stay else plan.gradient
+            rows.append(Row("gradient", gradient, 4 * most, note))
         states, beside = 4 * len(plan.update_rule.states) * trained, plan.optimizer_state
         if plan.zeroth_order:  # in the buckets, with the parameters
             codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
