@@ -49,7 +49,7 @@ class Masters:
         self.gradients = NamedGradients(self.masters, model.device, self._places(), ends=plan.update.at_turn)
 
     def _places(self) -> dict[str, Tensor]:
-        """Where gradients wait for the step's end, by name: file maps, or nowhere yet where they are made on the device."""
+        """The file maps in which gradients wait for the step's end, by name; none where they wait on the device."""
         model, found = self._model, dict[str, Tensor]()
         if gradient_pool(model.plan, model.device.type) is Pool.MAPPED:
             for unit, spec in enumerate(model.spec.units):

@@ -71,7 +71,7 @@ def activation_pool(plan: Plan, device: str) -> Pool:
 
 
 def gradient_pool(plan: Plan, device: str) -> Pool:
-    """Where the gradients of one process wait for the step's end: on the device or, on a CPU, in file maps."""
+    """The pool in which the gradients of one process wait for the step's end: the device's or, on a CPU, file maps."""
     on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn
     return Pool.MAPPED if on_disk else Pool.DEVICE
 
