@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockwalk.plan.choices import LoraSettings as LoraSettings
+    from blockwalk.plan.choices import PrefixSettings as PrefixSettings
     from blockwalk.plan.methods import method as method
     from blockwalk.plan.plan import Plan as Plan
     from blockwalk.train.callbacks import Event as Event
@@ -20,12 +21,13 @@ _HOME = {
     "method": "plan.methods",
     "Plan": "plan.plan",
     "LoraSettings": "plan.choices",
+    "PrefixSettings": "plan.choices",
     "Walker": "walk.walker",
     "StepResult": "walk.walker",
     "Event": "train.callbacks",
 }
 
-__all__ = ["Event", "LoraSettings", "Plan", "StepResult", "Walker", "__version__", "method", "train"]
+__all__ = ["Event", "LoraSettings", "Plan", "PrefixSettings", "StepResult", "Walker", "__version__", "method", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ import blockwalk
 from blockwalk.cli import main
 from blockwalk.simulate import hardware
 from blockwalk.system.atomic_files import whole_lines
+from blockwalk.train import config, outlook
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -151,6 +152,19 @@ def test_sequences_beyond_the_models_positions_are_noted(tiny_run: TinyRun, caps
     assert "129 tokens are longer than the 128 positions" in capsys.readouterr().out
     assert main.main(["plan", "--model", str(tiny_run.model), "--data.max_length", "128"]) == 0
     assert "positions" not in capsys.readouterr().out
+    prefixed = ["--prefix.num_virtual_tokens", "5", "--data.max_length"]
+    assert main.main(["plan", "--model", str(tiny_run.model), *prefixed, "124"]) == 0
+    assert "129 tokens, 5 of a prefix," in (said := capsys.readouterr().out)
+    assert "lower data.max_length to 123" in said
+    assert main.main(["plan", "--model", str(tiny_run.model), *prefixed, "123"]) == 0
+    assert "positions" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [{"data.task": "sst2"}, {"data.eval": "held_out.jsonl"}, {}])
+def test_what_is_never_evaluated_is_noted(given: dict[str, str], tiny_run: TinyRun) -> None:
+    """Oracle: the settings: a task brings held-out records of its own."""
+    run = config.from_mapping({"model": str(tiny_run.model), "eval_every": 5, **given})
+    assert any("nothing is evaluated" in note for note in outlook.notes(run, 8)) == (not given)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -158,8 +172,6 @@ def test_the_best_plan_is_a_file_that_trains_alike(
     steps: int, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the configuration that the printed YAML is read as: the run's own settings, under the best plan."""
-    from blockwalk.train import config
-
     given = [*tiny_run.arguments(tmp_path / "out"), "--max_steps", "7", "--optimizer.learning_rate", "3e-3"]
     given += ["--gradient_accumulation_steps", str(steps), "--update.timing", "step"]
     assert main.main(["plan", *given, "--lora.rank", "4", "--hardware", "laptop"]) == 0

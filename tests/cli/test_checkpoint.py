@@ -111,6 +111,11 @@ def test_settings_that_give_the_state_its_meaning_must_agree() -> None:
     assert not run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings())}), (
         "an older checkpoint"
     )
+    older = {**saved, "lora": {"rank": 4}, "data": {"train": "x", "max_length": 8}}
+    newer = {**older, "lora": {"rank": 4, "dropout": 0.0}, "data": {**older["data"], "packing": False}}
+    assert not run_checkpoint.changed_settings(older, newer), "an older checkpoint knows fewer settings of a section"
+    with pytest.raises(ValueError, match=r"data.packing: False, and the run has True"):
+        run_checkpoint.changed_settings(older, {**newer, "data": {**newer["data"], "packing": True}})
     with pytest.raises(ValueError, match=r"prefix.num_virtual_tokens: 0, and the run has 5"):
         run_checkpoint.changed_settings(saved, {**saved, "prefix": plain_values(PrefixSettings(5))})
     changed = run_checkpoint.changed_settings(saved, {**saved, "max_steps": 9, "output_dir": "p"})

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.report import html
+from blockwalk.report import card, html
 from blockwalk.simulate import timeline
 
 
@@ -51,6 +51,15 @@ def run(tmp_path: Path) -> Path:
     event = {"ph": "X", "name": "FORWARD block 1", "cat": "FORWARD", "pid": "run", "tid": 0, "ts": 0, "dur": 5}
     (folder / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
     return folder
+
+
+def test_a_tasks_run_says_what_it_was_trained_on(run: Path) -> None:
+    """Oracle: the configuration, which names a task of MeZO's in place of files."""
+    settings = {"model": "m", "method": "mezo", "lora": False, "data": {"train": "", "task": "sst2"}}
+    (run / "config.yaml").write_text(json.dumps(settings))
+    (run / "model").mkdir()
+    assert "trained on `sst2` by Blockwalk" in (card.write(run) / "README.md").read_text()
+    assert "m · mezo · sst2 · " in html.report(run)
 
 
 def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:

@@ -87,9 +87,9 @@ class Ledger:
     """A ledger that steps are appended to: created with its header, or opened where it stands.
 
     Args:
-        path: the file. header: what the run is (see :func:`blockwalk.estimators.zeroth_order.ledger_header.header`);
-        ``run`` may differ from an existing ledger's, which
-            then holds.
+        path: the file.
+        header: what the run is (see :func:`blockwalk.estimators.zeroth_order.ledger_header.header`); ``run`` may differ from
+            an existing ledger's, which then holds.
 
     Raises:
         ValueError: the file is no ledger, or one of a run that differs; the message names what differs.

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.checkpoints import ledger as ledger_module
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
@@ -345,14 +346,14 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_me
     Raises:
         ValueError: one of :data:`FIXED` changes.
     """
-    changes, default = [], RunConfig().to_mapping()
+    changes, default = [], RunConfig(lora=LoraSettings()).to_mapping()
     for name, value in now.items():
         if name in ("resume_from_checkpoint", "output_dir", "overwrite_output_dir"):
             continue
         before = saved.get(name, default.get(name))
         pairs = {name: (before, value)}
         if isinstance(value, Mapping) and isinstance(before, Mapping):
-            pairs = {f"{name}.{part}": (before.get(part), new) for part, new in value.items()}
+            pairs = {f"{name}.{part}": (before.get(part, default[name].get(part)), new) for part, new in value.items()}
         for key, (old, new) in pairs.items():
             fixed = name in FIXED and not key.startswith("data.eval") and not (any_method and name == "method")
             if old != new and fixed:

@@ -28,7 +28,8 @@ def write(folder: str | Path) -> Path:
         raise ValueError(f"{run} holds neither adapter nor model: the run has not ended")
     text = (run / "config.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, Loader=Loader)
-    adapter, model, train = trained.name == "adapter", settings["model"], settings["data"]["train"]
+    adapter, model, data = trained.name == "adapter", settings["model"], settings["data"]
+    train = data["train"] or data["task"]
     tags = ["blockwalk", settings["method"], *(["lora"] if settings["lora"] else [])]
     library = "peft" if adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}

@@ -246,7 +246,8 @@ def _header(config: str, metrics: Path) -> Iterator[str]:
     for name in ("model", "method"):
         if settings.get(name):
             yield str(settings[name])
-    if train := (settings.get("data") or {}).get("train"):
+    data = settings.get("data") or {}
+    if train := data.get("train") or data.get("task"):
         yield str(train)
     yield time.strftime("%d %B %Y %H:%M", time.localtime(metrics.stat().st_mtime))
 

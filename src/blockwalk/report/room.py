@@ -41,8 +41,7 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
 
     Raises:
         DoesNotFit: the bytes that this process holds already and the tensors of a step are more than a limit of this process,
-        of its
-            control group, of one around it, or of the machine.
+            of its control group, of one around it, or of the machine.
     """
     tensors = forecast.host_bytes()
     for limit in memory_limits():

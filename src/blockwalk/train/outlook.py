@@ -33,16 +33,18 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     Args:
         longest: tokens of the run's longest sequence, as far as they are known.
     """
-    if run.eval_every and not run.data.eval:
+    if run.eval_every and not (run.data.eval or run.data.task):
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     path = model_folder(run.model, weights=False) / "config.json"
     found = read_json(path)
     found = found.get("text_config", found)
     positions = found.get("max_position_embeddings") or found.get("n_positions")
-    if positions and longest > positions:
+    prefix = run.prefix.num_virtual_tokens
+    if positions and longest + prefix > positions:
+        beside = f", {prefix} of a prefix," if prefix else ""
         yield (
-            f"note: sequences of {longest} tokens are longer than the {positions} positions that the model was made for:"
-            f" lower data.max_length to {positions}"
+            f"note: sequences of {longest + prefix} tokens{beside} are longer than the {positions} positions that the model was"
+            f" made for: lower data.max_length to {positions - prefix}"
         )
     width = found.get("hidden_size") or found.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
