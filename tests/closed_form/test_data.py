@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenize
 from blockwalk.data.formats import Format, Record, Template, detect_format
 from blockwalk.data.sources import read_records
 from blockwalk.estimators.zeroth_order.objectives import ranked
+from blockwalk.system import atomic_files
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.ready import read_training_rows
@@ -151,6 +154,17 @@ def test_examples_in_maps_are_those_in_memory(tmp_path: Path) -> None:
         assert there.fingerprint() == whole.fingerprint()
         assert equal(next(Batches(there, 2)), next(Batches(whole, 2)))
         assert all(isinstance(array, np.memmap) for array in (there.token_ids, there.in_loss, there.starts))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_map_whose_name_stayed_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the folder before. Power lost before a name was gone, on a disk without nameless files (FUSE, NFS)."""
+    with monkeypatch.context() as power_lost:
+        power_lost.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+        power_lost.setattr(os, "unlink", lambda path: None)
+        rows_of([5]).mapped(tmp_path)
+    assert list(tmp_path.iterdir())
+    atomic_files.remove_leftovers(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -29,6 +29,7 @@ from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
+from blockwalk.system.atomic_files import PARTIAL
 
 Ids = npt.NDArray[np.int32]
 """Token ids, or positions of tokens."""
@@ -64,7 +65,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
 
 def mapped(array: np.ndarray, folder: Path) -> np.memmap:
     """An array in the map of a nameless file in ``folder``: pages that the kernel may drop."""
-    with tempfile.TemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(prefix=".scratch-", suffix=PARTIAL, dir=folder) as file:  # named where a disk must
         file.write(np.ascontiguousarray(array).data)
         file.flush()
         return np.memmap(file, array.dtype, "r", shape=array.shape)
