@@ -12,15 +12,14 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 from blockwalk.plan import choices, run_config
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.parsing import flat, hints_of
-from blockwalk.plan.placement import Placement
+from blockwalk.plan.parsing import READERS, flat, hints_of
 from blockwalk.plan.plan import CHOICES, Plan
 from blockwalk.train import config
 
@@ -50,19 +49,6 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 """Each group's title, its settings by name or pattern, and the commands that read them."""
 
-_FORM: dict[Any, str] = {
-    str: "TEXT",
-    bool: "true|false",
-    int: "N",
-    float: "X",
-    int | None: "SIZE",
-    tuple[float, float]: "X,X",
-    tuple[float, ...]: "X,...",
-    tuple[str, ...]: "TEXT,...",
-    str | tuple[str, ...]: "TEXT,...",
-    Mapping[str, Any]: "{NAME: VALUE}",
-    Placement: "TIER×CODEC×GROUP",
-}
 _CHOICES = {**CHOICES, "method": ("auto", *METHODS)}
 _CLASSES: dict[str, tuple[type, ...]] = {
     "": (run_config.RunConfig, Plan),
@@ -108,7 +94,7 @@ def described(name: str) -> tuple[str, str]:
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
     if name in _CHOICES:
         return "|".join(_CHOICES[name]), sentence
-    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else _FORM[hint], sentence
+    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else READERS[hint][0], sentence
 
 
 @functools.cache

@@ -19,18 +19,10 @@ _TURNED = (Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__)  # type: igno
 _SWAPPED = (Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes)
 _GROUPED = (F.grouped_mm, torch._grouped_mm)
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-_METADATA = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    torch.is_floating_point,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "layout")
-    ),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
-}
+_FACTS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad_fn", "grad", "layout")
+_KINDS = ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")
+_METADATA = {getattr(Tensor, name).__get__ for name in (*_FACTS, *_KINDS)}
+_METADATA |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point}
 
 
 class LazyParameter(Tensor):

@@ -173,10 +173,10 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     read: Callable[[Any], Any]
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         wanted, read = f"one of {', '.join(hint)}", hint
-    elif hint not in _READERS:
+    elif hint not in READERS:
         raise ValueError(f"{key} takes a group of settings, such as {key}.name, not {value!r}")
     else:
-        wanted, read = _READERS[hint]
+        _, wanted, read = READERS[hint]
     try:
         return read(value)
     except (TypeError, ValueError, OverflowError):
@@ -221,9 +221,17 @@ def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
     return _texts(value) if several else str(value)
 
 
+def _numbers(value: Any) -> tuple[float, ...]:
+    return tuple(map(_number, value.split(",") if isinstance(value, str) else value))
+
+
 def _pair(value: Any) -> tuple[float, float]:
-    first, second = map(_number, value.split(",") if isinstance(value, str) else value)
+    first, second = _numbers(value)
     return first, second
+
+
+def _size(value: Any) -> int | None:
+    return None if value in (None, "") else parse_bytes(value)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -235,12 +243,9 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _placement(value: Any) -> Placement:
     if isinstance(value, Placement):
         return value
-    parts = placement_parts(value)
-    return Placement(
-        Tier(parts[0]),
-        Codec(parts[1]) if len(parts) > 1 else Codec.RAW,
-        _text(parts[2]) if len(parts) > 2 else NOBODY,
-    )
+    tier, *others = placement_parts(value)
+    codec, group = (*others, *(Codec.RAW, NOBODY)[len(others) :])[:2]
+    return Placement(Tier(tier), Codec(codec), _text(group))
 
 
 def placement_parts(value: Any) -> list[Any]:
@@ -248,26 +253,18 @@ def placement_parts(value: Any) -> list[Any]:
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
-    str: ("text (put quotes around it)", _text),
-    bool: ("true or false", _boolean),
-    int: ("a whole number", _integer),
-    float: ("a number", _number),
-    int | None: (
-        "a size, such as 18GB, 512MiB or a number of bytes",
-        lambda v: None if v in (None, "") else parse_bytes(v),
-    ),
-    tuple[float, float]: ("two numbers, such as [0.9, 0.95]", _pair),
-    tuple[float, ...]: (
-        "a list of numbers, such as [0.7, 0.3]",
-        lambda v: tuple(map(_number, v.split(",") if isinstance(v, str) else v)),
-    ),
-    tuple[str, ...]: ("a list of texts, such as [yes, no]", _texts),
-    str | tuple[str, ...]: ("a text, or a list of texts", _pattern_or_texts),
-    Mapping[str, Any]: ("a mapping", _mapping),
-    Placement: (
-        f"tier × codec × group: {', '.join(Tier)}; {', '.join(Codec)}; {NOBODY}, {NODE}, {WORLD} or one of mesh.groups",
-        _placement,
-    ),
+_PLACES = f"{', '.join(Tier)}; {', '.join(Codec)}; {NOBODY}, {NODE}, {WORLD} or one of mesh.groups"
+READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
+    str: ("TEXT", "text (put quotes around it)", _text),
+    bool: ("true|false", "true or false", _boolean),
+    int: ("N", "a whole number", _integer),
+    float: ("X", "a number", _number),
+    int | None: ("SIZE", "a size, such as 18GB, 512MiB or a number of bytes", _size),
+    tuple[float, float]: ("X,X", "two numbers, such as [0.9, 0.95]", _pair),
+    tuple[float, ...]: ("X,...", "a list of numbers, such as [0.7, 0.3]", _numbers),
+    tuple[str, ...]: ("TEXT,...", "a list of texts, such as [yes, no]", _texts),
+    str | tuple[str, ...]: ("TEXT,...", "a text, or a list of texts", _pattern_or_texts),
+    Mapping[str, Any]: ("{NAME: VALUE}", "a mapping", _mapping),
+    Placement: ("TIER×CODEC×GROUP", f"tier × codec × group: {_PLACES}", _placement),
 }
-"""Readers of settings by type: the values that a setting takes, in words, and the function that reads it."""
+"""Readers of settings by type: the values that a setting takes, in a word and in words, and the function that reads it."""

@@ -143,15 +143,9 @@ class Placement:
 
 
 DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "int64": 8,
-    "int32": 4,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("bfloat16", "float16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "int8", "uint8", "bool"), 1),
 }
 """Bytes per element, by torch's name of the dtype without its ``torch.`` prefix."""

@@ -181,13 +181,9 @@ class Plan:
         ``prefetch``, ``budget`` and ``resident`` of its own: they change no bit."""
         found = dataclasses.asdict(self)
         if self.zeroth_order and self.parameter_ranks == self.frozen_ranks == 1:
-            del (
-                found["prefetch"],
-                found["budget"],
-                found["resident"],
-                found["frozen"]["tier"],
-                found["trainable"]["tier"],
-            )
+            for name in ("prefetch", "budget", "resident"):
+                del found[name]
+            del found["frozen"]["tier"], found["trainable"]["tier"]
         return found
 
 
@@ -208,24 +204,17 @@ CHOICES: dict[str, Collection[str]] = {
 """Settings that take one of a few words, and the words."""
 
 
-LEAST = {
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "update.flush_every", "zo.queries", "zo.noise_rank", "zo.noise_interval"), 1
-    ),
-    **{f"mesh.{f.name}": 1 for f in dataclasses.fields(MeshSettings) if f.name != "groups"},
-    **dict.fromkeys(
-        (
-            "prefetch",
-            "seed",
-            "optimizer.learning_rate",
-            "optimizer.lora_b_ratio",
-            "neftune_noise_alpha",
-            "zo.seed_pool",
-        ),
-        0,
-    ),
-    "resident": AUTO,
-}
+def by_name(*rows: tuple[int, str]) -> dict[str, int]:
+    """The number of each row by every name of it, which spaces divide."""
+    return {name: number for number, names in rows for name in names.split()}
+
+
+LEAST = by_name(
+    (1, "gradient_accumulation_steps update.flush_every zo.queries zo.noise_rank zo.noise_interval"),
+    (1, " ".join(f"mesh.{f.name}" for f in dataclasses.fields(MeshSettings) if f.name != "groups")),
+    (0, "prefetch seed optimizer.learning_rate optimizer.lora_b_ratio neftune_noise_alpha zo.seed_pool"),
+    (AUTO, "resident"),
+)
 """The least that a setting may be."""
 
 

@@ -11,7 +11,7 @@ from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import plain_values
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import Plan, by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,13 +234,10 @@ class RunConfig:
         return {**found, "data": data, **self.plan.shared()}
 
 
-LEAST = {
-    **dict.fromkeys(("eval_batch_size", "max_steps", "eval_every", "save_every", "skip_nonfinite"), 0),
-    **dict.fromkeys(
-        ("batch_size", "eval_batches", "epochs", "keep_checkpoints", "log_every", "data.padding_multiple"), 1
-    ),
-    **{f"data.{name}": 0 for name in ("task_train", "task_dev", "task_eval", "task_seed", "shots")},
-    "prefix.num_virtual_tokens": 0,
-    "data.max_length": 2,
-}
+LEAST = by_name(
+    (0, "eval_batch_size max_steps eval_every save_every skip_nonfinite"),
+    (1, "batch_size eval_batches epochs keep_checkpoints log_every data.padding_multiple"),
+    (0, "data.task_train data.task_dev data.task_eval data.task_seed data.shots prefix.num_virtual_tokens"),
+    (2, "data.max_length"),
+)
 """The least that a setting may be."""

@@ -48,17 +48,8 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     if nodes > 1:
         print("run on each node, with the first node's name in place of HOST:")
         for node in range(nodes):
-            where = [
-                "--nnodes",
-                str(nodes),
-                "--node-rank",
-                str(node),
-                "--master-addr",
-                "HOST",
-                "--master-port",
-                str(PORT),
-            ]
-            print(shlex.join(["torchrun", *where, *command]))
+            where = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
+            print(f"torchrun {where} {shlex.join(command)}")
         print(
             "ranks listen without a password: whoever reaches them can stop the run or falsify it. Keep others out, as root on"
             " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks'"
@@ -66,10 +57,8 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         )
         print(firewall(_own_ports()))
         return 0
-    print(
-        f"starting {ranks_per_node} ranks here; for several nodes, add --nnodes N to see the command for each",
-        flush=True,
-    )
+    others = "for several nodes, add --nnodes N to see the command for each"
+    print(f"starting {ranks_per_node} ranks here; {others}", flush=True)
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
         common = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node)),
@@ -80,17 +69,10 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
             "WORLD_SIZE": str(ranks_per_node),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
         }
-        return _attend(
-            [
-                subprocess.Popen(
-                    [sys.executable, "-m", "blockwalk", *arguments],
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    process_group=0,  # a terminal's Ctrl-C comes from here alone: a second one would end a rank at once
-                    preexec_fn=_ends_with(os.getpid()) if sys.platform == "linux" else None,
-                )
-                for rank in range(ranks_per_node)
-            ]
-        )
+        own = ({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks_per_node))
+        command, ends = [sys.executable, *command[2:]], _ends_with(os.getpid()) if sys.platform == "linux" else None
+        # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end a rank at once
+        return _attend([subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends) for env in own])
 
 
 def _ends_with(launcher: int) -> Callable[[], None]:
@@ -147,16 +129,12 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
     rank, process, code = min(causes or failures)
     who = f"rank {rank} (process {process})"
     if code > 0 and code != LOST:
-        return (
-            f"{who} ended with exit code {code}, so the run ended; what it says is above, and in output_dir/logs",
-            code,
-        )
+        said = "what it says is above, and in output_dir/logs"
+        return f"{who} ended with exit code {code}, so the run ended; {said}", code
     how = "lost the others" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     again = "go on with --resume_from_checkpoint latest, with as many ranks as you like"
-    return (
-        f"{who} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}",
-        code if code > 0 else 128 - code,
-    )
+    text = f"{who} {how}, so the run ended. Every rank's log is in output_dir/logs; {again}"
+    return text, code if code > 0 else 128 - code
 
 
 def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:

@@ -39,12 +39,8 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         world = int(environment["WORLD_SIZE"])
-        return Place(
-            int(environment["RANK"]),
-            world,
-            int(environment.get("LOCAL_RANK", 0)),
-            int(environment.get("LOCAL_WORLD_SIZE", world)),
-        )
+        local, node = int(environment.get("LOCAL_RANK", 0)), int(environment.get("LOCAL_WORLD_SIZE", world))
+        return Place(int(environment["RANK"]), world, local, node)
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
         tasks = environment["SLURM_STEP_TASKS_PER_NODE"]
         match = re.fullmatch(r"(\d+)(\(x\d+\))?", tasks)
@@ -52,10 +48,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
             raise ValueError(
                 f"the SLURM step has {tasks} tasks on its nodes; every node must have as many (--ntasks-per-node)"
             )
-        return Place(
-            int(environment["SLURM_PROCID"]),
-            int(environment["SLURM_STEP_NUM_TASKS"]),
-            int(environment["SLURM_LOCALID"]),
-            int(match[1]),
-        )
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        rank, world, local = (int(environment[name]) for name in names)
+        return Place(rank, world, local, int(match[1]))
     return Place()
