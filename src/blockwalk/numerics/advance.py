@@ -87,15 +87,5 @@ def _entry_(
     return x, rounding
 
 
-register(
-    "advance_",
-    "Tensor(a!)[] masters, Tensor(b!)[] outs, int[] starts, int[] words, float[] factors, int entries, int queries,"
-    " bool rounding, str kind",
-    _advance,
-)
-register(
-    "advance_rows_",
-    "Tensor(a!) scales, Tensor(b!) codes, str codec, int origin, int[] words, float[] factors, int entries, int queries,"
-    " bool rounding, str kind",
-    _advance_rows,
-)
+register("advance_", _advance, "masters", "outs")
+register("advance_rows_", _advance_rows, "scales", "codes")

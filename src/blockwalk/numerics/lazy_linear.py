@@ -230,11 +230,7 @@ def _multiply(
     row_tiles.mm(a_PI, whole.t() if by_rows else whole, out_PO, bias)
 
 
-register(
-    "product_",
-    "Tensor(a!) out, Tensor x, Tensor buffer, Tensor? bias, str codec, int[] shape, int group, bool by_rows",
-    _multiply,
-)
+register("product_", _multiply, "out_PO")
 
 
 def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:

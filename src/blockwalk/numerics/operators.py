@@ -6,12 +6,14 @@ CUDA and XPU have them as Triton's kernels (:mod:`blockwalk.numerics.kernels`). 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import library
 
-from blockwalk.numerics.noise.key import Key
+from blockwalk.numerics.noise.key import Key, NoiseKind
 
 LIBRARY: Any = library.Library("blockwalk", "DEF")  # type: ignore[no-untyped-call]
 WITH_KERNELS = ("CUDA", "XPU")
@@ -38,15 +40,28 @@ def received(words: Sequence[int]) -> Words | None:
     return Words(*(word % 2**64 for word in words)) if words else None
 
 
-def register(name: str, arguments: str, function: Callable[..., None]) -> None:
-    """Make an operator that writes to its first arguments. ``function`` gets the kernels before them, or None on a CPU."""
+def register(name: str, function: Callable[..., None], *changed: str) -> None:
+    """Make an operator of a function that gets the kernels, or None on a CPU, before the operator's own arguments. The
+    operator's schema is the function's signature.
+
+    Args:
+        changed: the arguments that it writes to.
+    """
+
+    def on_cpu(*given: Any) -> None:
+        function(None, *given)
 
     def on_accelerator(*given: Any) -> None:
         from blockwalk.numerics import kernels
 
         function(kernels.loaded(), *given)
 
-    LIBRARY.define(f"{name}({arguments}) -> ()")
-    LIBRARY.impl(name, lambda *given: function(None, *given), "CPU")
+    typed = inspect.signature(partial(function, None), eval_str=True)
+    words = {NoiseKind: str, NoiseKind | None: str | None}
+    own = [each.replace(annotation=words.get(each.annotation, each.annotation)) for each in typed.parameters.values()]
+    on_cpu.__signature__ = typed.replace(parameters=own)  # type: ignore[attr-defined]
+    schema = library.infer_schema(on_cpu, mutates_args=changed)
+    LIBRARY.define(name + schema.replace("SymInt", "int"))
+    LIBRARY.impl(name, on_cpu, "CPU")
     for device in WITH_KERNELS:
         LIBRARY.impl(name, on_accelerator, device)

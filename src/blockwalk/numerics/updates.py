@@ -151,11 +151,7 @@ def _adamw(
         adamw(settings, work, *pieces, step=step, lr=lr)
 
 
-register(
-    "adamw_",
-    "Tensor(a!) param, Tensor(b!) m, Tensor(c!) v, Tensor grad, int step, float[] numbers, int[] rounding",
-    _adamw,
-)
+register("adamw_", _adamw, "param", "m", "v")
 
 
 def square_sums(tensor: Tensor) -> Tensor:

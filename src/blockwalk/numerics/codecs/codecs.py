@@ -330,9 +330,4 @@ def _decode(
         cpu.write(Write(value, out, received(key), start, scale, kind, None, place, rows))
 
 
-register(
-    "decode_",
-    "Tensor(a!) out, Tensor buffer, Tensor? order, Tensor? rows, str codec, int[] shape, int group, int first_row,"
-    " int first_column, int[] key, int origin, float scale, str? kind",
-    _decode,
-)
+register("decode_", _decode, "out")

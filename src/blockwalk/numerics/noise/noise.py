@@ -112,9 +112,5 @@ def _draws(kernels: Any, out: Tensor, key: list[int], start: int) -> None:
     (kernels.noise if kernels else cpu).random_uint16(words, start, out)
 
 
-register(
-    "noise_",
-    "Tensor(a!) out, Tensor? source, Tensor? rows, int[] key, int[] rounding, int start, int? pitch, float scale, str? kind",
-    _noise,
-)
-register("draws_", "Tensor(a!) out, int[] key, int start", _draws)
+register("noise_", _noise, "out")
+register("draws_", _draws, "out")
