@@ -72,12 +72,7 @@ class Saver:
         self.wait()
         state = self.engine.pieces(to_write=True)
         if not wait:
-            state = {
-                key: Pieces(
-                    value.numel, {start: piece.detach().to("cpu", copy=True) for start, piece in value.held.items()}
-                )
-                for key, value in state.items()
-            }
+            state = {key: value.copied() for key, value in state.items()}
         self._pending = self._thread.submit(write_folder, Path(folder), state, steps_done, beside or {}, self._group)
         if wait:
             self.wait()

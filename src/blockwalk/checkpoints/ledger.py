@@ -279,9 +279,8 @@ def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -
     try:
         fields: dict[str, Any] = {key: tuple(map(float, each)) if key in lists else each for key, each in value.items()}
         entry = Entry(**{"losses": (), **fields})
-        if not all(
-            isinstance(each, int | float) for each in (entry.learning_rate, entry.epsilon, entry.projected_grad)
-        ):
+        numbers = (entry.learning_rate, entry.epsilon, entry.projected_grad)
+        if not all(isinstance(each, int | float) for each in numbers):
             raise TypeError("a learning rate or an epsilon is no number")
         operator.index(entry.seed)
     except (TypeError, ValueError, AttributeError) as error:

@@ -41,6 +41,11 @@ class Pieces:
     numel: int
     held: Mapping[int, Any]
 
+    def copied(self) -> Pieces:
+        """These elements, copied to the host."""
+        held = {first: piece.detach().to("cpu", copy=True) for first, piece in self.held.items()}
+        return Pieces(self.numel, held)
+
 
 def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank: int = 0, ranks: int = 1) -> None:
     """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time."""
@@ -168,11 +173,8 @@ class Saved:
         for piece in table["pieces"]:
             name, dtype = piece["tensor"], _DTYPES[piece["dtype"]]
             place = _Place(file, name, piece["first"], dtype, piece["offset"], piece["nbytes"], tuple(piece["crc32"]))
-            if (
-                not 0 <= place.offset <= place.offset + place.nbytes <= size
-                or place.nbytes % dtype.itemsize
-                or len(place.crc32) != -(-place.nbytes // CHUNK)
-            ):
+            inside = 0 <= place.offset <= place.offset + place.nbytes <= size
+            if not inside or place.nbytes % dtype.itemsize or len(place.crc32) != -(-place.nbytes // CHUNK):
                 raise Damaged(f"{path} is damaged: {name} has {place.nbytes} bytes at {place.offset} of {size}")
             self.numel[name] = piece["numel"]
             self._places.setdefault(name, []).append(place)

@@ -51,6 +51,8 @@ _CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs=
 _ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model")
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
 _JSON = _switch("--json", "print JSON")
+_AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
+_AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,7 @@ COMMANDS = (
         "eval",
         "print a model's loss (and accuracy) on held-out records",
         "blockwalk.cli.run:evaluate",
-        (
-            _CONFIG,
-            _ADAPTER,
-            _JSON,
-            _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time"),
-        ),
+        (_CONFIG, _ADAPTER, _JSON, _AS_TRAINED),
         takes_settings=True,
         needs=("model", "data.eval"),
     ),

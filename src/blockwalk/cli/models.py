@@ -60,9 +60,8 @@ def replay(arguments: argparse.Namespace) -> None:
     from blockwalk.convert import replay as replaying
 
     with _bar("replaying") as progress:
-        steps = replaying.replay(
-            arguments.base, arguments.ledger, arguments.out, until=arguments.until, progress=progress
-        )
+        given = (arguments.base, arguments.ledger, arguments.out)
+        steps = replaying.replay(*given, until=arguments.until, progress=progress)
     print(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
 
 
@@ -71,14 +70,8 @@ def export(arguments: argparse.Namespace) -> None:
     from blockwalk.convert import replay as replaying
 
     with _bar("checking") as progress:
-        steps, nbytes = replaying.export(
-            arguments.base,
-            arguments.ledger,
-            arguments.out,
-            until=arguments.until,
-            rebuild=not arguments.no_rebuild,
-            progress=progress,
-        )
+        given, rebuild = (arguments.base, arguments.ledger, arguments.out), not arguments.no_rebuild
+        steps, nbytes = replaying.export(*given, until=arguments.until, rebuild=rebuild, progress=progress)
     print(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
     print(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
 

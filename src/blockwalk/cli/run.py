@@ -86,9 +86,8 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.train.ready import eval_batch_size
     from blockwalk.walk.walker import Walker
 
-    held_out = HeldOut.read(
-        run.data, load_tokenizer(run.model), batch_size=eval_batch_size(run), batches=run.eval_batches
-    )
+    tokenizer, rows = load_tokenizer(run.model), eval_batch_size(run)
+    held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
     for note in held_out.notes():
         print(f"note: {note}", file=sys.stderr)
     if run.data.packing:
@@ -176,14 +175,12 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
         raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
     for what, found in (("best of them", best), ("larger step", ranking.larger)):
         if found is not None:
-            print(
-                f"\nthe {what} as a file (run.yaml):\n\n{config.as_yaml(advice.recommended(run, found.plan))}", end=""
-            )
+            file = config.as_yaml(advice.recommended(run, found.plan))
+            print(f"\nthe {what} as a file (run.yaml):\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
-        timeline.write(
-            arguments.trace, timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
-        )
+        events = timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
+        timeline.write(arguments.trace, events)
         print(f"timeline of {best.label}: {arguments.trace}")
 
 

@@ -79,9 +79,8 @@ def lines(command: str) -> Iterator[str]:
 
 def settings_of(names: str) -> Iterator[str]:
     """The settings that a group's names and patterns stand for; a placement is one, not its parts."""
-    known = [
-        name for name in config.setting_names() if name.partition(".")[0] not in config.PLACEMENTS or "." not in name
-    ]
+    parts = tuple(f"{placement}." for placement in config.PLACEMENTS)
+    known = [name for name in config.setting_names() if not name.startswith(parts)]
     for pattern in names.split():
         yield from fnmatch.filter(known, pattern)
 

@@ -73,11 +73,8 @@ def replay(
     """
     found, entries = read_for(ledger, until)
     atomic_files.refuse_existing(out)
-    with (
-        ReplayedRun(Path(base), found, entries, progress, device) as replayed,
-        atomic_files.atomic_folder(out) as folder,
-    ):
-        replayed.write(folder)
+    with ReplayedRun(Path(base), found, entries, progress, device) as run, atomic_files.atomic_folder(out) as folder:
+        run.write(folder)
     return len(entries)
 
 

@@ -234,9 +234,8 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     writer.add_token_scores([-float(number) for number in range(len(tokens))])
     writer.add_token_types(types)
     logging.getLogger("gguf").setLevel(logging.ERROR)  # notes on templates that are not used
-    gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=len(tokens)).add_to_gguf(
-        writer, quiet=True
-    )
+    special = gguf.SpecialVocab(folder, load_merges=not model.get("byte_fallback"), n_vocab=len(tokens))
+    special.add_to_gguf(writer, quiet=True)
 
 
 def _kind(number: int, text: str, known: Any, added: Any, *, bytes_too: bool) -> Any:

@@ -338,19 +338,13 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: Tensor, *args: 
     keeps_in_out = type(base).__name__ == "Conv1D"
     linear = keeps_in_out or type(base).forward is nn.Linear.forward
     lazy = linear and (dora or isinstance(base.weight, LazyParameter)) and not args and not kwargs
-    plain = (
-        not (module.disable_adapters or module.merged or (module.lora_variant and not dora))
-        and adapter in module.lora_A
-    )
+    odd = module.disable_adapters or module.merged or (module.lora_variant and not dora)
+    plain = not odd and adapter in module.lora_A
     with unread(()) if dora else nullcontext():  # the gradient of DoRA's magnitudes reads the product
         if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
             return original(x, *args, **kwargs)
         a_RD, b_NR = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        odd = (
-            module.lora_B[adapter].bias is not None
-            or isinstance(a_RD, LazyParameter)
-            or isinstance(b_NR, LazyParameter)
-        )
+        odd = module.lora_B[adapter].bias is not None or any(isinstance(each, LazyParameter) for each in (a_RD, b_NR))
         if odd or {a_RD.dtype, base.weight.dtype} != {x.dtype} or (base.bias is not None and base.bias.requires_grad):
             return original(x)
         weight = base.weight.weight if isinstance(base.weight, LazyParameter) else DenseWeight(base.weight.detach())

@@ -41,11 +41,8 @@ def _has_dropout(model: nn.Module) -> bool:
         return True
     settings: dict[str, Any] = model.config.to_dict() if hasattr(model, "config") else {}  # type: ignore[operator, union-attr]
     flat = [settings, *(value for value in settings.values() if isinstance(value, dict))]
-    return any(
-        isinstance(value, float) and value > 0 and any(word in key for word in ("drop", "jitter"))
-        for level in flat
-        for key, value in level.items()
-    )
+    rates = [key for level in flat for key, value in level.items() if isinstance(value, float) and value > 0]
+    return any("drop" in key or "jitter" in key for key in rates)
 
 
 def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -105,11 +102,8 @@ class CutModel:
 
         self._units = find_parts(model, anatomy, canonical)
         self._spec = find_parameters(model, self.base, self._units, canonical)
-        self._prologue_pieces = [
-            (part.name, part.module)
-            for part in self._units.pieces
-            if part.unit == 0 and next(part.module.parameters(), None) is not None
-        ]
+        owning = [part for part in self._units.pieces if next(part.module.parameters(), None) is not None]
+        self._prologue_pieces = [(part.name, part.module) for part in owning if part.unit == 0]
         self._bound: set[int] = set()
         names = {id(param): name for name, param in self._units.placeholders.items()}
         self.head = head_spec(model, self.base, anatomy, names, {name for _, name in self._spec.tied})

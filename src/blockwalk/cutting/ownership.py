@@ -83,9 +83,8 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
     for name, module in pieces(model, {part.name: part.module for part in layers}):
         late = canonical(name) in anatomy.epilogue
         others.append(Part(name, canonical(name), len(layers) + 1 if late else 0, module))
-        called = (
-            late or canonical(name) in anatomy.prologue or name.startswith("prompt_encoder.")
-        )  # PEFT's, outside the model
+        called = late or canonical(name) in anatomy.prologue
+        called = called or name.startswith("prompt_encoder.")  # PEFT's, outside the model
         again = name == "word_embeddings" and hasattr(model, "peft_config")  # PEFT's second name of the embedding
         if not called and (again or next(module.children(), None) is not None):
             idle.append(name)
@@ -111,13 +110,9 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
         places.setdefault(plain, []).append((name, units.owner(name), ParameterPlace(modules[prefix], leaf)))
         if alias != plain:
             tied.append((alias, plain))
-    dtypes = Counter(param.dtype for name, param in units.placeholders.items() if "lora_" not in name)
-    most = dtypes.most_common(1)[0][0]
-    exact = {
-        name
-        for name, param in units.placeholders.items()
-        if "lora_" not in name and (param.dtype == torch.float32 != most or stays_float32(base, torch.bfloat16, name))
-    }
+    own = {name: param.dtype for name, param in units.placeholders.items() if "lora_" not in name}
+    most = Counter(own.values()).most_common(1)[0][0]
+    exact = {n for n, d in own.items() if d == torch.float32 != most or stays_float32(base, torch.bfloat16, n)}
     specs: list[list[tuple[str, ParamSpec]]] = [[] for _ in units.places]
     for plain, found in places.items():
         param = units.placeholders[plain]
@@ -146,9 +141,8 @@ def find_parameters(model: nn.Module, base: Any, units: Units, canonical: Callab
 def _param_spec(name: str, param: torch.Tensor, place: ParameterPlace, exact: bool) -> ParamSpec:
     quantizable = _quantizable(place, param, name)
     fused = quantizable and param.ndim == 3
-    return ParamSpec(
-        name, tuple(param.shape), name_of(param.dtype), param.requires_grad, quantizable, assembled=fused, exact=exact
-    )
+    shape, dtype = tuple(param.shape), name_of(param.dtype)
+    return ParamSpec(name, shape, dtype, param.requires_grad, quantizable, assembled=fused, exact=exact)
 
 
 def _quantizable(place: ParameterPlace, param: torch.Tensor, name: str) -> bool:

@@ -38,6 +38,7 @@ _LARGEST = {name: size for size, names in _SIZES.items() for name in names.split
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_blocks")
+_HEADS_OF_STATES = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 _OF_LAYERS = ("full_attn_idxs", "mlp_only_layers", "moe_layers", "hybrid_layer_ids", "cross_attention_layers")
 """Lists of layer numbers."""
 
@@ -76,11 +77,7 @@ def _shrink_values(values: dict[str, Any]) -> dict[str, Any]:
         else:
             small[name] = value
     inner = small.get("hidden_size", 0) * small.get("mamba_expand", small.get("expand", 0))
-    for count, width in (
-        ("mamba_n_heads", "mamba_d_head"),
-        ("mamba_num_heads", "mamba_head_dim"),
-        ("num_heads", "head_dim"),
-    ):
+    for count, width in _HEADS_OF_STATES:
         if inner and isinstance(small.get(count), int) and isinstance(small.get(width), int):
             small[count] = inner // small[width]
     if small.get("mamba_d_ssm"):
@@ -112,11 +109,8 @@ def _keep_layers(values: dict[str, Any]) -> dict[str, Any]:
     if count_name is None:
         return values
     count = values[count_name]
-    per_layer = {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, list | tuple) and len(value) == count and count > 1 and name not in _OF_LAYERS
-    }
+    lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
+    per_layer = {n: value for n, value in lists.items() if len(value) == count > 1 and n not in _OF_LAYERS}
     own = {int(index): settings for index, settings in (values.get("per_layer_config") or {}).items()}
     kinds = [(*kind, repr(own.get(i))) for i, kind in enumerate(zip(range(count), *per_layer.values(), strict=True))]
     kept = sorted({kind[1:]: i for i, kind in reversed(list(enumerate(kinds)))}.values())

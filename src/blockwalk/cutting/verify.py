@@ -70,29 +70,20 @@ def certified_anatomy(model: Any) -> Anatomy:
     return verdict
 
 
-_SOURCES = cache.source_key(
-    *(room.__file__ for room in (anatomy_room, calls, cut_model, ownership, shrink, skeleton)), __file__
-)
+_ROOMS = (anatomy_room, calls, cut_model, ownership, shrink, skeleton)
+_SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
 def _key(model: Any) -> str:
     """Everything that the verdict depends on."""
     import transformers
 
-    config = {
-        key: value
-        for key, value in model.config.to_dict().items()
-        if key not in ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
-    }
+    left_out = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+    config = {key: value for key, value in model.config.to_dict().items() if key not in left_out}
     code = [_SOURCES.encode()]
     with suppress(OSError, TypeError):  # a class that was typed in has no file
         code.append(Path(inspect.getfile(type(model))).read_bytes())
-    facts = [
-        type(model).__name__,
-        model.config._attn_implementation,
-        transformers.__version__,
-        torch.__version__,
-    ]
+    facts = [type(model).__name__, model.config._attn_implementation, transformers.__version__, torch.__version__]
     text = json.dumps([facts, config], sort_keys=True, default=str).encode()
     return cache.key(text + b"".join(code))
 
@@ -384,7 +375,5 @@ def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, seed: int) ->
 
 
 def _same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    return all(
-        a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-6, atol=1e-9)
-        for a, b in zip(found, expected, strict=True)
-    )
+    pairs = zip(found, expected, strict=True)
+    return all(a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in pairs)

@@ -85,13 +85,8 @@ class Batches(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The iterator's place, as JSON values, with the settings that the order depends on."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "data": self.dataset.fingerprint(),
-        }
+        own = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
+        return {**own, "data": self.dataset.fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved place. Raises ``ValueError`` if seed, shuffling or data differ: the order would be another."""
@@ -265,10 +260,9 @@ def label_word_batch(
 
 def row_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
     """Cross-entropy [B], summed over each row's learnt tokens, in float32."""
-    losses = torch.nn.functional.cross_entropy(
-        logits_BSV[:, :-1].float().transpose(1, 2), labels_BS[:, 1:], ignore_index=IGNORE, reduction="none"
-    )
-    return losses.sum(dim=1)
+    before_BVS, labels_BS = logits_BSV[:, :-1].float().transpose(1, 2), labels_BS[:, 1:]
+    losses_BS = torch.nn.functional.cross_entropy(before_BVS, labels_BS, ignore_index=IGNORE, reduction="none")
+    return losses_BS.sum(dim=1)
 
 
 def share(batch: Mapping[str, Tensor], micro_batches: int, world: int, rank: int) -> list[dict[str, Tensor]]:

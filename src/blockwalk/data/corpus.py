@@ -102,10 +102,8 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
         import datasets
     except ImportError:
         raise ValueError(f"data.weights needs datasets, which interleaves the sources: {INSTALL}") from None
-    ends = list(itertools.accumulate(lengths))
-    numbers = [
-        datasets.Dataset.from_dict({"row": range(end - length, end)}) for length, end in zip(lengths, ends, strict=True)
-    ]
+    ends = itertools.accumulate(lengths, initial=0)
+    numbers = [datasets.Dataset.from_dict({"row": range(start, end)}) for start, end in itertools.pairwise(ends)]
     shares = [weight / sum(weights) for weight in weights]
     mixed = datasets.interleave_datasets(numbers, shares, seed=seed, stopping_strategy="all_exhausted")
     return list(mixed["row"])

@@ -147,9 +147,8 @@ class Encoded:
         positions from 0, and its first token is not learnt."""
         assert self.positions is None
         spans = [slice(*span) for row in rows for span in row]
-        token_ids, in_loss = (
-            np.concatenate([array[span] for span in spans]) for array in (self.token_ids, self.in_loss)
-        )
+        token_ids = np.concatenate([self.token_ids[span] for span in spans])
+        in_loss = np.concatenate([self.in_loss[span] for span in spans])
         starts = np.cumsum([0, *(sum(end - begin for begin, end in row) for row in rows)], dtype=np.int64)
         if not borders:
             return Encoded(token_ids, in_loss, starts, self.pad_id, self.report)
@@ -158,10 +157,8 @@ class Encoded:
 
     def mapped(self, folder: Path) -> Encoded:
         """A copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
-        names = ("token_ids", "in_loss", "starts", "positions")
-        moved: dict[str, Any] = {
-            name: mapped(array, folder) for name in names if (array := getattr(self, name)) is not None
-        }
+        names = ("token_ids", "in_loss", "starts", *(() if self.positions is None else ("positions",)))
+        moved: dict[str, Any] = {name: mapped(getattr(self, name), folder) for name in names}
         return replace(self, **moved)
 
     @staticmethod

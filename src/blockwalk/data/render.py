@@ -72,9 +72,8 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
 
     def render(count: int, *, ask: bool) -> str:
         try:
-            text = tokenizer.apply_chat_template(
-                messages[:count], tools=tools, tokenize=False, add_generation_prompt=ask
-            )
+            some = messages[:count]
+            text = tokenizer.apply_chat_template(some, tools=tools, tokenize=False, add_generation_prompt=ask)
         except Exception as error:
             raise ValueError(f"{record.where}: the chat template refused the conversation: {error}") from error
         return str(text)

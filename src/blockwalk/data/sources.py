@@ -100,9 +100,8 @@ def _read_csv(path: Path) -> Iterator[Record]:
             for number, fields in enumerate(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1):
                 if None in fields:
                     raise ValueError(f"{len(fields[None])} cells more than the header has; quote texts with commas")
-                yield Record(
-                    {name: cell for name, cell in fields.items() if cell is not None}, f"{path} record {number}"
-                )
+                cells = {name: cell for name, cell in fields.items() if cell is not None}
+                yield Record(cells, f"{path} record {number}")
     except (csv.Error, ValueError) as error:
         raise ValueError(f"{path} record {max(number, 1)}: {error}") from None
 

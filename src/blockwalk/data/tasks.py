@@ -34,11 +34,8 @@ def _boolq(record: Record) -> Record:
     """The question as a sentence; Google's own records have a Boolean ``answer`` where SuperGLUE's have ``label``."""
     question = record.text("question").rstrip("?")
     label = record.fields.get("label", record.fields.get("answer"))
-    return _with(
-        record,
-        question=f"{question[:1].upper()}{question[1:]}?",
-        label=int(label) if isinstance(label, bool) else label,
-    )
+    label = int(label) if isinstance(label, bool) else label
+    return _with(record, question=f"{question[:1].upper()}{question[1:]}?", label=label)
 
 
 def _wsc(record: Record) -> Record:
@@ -75,12 +72,8 @@ def _texts(record: Record, name: str, *inner: str) -> list[str]:
     found = record.fields.get(name)
     for key in inner:
         found = found.get(key) if isinstance(found, Mapping) else found
-    if (
-        not isinstance(found, Sequence)
-        or isinstance(found, str)
-        or not found
-        or not all(isinstance(t, str) for t in found)
-    ):
+    listed = isinstance(found, Sequence) and not isinstance(found, str)
+    if not listed or not found or not all(isinstance(text, str) for text in found):
         raise ValueError(f"{record.where}: field {name!r} must hold a list of texts, not {found!r}")
     return list(found)
 
@@ -88,9 +81,8 @@ def _texts(record: Record, name: str, *inner: str) -> list[str]:
 def _squad(record: Record) -> Question:
     title, context, question = (record.text(name) for name in ("title", "context", "question"))
     answers = _texts(record, "answers", "text")
-    return Question.asked(
-        f"Title: {title}\nContext: {context}\nQuestion: {question.strip()}\nAnswer:", answers, record.where
-    )
+    prompt = f"Title: {title}\nContext: {context}\nQuestion: {question.strip()}\nAnswer:"
+    return Question.asked(prompt, answers, record.where)
 
 
 def _drop(record: Record) -> Question:

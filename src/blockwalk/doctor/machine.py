@@ -60,9 +60,8 @@ class Findings:
         hw = self.hardware
         yield f"{hw.name}: {hw.device}, measured in {self.seconds:.0f} s"
         yield f"  memory            {_size(hw.device_bytes)} device, {_size(hw.host_bytes)} host, {_size(hw.disk_bytes)} disk"
-        yield "  products          " + ", ".join(
-            f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in hw.flops.items()
-        )
+        products = ", ".join(f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in hw.flops.items())
+        yield f"  products          {products}"
         yield f"  memory bandwidth  {hw.memory_bandwidth / 1e9:.1f} GB/s"
         if hw.device == "cpu":
             yield f"  a lane's copies   {hw.host_to_device.bandwidth / 1e9:.1f} GB/s"
@@ -102,11 +101,8 @@ class Findings:
     def verdict(self) -> str:
         """The findings in one sentence: what fits, and how many things will hurt."""
         most, count = self.hardware.disk_bytes / (0.5 + 2 / 32), len(self.warnings)
-        hurts = (
-            f"{count} thing{'s' * (count > 1)} will hurt: see the warnings"
-            if count
-            else "nothing was found that will hurt"
-        )
+        some = f"{count} thing{'s' * (count > 1)} will hurt: see the warnings"
+        hurts = some if count else "nothing was found that will hurt"
         return f"the disk has room for 4-bit copies of up to {most / 1e9:.0f}B parameters; {hurts}"
 
 
@@ -147,10 +143,8 @@ def measure(
     if kind == "cpu" and walk and os.environ.get("RANK", "0") == "0":
         say("small training steps, which take most of the time ...")
         walks = probe_walk.measure()
-        found |= {
-            "start_seconds": {kind: each.start_seconds for kind, each in walks.items()},
-            **probe_walk.beside_tensors(walks),
-        }
+        starts = {kind: each.start_seconds for kind, each in walks.items()}
+        found |= {"start_seconds": starts, **probe_walk.beside_tensors(walks)}
     hardware = Hardware(
         name=name,
         device=kind,
@@ -254,9 +248,8 @@ def _decoding(device: torch.device) -> float:
     buffer = encode_rows(torch.ones(shape), torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(device)
     out = torch.empty((rows, shape[1]), dtype=torch.bfloat16, device=device)
     firsts = range(0, shape[0], rows)
-    return (
-        shape[0] * shape[1] / _best(lambda: [decode_rows(buffer, layout, at, at + rows, out) for at in firsts], device)
-    )
+    taken = _best(lambda: [decode_rows(buffer, layout, at, at + rows, out) for at in firsts], device)
+    return shape[0] * shape[1] / taken
 
 
 def _links(device: torch.device) -> tuple[Link, Link, float]:
@@ -378,11 +371,9 @@ def _timings(where: str, group: Any, ranks: int, device: torch.device) -> _Timed
     found = []
     for size in SIZES:
         mine = torch.zeros(size, dtype=torch.uint8, device=device)
-        parts, pieces = (
-            [torch.empty_like(mine) for _ in range(ranks)],
-            [mine[: size // ranks].clone() for _ in range(ranks)],
-        )
-        arriving, summed = [torch.empty_like(piece) for piece in pieces], mine.view(torch.float32).clone()
+        parts, summed = [torch.empty_like(mine) for _ in range(ranks)], mine.view(torch.float32).clone()
+        pieces = [mine[: size // ranks].clone() for _ in range(ranks)]
+        arriving = [torch.empty_like(piece) for piece in pieces]
         kinds: dict[str, Callable[[], object]] = {
             GATHERED: partial(dist.all_gather, parts, mine, group=group),
             "all-to-all": partial(dist.all_to_all, arriving, pieces, group=group),

@@ -288,9 +288,8 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
         config = _with_experts(config, header)
         vars(config).pop("_model_name_or_path", None)  # a name out of the metadata, which is no path
         config.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in header.tensors)
-        config.vocab_size = next(
-            (t.shape[0] for t in header.tensors if t.name == "token_embd.weight"), config.vocab_size
-        )
+        rows = [tensor.shape[0] for tensor in header.tensors if tensor.name == "token_embd.weight"]
+        config.vocab_size = rows[0] if rows else config.vocab_size
         config.dtype = header.main_codec.facts.dtype or "bfloat16"
         config.save_pretrained(folder)
         if tokens:

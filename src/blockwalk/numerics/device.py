@@ -114,7 +114,6 @@ def _piece(nbytes: int, device: torch.device) -> Tensor:
     pages = (ctypes.c_char * nbytes).from_buffer(mmap.mmap(-1, nbytes))
     register, let_go = registrar()
     register(ctypes.addressof(pages), nbytes)
-    weakref.finalize(
-        pages, let_go, ctypes.addressof(pages)
-    ).atexit = False  # the process's end takes the driver's with it
+    # not at exit: the process's end takes the driver's with it
+    weakref.finalize(pages, let_go, ctypes.addressof(pages)).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -55,11 +55,9 @@ class ParamSpec:
     def nbytes_in(self, codec: Codec) -> int:
         """Bytes where the plan says ``codec``."""
         stored = self.stored_in(codec)
-        return (
-            self.parted_nbytes
-            if stored.facts.parted
-            else encoded_nbytes(self.shape, self.dtype, stored, self.group_size)
-        )
+        if stored.facts.parted:
+            return self.parted_nbytes
+        return encoded_nbytes(self.shape, self.dtype, stored, self.group_size)
 
 
 def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:

@@ -132,20 +132,18 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 Loader.yaml_implicit_resolvers = _resolvers()
 
 
+_SHORT = {"lr": "learning_rate", "eps": "epsilon", "rank": "lora.rank", "accumulation": "gradient_accumulation_steps"}
+"""Short names that others have, and what our settings' names end in."""
+
+
 def did_you_mean(key: str, known: list[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest known name, or nothing."""
-    aliases = {
-        "lr": "learning_rate",
-        "eps": "epsilon",
-        "rank": "lora.rank",
-        "accumulation": "gradient_accumulation_steps",
-    }
     last = key.rpartition(".")[2]
-    if last in aliases:
-        return next((f"; did you mean {name!r}?" for name in known if name.endswith(aliases[last])), "")
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-        name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
-    ]
+    if last in _SHORT:
+        near = [name for name in known if name.endswith(_SHORT[last])]
+    else:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        near = near or [name for name in known if name.rpartition(".")[2] == last]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

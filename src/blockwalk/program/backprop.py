@@ -89,9 +89,8 @@ class _Backprop:
         kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
         transient = cost.backward_transient - (cost.saved if block and (kept or places.maps_graphs) else 0)
         if unit == places.last:
-            self.coming = [
-                (i, m) for i in range(places.last - 1, max(self.lowest, 1) - 1, -1) if i not in self.keep for m in group
-            ]
+            blocks = range(places.last - 1, max(self.lowest, 1) - 1, -1)
+            self.coming = [(i, m) for i in blocks if i not in self.keep for m in group]
         for m in group:
             deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
             if block and not kept:
@@ -146,10 +145,8 @@ class _Backprop:
         places = self.b.places.plan.prefetch + 1
         while self.coming and len(self.loaded) < places:
             key, before = self.coming.pop(0), len(self.backwards) + len(self.loaded) - places
-            freed = [self.backwards[before]] if before >= 0 else []
-            self.loaded[key] = self._moves_input(
-                OpKind.LOAD, Lane.FETCH, *key, self.saves[key], *freed, takes=self._brought()
-            )
+            after = [self.saves[key], *([self.backwards[before]] if before >= 0 else [])]
+            self.loaded[key] = self._moves_input(OpKind.LOAD, Lane.FETCH, *key, *after, takes=self._brought())
         return self.loaded.pop((unit, micro_batch))
 
     def _moves_input(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, **memory: object) -> int:
@@ -164,9 +161,8 @@ class _Backprop:
 
     def _brought(self) -> Bytes:
         """The device memory of an input that was brought back: a processor reads it where it lies."""
-        there = (
-            self.b.places.device == "cpu" or activation_pool(self.b.places.plan, self.b.places.device) is Pool.DEVICE
-        )
+        places = self.b.places
+        there = places.device == "cpu" or activation_pool(places.plan, places.device) is Pool.DEVICE
         return () if there else ((Pool.DEVICE, self.b.hidden_bytes),)
 
     def _graph(self, unit: int) -> Bytes:

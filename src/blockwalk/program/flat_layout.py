@@ -98,10 +98,7 @@ def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
     waiting = min(count, 2)
     return Buffers(
         slots=(*[pair(model.blocks)] * count, *(pair(units) for units in each)),
-        gradients=(
-            *[most(model.blocks, StateKind.TRAINABLE)] * waiting,
-            *(most(units, StateKind.TRAINABLE) for units in each),
-        ),
+        gradients=tuple(most(units, StateKind.TRAINABLE) for units in [*[model.blocks] * waiting, *each]),
         slot_of_end=(count, count + len(each) - 1),
         gradient_of_end=(waiting, waiting + len(each) - 1),
     )

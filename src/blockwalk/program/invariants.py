@@ -32,12 +32,8 @@ def happens_before(program: Program) -> list[int]:
 def broken_dependencies(program: Program) -> list[str]:
     """Ops are numbered in order, and depend on earlier ones only."""
     wrong = [f"op {op.index} stands at place {i}" for i, op in enumerate(program.ops) if op.index != i]
-    return wrong + [
-        f"op {op.index} waits for op {dep}, which comes later"
-        for op in program.ops
-        for dep in op.deps
-        if not 0 <= dep < op.index
-    ]
+    late = [(op, dep) for op in program.ops for dep in op.deps if not 0 <= dep < op.index]
+    return wrong + [f"op {op.index} waits for op {dep}, which comes later" for op, dep in late]
 
 
 def used_unfetched(program: Program) -> list[str]:

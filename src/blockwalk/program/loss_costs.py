@@ -101,8 +101,7 @@ def own_loss_work(
     """The operations of a model's own loss, on whole logits: forward, and backward."""
     size, wide, count = dtype.itemsize, max(dtype.itemsize, 4), tokens * vocab_size
     product = 2 * count * hidden_size
-    forward = Work(
-        ((product, 1),), float32_passes=sizes([(count * (size + wide) * (size < wide), 1), (2 * count * wide, 2)])
-    )
-    moved = [(count * (size + wide) * (size < wide), 1), (3 * count * wide, 1), (2 * count * wide, 1)]
+    lifted = (count * (size + wide) * (size < wide), 1)
+    forward = Work(((product, 1),), float32_passes=sizes([lifted, (2 * count * wide, 2)]))
+    moved = [lifted, (3 * count * wide, 1), (2 * count * wide, 1)]
     return forward, Work(((product, 1 + trains_head),), float32_passes=sizes(moved))

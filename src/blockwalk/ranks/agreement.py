@@ -37,9 +37,8 @@ def gather_json(value: Any, group: Any = None) -> list[Any]:
     all_gather(lengths, torch.tensor([len(text)], device=where), group=group)
     longest = int(lengths.max())
     out_WN = torch.empty(len(lengths), longest, dtype=torch.uint8, device=where)
-    all_gather(
-        out_WN.view(-1), torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(where), group=group
-    )
+    own_N = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(where)
+    all_gather(out_WN.view(-1), own_N, group=group)
     return [json.loads(bytes(row_N.cpu().numpy())) for row_N in out_WN]
 
 

@@ -142,14 +142,8 @@ class SharedForwards:
         cuts = len(counted)
         most = -(-passes // self.mesh.perturb) * len(self.micro_batches_of(0, cuts)) * rows
         ours = [counted[cut] for cut in self.micro_batches_of(self.rank, cuts)]
-        sent = [
-            *own,
-            *[0.0] * (most - len(own)),
-            *map(float, ours),
-            self._read,
-            self._last_entry_digest,
-            float(self.own_stop_signal()),
-        ]
+        facts = (self._read, self._last_entry_digest, float(self.own_stop_signal()))
+        sent = [*own, *[0.0] * (most - len(own)), *map(float, ours), *facts]
         table = [[math.nan] * (cuts * rows) for _ in range(passes)]
         everyone = self.exchange(sent)
         self.stop_signal_of_any_rank = max(int(values.pop()) for values in everyone)
@@ -166,9 +160,8 @@ class SharedForwards:
                 raise RuntimeError(
                     f"step {step}: rank {rank} and rank {self.rank} have different ledgers: the step before differs"
                 )
-            assert values[most:] == theirs, (
-                f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not {theirs}"
-            )
+            wrong = f"step {step}: rank {rank} counts {values[most:]} tokens of one batch, not {theirs}"
+            assert values[most:] == theirs, wrong
         return table
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:

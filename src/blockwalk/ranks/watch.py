@@ -104,9 +104,8 @@ class Watch:
         """Seconds on this rank's clock: while its process is stopped, or no thread of it gets to run, it stands still."""
         self._answered = 0.0
         """Seconds on that clock at which the store last answered; all times below are on it."""
-        self._threads = [
-            threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in (self._beat, self._look)
-        ]
+        works = (self._beat, self._look)
+        self._threads = [threading.Thread(target=work, name="blockwalk watch", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
         Watch.current = self

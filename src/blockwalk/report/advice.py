@@ -83,9 +83,8 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
 
     given, default = run.to_mapping(), RunConfig().to_mapping()
     given["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
-    own = changed(
-        {each.name: given[each.name] for each in fields(RunConfig) if each.name not in ("plan", "model")}, default
-    )
+    names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model")]
+    own = changed({name: given[name] for name in names}, default)
     optimizer = {} if run.plan.estimator is not plan.estimator else changed(given["optimizer"], default["optimizer"])
     nested = {"data": changed(given["data"], default["data"]), "lora": given["lora"], "optimizer": optimizer}
     if given["lora"]:

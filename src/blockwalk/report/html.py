@@ -224,11 +224,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _series(name: str, lines: Lines, key: str, scale: float = 1.0) -> Series:
-    points = [
-        (float(line["step"]), float(line[key]) * scale)
-        for line in lines
-        if line.get(key) is not None and math.isfinite(line[key])
-    ]
+    known = [line for line in lines if line.get(key) is not None and math.isfinite(line[key])]
+    points = [(float(line["step"]), float(line[key]) * scale) for line in known]
     every = -(-len(points) // MOST_POINTS) or 1
     thin = points[::every]
     if points and thin[-1] != points[-1]:
@@ -254,9 +251,8 @@ def _header(config: str, metrics: Path) -> Iterator[str]:
 
 def _moved(steps: Lines) -> Iterator[Series]:
     for lane in sorted({lane for step in steps for lane in step.get("bytes_moved", {})}):
-        with_lane = [
-            {"step": s["step"], "moved": s["bytes_moved"][lane]} for s in steps if lane in s.get("bytes_moved", {})
-        ]
+        having = [step for step in steps if lane in step.get("bytes_moved", {})]
+        with_lane = [{"step": step["step"], "moved": step["bytes_moved"][lane]} for step in having]
         if len({each["moved"] for each in with_lane}) > 1:  # one figure for all steps stands in the table
             yield _series(lane, with_lane, "moved", 1e-6)
 

@@ -61,9 +61,8 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
     """A warning where the bytes that are ``foreseen`` for the process are near the tightest limit. Where 0 are foreseen (the
     machine was not measured), they are the tensors and the bytes that the process ``held`` before the model was opened."""
     foreseen = foreseen or held + forecast.host_bytes()
-    limits = [
-        (each.nbytes // (1 if each.of_process else run.plan.mesh.ranks_per_node), each) for each in memory_limits()
-    ]
+    ranks = run.plan.mesh.ranks_per_node
+    limits = [(each.nbytes // (1 if each.of_process else ranks), each) for each in memory_limits()]
     room, limit = min(limits, key=lambda pair: pair[0])
     if foreseen > CLOSE * room:
         yield (

@@ -130,11 +130,8 @@ class StepForecast:
         self.seconds.append(seconds)
         if not walker.timeline:
             return
-        found = [
-            event
-            for program, timed in walker.timeline
-            for event in timeline.events(program, [timed], process="measured")
-        ]
+        walks = [timeline.events(program, [timed], process="measured") for program, timed in walker.timeline]
+        found = [event for walk in walks for event in walk]
         for path in self.paths:
             timeline.write(path, self._foreseen() + found)
         walker.timeline = None

@@ -242,9 +242,8 @@ class CostModel:
         return self.plan.zeroth_order and op.part is StateKind.TRAINABLE
 
     def _stored(self) -> int:
-        return sum(
-            u.nbytes(self.plan.frozen.codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units
-        )
+        codec = self.plan.frozen.codec
+        return sum(u.nbytes(codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
 
     def _rounds(self, op: Op) -> int:
         """Rounds of a collective after the first: as many as a tree over its ranks has."""

@@ -160,9 +160,7 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
                 waits[follower] -= 1
                 if not waits[follower]:
                     heappush(queue, (ready[follower], follower))
-    waiting = [
-        rank for rank, program in enumerate(programs) if any((rank, op.index) not in spans for op in program.ops)
-    ]
+    waiting = [rank for rank, each in enumerate(programs) if any((rank, op.index) not in spans for op in each.ops)]
     assert not waiting, f"the programs of ranks {waiting} wait for each other"
     return tuple(tuple(spans[rank, op.index] for op in program.ops) for rank, program in enumerate(programs))
 
@@ -181,9 +179,7 @@ def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
 
 def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
     """Peak bytes of each pool; of ops at one instant the earlier of the program ends before the next begins."""
-    events = sorted(
-        [(span.began, span.op.index, 0) for span in spans] + [(span.ended, span.op.index, 1) for span in spans]
-    )
+    events = sorted((at, span.op.index, end) for span in spans for end, at in enumerate((span.began, span.ended)))
     held = Counter(dict(program.static))
     peak = Counter(held)
     for _, index, ends in events:

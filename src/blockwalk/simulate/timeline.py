@@ -20,14 +20,8 @@ def events(program: Program, steps: Sequence[Iterable[Timed]], *, process: str) 
     timed = [each for step in steps for each in step]
     start = min((began for _, began, _ in timed), default=0.0)
     used = {op.lane for op, _, _ in timed}
-    named: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": process}},
-        *(
-            {"ph": "M", "name": "thread_name", "pid": process, "tid": lanes[lane], "args": {"name": str(lane)}}
-            for lane in Lane
-            if lane in used
-        ),
-    ]
+    names = [("process_name", 0, process), *(("thread_name", lanes[lane], str(lane)) for lane in Lane if lane in used)]
+    named = [{"ph": "M", "name": what, "pid": process, "tid": tid, "args": {"name": each}} for what, tid, each in names]
     return named + [
         {
             "ph": "X",

@@ -9,7 +9,5 @@ class OutOfMemory(RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is an allocator's, of the interpreter, a processor or an accelerator."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
-    )
+    refused = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and refused)

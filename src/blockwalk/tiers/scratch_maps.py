@@ -164,9 +164,8 @@ class SavedTensors:
             order, dense = list(range(tensor.dim())), tensor
         copy = self._take(tensor.nbytes).view(tensor.dtype).view(dense.shape)
         copy.copy_(dense)
-        return copy.permute(
-            [order.index(d) for d in range(tensor.dim())]
-        ).data  # what follows it in the map is not its change
+        # as data: what follows it in the map is not its change
+        return copy.permute([order.index(d) for d in range(tensor.dim())]).data
 
     @contextmanager
     def saving(self, stays: Iterable[Tensor]) -> Iterator[None]:

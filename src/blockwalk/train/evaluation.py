@@ -150,10 +150,8 @@ class HeldOut:
             watch(start)
             rows = order[start : start + self.batch_size]
             ids_BS, mask_BS = left_padded([asked.prompts[row] for row in rows], asked.rows.pad_id)
-            written = walker.generate(ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops)[
-                :, ids_BS.shape[1] :
-            ]
-            for row, ids in zip(rows, written.tolist(), strict=True):
+            written_BS = walker.generate(ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops)
+            for row, ids in zip(rows, written_BS[:, ids_BS.shape[1] :].tolist(), strict=True):
                 answer = self.tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0]
                 f1.append(token_f1(answer, asked.answers[row]))
                 exact.append(exact_match(answer, asked.answers[row]))

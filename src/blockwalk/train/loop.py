@@ -402,13 +402,8 @@ class _Loop:
         line |= {"seconds": result.seconds, "peak_bytes": peak}
         line["bytes_moved"] = {str(lane): nbytes for lane, nbytes in result.bytes.items()}
         self.metrics.write(line)
-        self.progress.step(
-            result.step,
-            loss=result.loss,
-            seconds=result.seconds,
-            tokens_per_second=line["tokens_per_second"],
-            peak_bytes=peak,
-        )
+        figures = {name: line[name] for name in ("loss", "seconds", "tokens_per_second", "peak_bytes")}
+        self.progress.step(result.step, **figures)
         self._tell("step", line)
         return True
 
@@ -568,9 +563,8 @@ def _stop_signals() -> Iterator[_Stop]:
             raise Stopped(number)
         stop.asked = number
         if place.place().rank == 0:  # not through a buffered writer, which this may have interrupted
-            os.write(
-                2, b"\nstopping after this step, or this batch of an evaluation, with a checkpoint; ^C again to quit\n"
-            )
+            when = "after this step, or this batch of an evaluation"
+            os.write(2, f"\nstopping {when}, with a checkpoint; ^C again to quit\n".encode())
 
     watched = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, act) for number in watched}

@@ -15,13 +15,8 @@ from blockwalk.system.atomic_files import read_json
 def steps_of(run: RunConfig) -> int:
     """Optimizer steps of a whole run; 0 where they are not known without tokens or a network."""
     files, data = sources(run.data.train), run.data
-    if (
-        run.max_steps
-        or not data.train
-        or data.packing
-        or data.weights
-        or not all(Path(file).exists() for file in files)
-    ):
+    here = data.train and all(Path(file).exists() for file in files)
+    if run.max_steps or not here or data.packing or data.weights:
         return run.max_steps
     records = sum(1 for file in files for _ in read_records(file, columns=data.columns))
     return run.epochs * -(-records // run.batch_size)

@@ -111,11 +111,8 @@ class UnitCosts:
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
             reason = str(error).partition("\n")[0]
-            log.warning(
-                "what a block needs while it computes is not foreseen: %s on fake tensors (%s)",
-                self.config.model_type,
-                reason,
-            )
+            text = "what a block needs while it computes is not foreseen: %s on fake tensors (%s)"
+            log.warning(text, self.config.model_type, reason)
             return Costs()
         cache.write_json(f"costs-{key}", asdict(found))
         return found
@@ -322,9 +319,8 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
     cut, shape = bench.cut, bench.shape
     with bench.mode:
         call = _fake_call(prologue.calls[index - 1], bench.device)
-        hidden_BSD = torch.empty(
-            shape.batch, shape.sequence, cut.spec().hidden_size, dtype=bench.dtype, device=bench.device
-        )
+        sides = (shape.batch, shape.sequence, cut.spec().hidden_size)
+        hidden_BSD = torch.empty(sides, dtype=bench.dtype, device=bench.device)
         grad_BSD = torch.empty_like(hidden_BSD)
         with torch.set_grad_enabled(bench.backprop):
             values = bench.frozen_values(unit)
@@ -382,9 +378,8 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     spec = cut.spec()
     reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
     by_name = {p.name: p for p in reads.params}
-    trains_head = bench.backprop and any(
-        name in by_name and by_name[name].trainable for name in (head.weight, head.bias, *(head.lora or ())[1:2])
-    )
+    of_head = [by_name[n] for n in (head.weight, head.bias, *(head.lora or ())[1:2]) if n in by_name]
+    trains_head = bench.backprop and any(param.trainable for param in of_head)
     size, wide = bench.dtype.itemsize, max(bench.dtype.itemsize, 4)
     width = spec.hidden_size + (by_name[head.lora[0]].shape[0] if head.lora else 0)
     tokens = shape.batch * (shape.sequence - 1)
@@ -476,9 +471,8 @@ def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
     return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
 
 
-_SOURCES = cache.source_key(
-    *(room.__file__ for room in (chunks, lazy_linear, row_tiles, loss_costs, metering, work)), __file__
-)
+_ROOMS = (chunks, lazy_linear, row_tiles, loss_costs, metering, work)
+_SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
 def _folder_digest(folder: Any) -> str:

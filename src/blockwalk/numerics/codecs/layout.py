@@ -130,9 +130,8 @@ class Layout:
     def codes(self, buffer: Tensor) -> Tensor:
         """The codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
         if self.codec.facts.interleaved:
-            return self._blocks(buffer)[..., len(self.codec.facts.scales) * self.scale_dtype.itemsize :].view(
-                self.code_dtype
-            )
+            scales = len(self.codec.facts.scales) * self.scale_dtype.itemsize
+            return self._blocks(buffer)[..., scales:].view(self.code_dtype)
         return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
 
     def split(self, buffer: Bytes) -> tuple[Tensor, ...]:

@@ -126,9 +126,8 @@ def _build(name: str) -> ctypes.CDLL | None:
     compiler = _compiler()
     if compiler is None:
         known = set(_processor().split())
-        brought = [
-            source.with_name(f"{name}-{level}.so") for level, has in LEVELS.items() if known.issuperset(has.split())
-        ]
+        levels = [level for level, has in LEVELS.items() if known.issuperset(has.split())]
+        brought = [source.with_name(f"{name}-{level}.so") for level in levels]
         if found := next(filter(Path.exists, brought), None):
             return ctypes.CDLL(str(found))
         _say_no_compiler()

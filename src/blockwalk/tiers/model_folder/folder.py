@@ -56,9 +56,8 @@ class CheckpointFolder:
         if stored.parts:
             return tuple(self._files[p.file].view(p.offset, p.nbytes, p.dtype, p.shape) for p in stored.parts)
         bytes_P = self._files[stored.file].view(stored.offset, stored.nbytes, torch.uint8, (stored.nbytes,))
-        return (
-            bytes_P.clone() if stored.offset % stored.dtype.itemsize else bytes_P
-        )  # a header of any length is allowed
+        # a header of any length is allowed
+        return bytes_P.clone() if stored.offset % stored.dtype.itemsize else bytes_P
 
     def _open(self, stored: StoredTensor) -> Tensor | Weight:
         return stored.open(self._bytes(stored))

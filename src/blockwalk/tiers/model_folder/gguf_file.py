@@ -61,10 +61,8 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
         first, second = (_rows_of(part_P, layout) for part_P, layout in zip(parts, layouts, strict=True))
         return above(first, second, upper.shape[1])
 
-    parts = tuple(
-        replace(half, dtype=torch.uint8, shape=(half.shape[0], layout.nbytes))
-        for half, layout in zip(halves, layouts, strict=True)
-    )
+    shapes = [(half.shape[0], layout.nbytes) for half, layout in zip(halves, layouts, strict=True)]
+    parts = tuple(replace(half, dtype=torch.uint8, shape=shape) for half, shape in zip(halves, shapes, strict=True))
     shape = (upper.shape[0], upper.shape[1] + lower.shape[1], *upper.shape[2:])
     nbytes = upper.nbytes + lower.nbytes
     return replace(upper, nbytes=nbytes, shape=shape, codec=Codec.STACKED, parts=parts, reader=read)
