@@ -303,7 +303,7 @@ def test_logits_are_never_whole(dtype: torch.dtype, trained: bool) -> None:
     for tokens, hidden, vocab in ((300, 8, 60_000), (1500, 8, 9_000)):
         hidden_ND, labels_N, head_VD, _ = random_case(tokens, hidden, vocab, dtype=dtype)
         head_grad = torch.zeros(vocab, hidden) if trained else None
-        token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, dtype, soft_cap=False)
+        token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, dtype.itemsize, soft_cap=False)
         assert token_chunk < tokens or vocab_chunk < vocab
         scratch = ScratchArena()
         with _Largest() as largest:
@@ -321,13 +321,13 @@ def test_logits_are_never_whole(dtype: torch.dtype, trained: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 255, 1023, 8191])
 def test_chunks_of_real_models_stay_within_the_budget(hidden: int, vocab: int, tokens: int) -> None:
     """Oracle: closed form. The bytes of one chunk of head, logits and sums, counted here, in bfloat16 and with a soft cap."""
-    token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, torch.bfloat16, soft_cap=True)
+    token_chunk, vocab_chunk = chunk_sizes(tokens, hidden, vocab, 2, soft_cap=True)
     logits = token_chunk * vocab_chunk * (2 + 4 + 4)
     sums = token_chunk * hidden * (4 + 2 + 2)
     assert logits + sums + vocab_chunk * hidden * 2 <= LOSS_BUDGET["cpu"]
     parts = -(-tokens // token_chunk)
     assert parts * token_chunk - tokens < parts  # tokens are cut evenly
-    assert vocab_chunk == chunk_sizes(1, hidden, vocab, torch.bfloat16, soft_cap=False)[1]  # by the head alone
+    assert vocab_chunk == chunk_sizes(1, hidden, vocab, 2, soft_cap=False)[1]  # by the head alone
 
 
 def test_a_loss_alone_reads_the_head_once() -> None:

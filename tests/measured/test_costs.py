@@ -70,7 +70,7 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
         program: Program = compile(plan, walker.spec, StepKind.TRAIN, shape, costs=costs, page_cache=1 << 30)
         with Meter() as meter:
             walker.step(batch)
-            once = meter.flops
+            once = meter.work.flops
             walker.step(batch)  # buffers that are kept are there from the first step's end
         slots = program.slots * program.slot_bytes
         held = resident(plan, walker.spec).get(Pool.DEVICE, 0) + slots

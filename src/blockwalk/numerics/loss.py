@@ -251,7 +251,7 @@ def chunked_cross_entropy(
     vocab_size, hidden_size = head.shape
     budget = LOSS_BUDGET[device.type]
     capped = soft_cap is not None
-    token_chunk, chunk = chunk_sizes(tokens, hidden_size, vocab_size, dtype, soft_cap=capped, budget=budget)
+    token_chunk, chunk = chunk_sizes(tokens, hidden_size, vocab_size, dtype.itemsize, soft_cap=capped, budget=budget)
     edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
     two_passes = head_grad is not None or bias_grad is not None
 

@@ -39,7 +39,7 @@ def keeps_shapes(tensor: Tensor) -> bool:
 
 def rows_of(tensor: Tensor, rows: int) -> int:
     """The number of rows that a matrix of ``tensor``'s kind has with its last tile filled up; one made so needs no copies."""
-    return multiplied_rows(rows, tensor.dtype, tensor.device.type) if keeps_shapes(tensor) else rows
+    return multiplied_rows(rows, tensor.itemsize, tensor.device.type) if keeps_shapes(tensor) else rows
 
 
 def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None) -> None:

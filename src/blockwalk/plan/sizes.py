@@ -6,7 +6,6 @@ They are read by the estimators and by those who foresee what they will need; no
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 
 class ByDevice(dict[str, int]):
@@ -43,23 +42,16 @@ UNTILED_ROWS = 8
 """Up to so many rows a product is made as it is: there are few such shapes, and generation has one row."""
 
 
-class Sized(Protocol):
-    """A dtype, of which only the bytes of an element matter here."""
-
-    @property
-    def itemsize(self) -> int: ...
-
-
 def chunk_sizes(
-    tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, soft_cap: bool, budget: int = LOSS_BUDGET["cpu"]
+    tokens: int, hidden_size: int, vocab_size: int, itemsize: int, *, soft_cap: bool, budget: int = LOSS_BUDGET["cpu"]
 ) -> tuple[int, int]:
     """Tokens and vocabulary rows of one chunk for about ``budget`` bytes of scratch: a third for a chunk of the head, a
-    third for its logits, a third for the sums [n, D].
+    third for its logits, a third for the sums [n, D], in a dtype of ``itemsize`` bytes.
 
     The vocabulary chunk rests on the head alone, so that a token's loss is the same whatever it is batched with. In 16 bits
     there is room for whole tiles of :data:`ROW_TILE` tokens, in which products are made.
     """
-    third, size = budget // 3, dtype.itemsize
+    third, size = budget // 3, itemsize
     wide, narrow, fewest, step = (4, size, ROW_TILE, ROW_TILE) if size == 2 else (max(size, 4), 0, 32, 1)
     vocab_rows = min(third // (hidden_size * size), third // (fewest * (2 * wide + narrow)))
     vocab_chunk = min(vocab_size, max(256, vocab_rows // 256 * 256))
@@ -70,9 +62,9 @@ def chunk_sizes(
     return -(-tokens // parts), vocab_chunk
 
 
-def multiplied_rows(rows: int, dtype: Sized, device: str) -> int:
+def multiplied_rows(rows: int, itemsize: int, device: str) -> int:
     """The number of rows that a product of ``rows`` rows is made with, those included that fill up its last tile."""
-    tiled = device == "cpu" and dtype.itemsize == 2 and rows > UNTILED_ROWS
+    tiled = device == "cpu" and itemsize == 2 and rows > UNTILED_ROWS
     return -(-rows // ROW_TILE) * ROW_TILE if tiled else rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, Sized, chunk_sizes, multiplied_rows
+from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, multiplied_rows
 from blockwalk.program.costs import Work, sizes
 
 
@@ -29,7 +29,7 @@ class ChunkedLoss:
     tokens: int
     hidden_size: int
     vocab_size: int
-    dtype: Sized
+    itemsize: int
     soft_cap: bool
     device: str
     trains_head: bool = False
@@ -38,20 +38,20 @@ class ChunkedLoss:
     def chunks(self) -> tuple[int, int]:
         """n and v."""
         budget, sides = LOSS_BUDGET[self.device], (self.tokens, self.hidden_size, self.vocab_size)
-        return chunk_sizes(*sides, self.dtype, soft_cap=self.soft_cap, budget=budget)
+        return chunk_sizes(*sides, self.itemsize, soft_cap=self.soft_cap, budget=budget)
 
     @property
     def rows(self) -> int:
         """The rows that all chunks of tokens are multiplied as."""
         n, _ = self.chunks
-        whole, rest = (multiplied_rows(rows, self.dtype, self.device) for rows in (n, self.tokens % n))
+        whole, rest = (multiplied_rows(rows, self.itemsize, self.device) for rows in (n, self.tokens % n))
         return self.tokens // n * whole + rest
 
     @property
     def memory(self) -> LossMemory:
         """Bytes that it allocates."""
         n, v = self.chunks
-        size, width = self.dtype.itemsize, self.hidden_size
+        size, width = self.itemsize, self.hidden_size
         wide = max(size, 4)
         narrow = size if size < wide else 0
         rows = max(n, v if self.trains_head else 0)
@@ -68,7 +68,7 @@ class ChunkedLoss:
         """Its operations, gradients included where they are asked for: one pass over the vocabulary, two where the head is
         trained."""
         n, v = self.chunks
-        size, wide, width = self.dtype.itemsize, max(self.dtype.itemsize, 4), self.hidden_size
+        size, wide, width = self.itemsize, max(self.itemsize, 4), self.hidden_size
         chunks = -(-self.tokens // n) * -(-self.vocab_size // v)
         logits, narrow = n * v * wide, n * v * (wide + size) * (size < wide)
         below = [(2 * logits, 3)]  # minus the maximum, at least _NEGLIGIBLE, exp
@@ -88,18 +88,16 @@ class ChunkedLoss:
             passes += [(narrow, 2), *below, (2 * logits, 1), *capped, *added(n), *added(v)]
         once = [(self.tokens * width * wide, 4)] if gradient else []
         return Work(
-            ((2 * multiplied_rows(n, self.dtype, self.device) * v * width, products * chunks),),
+            ((2 * multiplied_rows(n, self.itemsize, self.device) * v * width, products * chunks),),
             starts=8 * chunks,
             float32_passes=sizes(once),
             in_place=sizes((each, count * chunks) for each, count in passes),
         )
 
 
-def own_loss_work(
-    tokens: int, hidden_size: int, vocab_size: int, dtype: Sized, *, trains_head: bool
-) -> tuple[Work, Work]:
+def own_loss_work(tokens: int, hidden_size: int, vocab_size: int, size: int, *, trains_head: bool) -> tuple[Work, Work]:
     """The operations of a model's own loss, on whole logits: forward, and backward."""
-    size, wide, count = dtype.itemsize, max(dtype.itemsize, 4), tokens * vocab_size
+    wide, count = max(size, 4), tokens * vocab_size
     product = 2 * count * hidden_size
     lifted = (count * (size + wide) * (size < wide), 1)
     forward = Work(((product, 1),), float32_passes=sizes([lifted, (2 * count * wide, 2)]))

@@ -38,11 +38,6 @@ UPDATE_STARTS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Dtype:
-    itemsize: int
-
-
-@dataclass(frozen=True, slots=True)
 class CostModel:
     """Seconds of an op on a machine.
 
@@ -193,7 +188,7 @@ class CostModel:
         shape, size = self.program.shape, DTYPE_BYTES[self.dtype]
         tokens = shape.batch * (shape.sequence - 1)
         sides, budget = (self.model.hidden_size, self.model.vocab_size), LOSS_BUDGET[self.hardware.device]
-        n, _ = chunk_sizes(tokens, *sides, _Dtype(size), soft_cap=False, budget=budget)
+        n, _ = chunk_sizes(tokens, *sides, size, soft_cap=False, budget=budget)
         return -(-tokens // n)
 
     def _updated(self, elements: float) -> float:

@@ -85,10 +85,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         return Work(products, passes, self.attention, self.starts, thin, float32)
 
-    @property
-    def flops(self) -> int:
-        return self.work.flops
-
     def _count(self, func: Any, given: set[int], args: Any, kwargs: Any, out: Any) -> None:
         packet = func._overloadpacket
         if packet is _aten.addmm_:

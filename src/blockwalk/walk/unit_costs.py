@@ -257,7 +257,7 @@ class _Bench:
         """The loss of a batch with a head that is not trained and has no adapter."""
         spec, tokens = self.cut.spec(), self.shape.batch * (self.shape.sequence - 1)
         capped = self.cut.head.soft_cap is not None
-        return ChunkedLoss(tokens, spec.hidden_size, spec.vocab_size, self.dtype, capped, device)
+        return ChunkedLoss(tokens, spec.hidden_size, spec.vocab_size, self.dtype.itemsize, capped, device)
 
     def copies(self, unit: UnitSpec) -> int:
         """Bytes of a unit's trainables in the compute dtype, where autograd needs them in it and masters are not."""
@@ -307,7 +307,7 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
         forward_transient=meter.peak + copies,
         backward_transient=trained * bench.dtype.itemsize + copies,
         saved=meter.live + copies,
-        forward_flops=meter.flops,
+        forward_flops=meter.work.flops,
         backward_flops=0,
         forward=meter.work,
         backward=elementwise(sizes([(3 * trained * bench.dtype.itemsize, 1)]), bench.dtype.itemsize),
@@ -333,7 +333,7 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
         del leaves, out_BSD
         if not bench.backprop:
             cut.unbind(index)
-            return UnitCost(forward.peak, 0, 0, forward.flops, 0, forward.work)
+            return UnitCost(forward.peak, 0, 0, forward.work.flops, 0, forward.work)
         with Meter() as meter:
             leaves = bench.live(index, masters)
             input_BSD = hidden_BSD.detach().requires_grad_()
@@ -350,8 +350,8 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
             forward_transient=forward.peak,
             backward_transient=meter.peak,
             saved=saved,
-            forward_flops=forward.flops,
-            backward_flops=meter.flops - forward.flops,
+            forward_flops=forward.work.flops,
+            backward_flops=meter.work.flops - forward.work.flops,
             forward=forward.work,
             backward=meter.work - forward.work,
             unread=forward.work - again,
@@ -394,7 +394,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     if not bench.traits.chunked or head.custom:
         # the model's own loss: logits, their float32 copy, log-probabilities, and in backward the gradients of these
         logits = shape.tokens * spec.vocab_size
-        works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, bench.dtype, trains_head=trains_head)
+        works = own_loss_work(shape.tokens, spec.hidden_size, spec.vocab_size, size, trains_head=trains_head)
         works = works if bench.backprop else (works[0], Work())
         return UnitCost(logits * (size + 2 * wide), logits * (2 * size + 3 * wide) + copies, 0, *flops(tokens), *works)
     with bench.mode:
