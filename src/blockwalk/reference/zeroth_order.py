@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,14 @@ def masters_of(model: nn.Module) -> Masters:
     return {name: p.detach().to(torch.float32, copy=True) for name, p in trainables(model)}
 
 
-def _noise(master: Tensor, seed: int, step: int, query: int, name: str, kind: NoiseKind | Draw) -> Tensor:
-    return (
-        kind(query, name)
-        if callable(kind)
-        else fill_(torch.empty_like(master), NoiseKey(seed, step, query, name), kind=kind)
-    )
+def _draws(masters: Masters, seed: int, step: int, kind: NoiseKind | Draw) -> Draw:
+    """The z of a step."""
+
+    def draw(query: int, name: str) -> Tensor:
+        key = NoiseKey(seed, step, query, name)
+        return kind(query, name) if callable(kind) else fill_(torch.empty_like(masters[name]), key, kind=kind)
+
+    return draw
 
 
 def _scalar(value: float) -> Tensor:
@@ -51,29 +53,19 @@ def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str
         return float(loss(model, batch))
 
 
-def _moved(
-    masters: Masters, scale: float, seed: int, step: int, query: int, kind: NoiseKind | Draw
-) -> Iterator[tuple[str, Tensor]]:
+def _moved(masters: Masters, scale: float, draw: Draw, query: int) -> Iterator[tuple[str, Tensor]]:
     """θ + scale·z of each master, by name."""
     for name, master in masters.items():
-        yield name, master + _scalar(scale) * _noise(master, seed, step, query, name, kind)
+        yield name, master + _scalar(scale) * draw(query, name)
 
 
-def _descend_(
-    masters: Masters,
-    grads: tuple[float, ...],
-    seed: int,
-    step: int,
-    kind: NoiseKind | Draw,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-) -> None:
+def _descend_(masters: Masters, grads: Sequence[float], draw: Draw, learning_rate: float, decay: float = 0.0) -> None:
     """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ, after the decay of those that are decayed."""
     for name, master in masters.items():
-        if weight_decay and not any(part in name for part in UNDECAYED):
-            master.mul_(_scalar(1.0 - learning_rate * weight_decay))
+        if decay and not any(part in name for part in UNDECAYED):
+            master.mul_(_scalar(1.0 - learning_rate * decay))
         for query, g in enumerate(grads):
-            master += _scalar(-learning_rate * (g / len(grads))) * _noise(master, seed, step, query, name, kind)
+            master += _scalar(-learning_rate * (g / len(grads))) * draw(query, name)
 
 
 def spsa_step(
@@ -91,13 +83,11 @@ def spsa_step(
     loss: Loss = own_loss,
 ) -> StepOf:
     """θ ← θ − η·(1/q)·Σᵢ gᵢ·zᵢ with gᵢ = (L(θ + ε·zᵢ) − L(θ − ε·zᵢ)) / 2ε; for q = 1, MeZO."""
-    losses = [
-        _loss(model, batch, loss, _moved(masters, sign * epsilon, seed, step, query, kind))
-        for query in range(queries)
-        for sign in (1.0, -1.0)
-    ]
+    draw = _draws(masters, seed, step, kind)
+    moves = [(query, sign * epsilon) for query in range(queries) for sign in (1.0, -1.0)]
+    losses = [_loss(model, batch, loss, _moved(masters, scale, draw, query)) for query, scale in moves]
     grads = tuple((losses[2 * i] - losses[2 * i + 1]) / (2 * epsilon) for i in range(queries))
-    _descend_(masters, grads, seed, step, kind, learning_rate, weight_decay)
+    _descend_(masters, grads, draw, learning_rate, weight_decay)
     return StepOf(tuple(losses), grads, seed)
 
 
@@ -118,11 +108,11 @@ def fzoo_step(
 
     σ is the population standard deviation of the lᵢ.
     """
-    at_rest = _loss(model, batch, loss, masters.items())
-    losses = [_loss(model, batch, loss, _moved(masters, epsilon, seed, step, i, kind)) for i in range(queries)]
+    at_rest, draw = _loss(model, batch, loss, masters.items()), _draws(masters, seed, step, kind)
+    losses = [_loss(model, batch, loss, _moved(masters, epsilon, draw, query)) for query in range(queries)]
     sigma = statistics.pstdev(losses)
     grads = tuple((each - at_rest) / sigma if sigma else 0.0 for each in losses)
-    _descend_(masters, grads, seed, step, kind, learning_rate)
+    _descend_(masters, grads, draw, learning_rate)
     return StepOf((at_rest, *losses), grads, seed)
 
 
@@ -144,17 +134,17 @@ def hizoo_step(
     The losses l₊ and l₋ are those at θ ± ε·z/√H with the old H; g = (l₊ − l₋) / 2ε. H begins as ones.
     """
 
-    def moved(sign: float) -> Iterator[tuple[str, Tensor]]:
-        for name, master in masters.items():
-            z = _noise(master, seed, step, 0, name, "gaussian")
-            yield name, master + _scalar(sign * epsilon) * (z / hessians[name].sqrt())
+    draw = _draws(masters, seed, step, "gaussian")
+
+    def shaped(query: int, name: str) -> Tensor:
+        return draw(query, name) / hessians[name].sqrt()
 
     base = _loss(model, batch, loss, masters.items())
-    plus, minus = (_loss(model, batch, loss, moved(sign)) for sign in (1.0, -1.0))
+    plus, minus = (_loss(model, batch, loss, _moved(masters, sign * epsilon, shaped, 0)) for sign in (1.0, -1.0))
     g = (plus - minus) / (2 * epsilon)
     curvature = math.fabs(plus + minus - 2 * base) / (2 * epsilon**2)
     for name, master in masters.items():
-        z, hessian = _noise(master, seed, step, 0, name, "gaussian"), hessians[name]
+        z, hessian = draw(0, name), hessians[name]
         grown = z * z * hessian * _scalar(alpha * curvature)
         hessian.mul_(_scalar(1.0 - alpha)).add_(grown)
         master += _scalar(-learning_rate * g) * (z / hessian.sqrt())
