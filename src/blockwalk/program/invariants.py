@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from blockwalk.plan.placement import StateKind
-from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program, StepKind, human_bytes
+from blockwalk.program.program import COMPUTES, Op, OpKind, Pool, Program, StepKind, human_bytes
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What must hold of every program. Each function returns the broken places in words; none means that it holds.
@@ -19,13 +19,11 @@ _USES = (*COMPUTES, OpKind.UPDATE, OpKind.STORE)
 def happens_before(program: Program) -> list[int]:
     """The set of ops, as a bit mask, that are done when each op starts: dependencies and its lane's order."""
     before: list[int] = []
-    last_on_lane: dict[Lane, int] = {}
-    for op in program.ops:
+    for _, earlier in program.waits():
         mask = 0
-        for dep in (*op.deps, *([last_on_lane[op.lane]] if op.lane in last_on_lane else [])):
+        for dep in earlier:
             mask |= before[dep] | (1 << dep)
         before.append(mask)
-        last_on_lane[op.lane] = op.index
     return before
 
 

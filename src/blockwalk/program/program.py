@@ -233,6 +233,13 @@ class Program:
             for pool, nbytes in op.frees:
                 held[pool] -= nbytes
 
+    def waits(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
+        """Each op, and those that it waits for: its own, and the one before it on its lane."""
+        last: dict[Lane, int] = {}
+        for op in self.ops:
+            yield op, (*op.deps, *([last[op.lane]] if op.lane in last else []))
+            last[op.lane] = op.index
+
     def __str__(self) -> str:
         return "\n".join(self.lines())
 

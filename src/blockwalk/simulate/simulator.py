@@ -167,14 +167,8 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
 
 def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
     """The ops that each waits for: those that it names, and the one before it on its lane."""
-    before: dict[Place, list[Place]] = {}
-    for rank, program in enumerate(programs):
-        last: dict[Lane, int] = {}
-        for op in program.ops:
-            earlier = [*op.deps, *([last[op.lane]] if op.lane in last else [])]
-            before[rank, op.index] = [(rank, index) for index in earlier]
-            last[op.lane] = op.index
-    return before
+    waits = [(rank, op, earlier) for rank, program in enumerate(programs) for op, earlier in program.waits()]
+    return {(rank, op.index): [(rank, index) for index in earlier] for rank, op, earlier in waits}
 
 
 def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
