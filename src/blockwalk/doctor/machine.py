@@ -37,7 +37,7 @@ BLOCK_OPS = 60
 
 _MATRIX = ByDevice(cpu=768, cuda=8192)
 _COPY = ByDevice(cpu=128 << 20, cuda=1 << 30)
-_FILE = 192 << 20
+_FILE, _DIRECT = 192 << 20, getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,34 +272,26 @@ def _disk(folder: Path) -> tuple[Link, Link, float]:
     handle, path = tempfile.mkstemp(prefix=".blockwalk-doctor-", dir=folder)
     os.close(handle)
     try:
-        writing = _timed(path, os.O_WRONLY, lambda file: os.write(file, buffer), chunk, sync=True)
-        reading = _timed(path, os.O_RDONLY, lambda file: os.readv(file, [buffer]), chunk)
-        with open(path, "rb", buffering=0) as file:  # once to fill the cache, once from it
-            into = memoryview(bytearray(chunk))
-            while file.readinto(into):
-                pass
-            file.seek(0)
-            began = time.perf_counter()
-            while file.readinto(into):
-                pass
-            cached = _FILE / (time.perf_counter() - began)
+        writing = _timed(path, os.O_WRONLY | _DIRECT, lambda file: os.write(file, buffer))
+        ways = (_DIRECT, 0, 0)  # the second to fill the cache, the third from it
+        reading, _, cached = [_timed(path, os.O_RDONLY | way, lambda file: os.readv(file, [buffer])) for way in ways]
     finally:
         os.unlink(path)
         buffer.close()
     return Link(reading, 1e-4), Link(writing, 1e-4), cached
 
 
-def _timed(path: str, flags: int, move: Callable[[int], int], chunk: int, *, sync: bool = False) -> float:
-    """Bytes/s of moving a whole file a chunk at a time."""
+def _timed(path: str, flags: int, move: Callable[[int], int]) -> float:
+    """Bytes/s of moving a whole file a part at a time, and to the disk where it is written."""
     try:
-        file = os.open(path, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system without direct input and output
         file = os.open(path, flags)
+    except OSError:  # a file system without direct input and output
+        file = os.open(path, flags & ~_DIRECT)
     try:
         began, moved = time.perf_counter(), 0
         while moved < _FILE and (count := move(file)):
             moved += count
-        if sync:
+        if flags & os.O_WRONLY:
             os.fsync(file)
         return moved / (time.perf_counter() - began)
     finally:

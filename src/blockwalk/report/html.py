@@ -75,29 +75,20 @@ def _page(run: Path) -> str:
     evaluations = whole_lines(run / "evaluations.jsonl")
     config = (run / "config.yaml").read_text(encoding="utf-8") if (run / "config.yaml").is_file() else ""
     forecast = _object(run / "forecast.json")
+    memory = _series("peak of each step", steps, "peak_bytes", 1e-6)
+    foreseen = _level(steps, forecast.get("process_bytes"), 1e-6)
     parts = [
         f"<h1>{html.escape(run.name)}</h1>",
         f'<p class="what">{html.escape(" · ".join(_header(config, run / "metrics.jsonl")))}</p>',
         _table(_summary(steps, evaluations, forecast)),
-        chart("Loss", _losses(steps, evaluations)),
-        chart("Accuracy on held-out records, %", [_series("accuracy", evaluations, "accuracy", 100)]),
-        chart("Learning rate", [_series("learning rate", steps, "learning_rate")], from_zero=True),
-        chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")], from_zero=True),
-        chart(
-            "Seconds a step",
-            [_series("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)],
-            from_zero=True,
-        ),
-        chart(
-            "Private memory of the process, which the kernel cannot drop, MB",
-            [
-                _series("peak of each step", steps, "peak_bytes", 1e-6),
-                *_level(steps, forecast.get("process_bytes"), 1e-6),
-            ],
-            from_zero=True,
-        ),
+        chart("Loss", _losses(steps, evaluations), from_zero=False),
+        chart("Accuracy on held-out records, %", [_series("accuracy", evaluations, "accuracy", 100)], from_zero=False),
+        chart("Learning rate", [_series("learning rate", steps, "learning_rate")]),
+        chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")]),
+        chart("Seconds a step", [_series("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
+        chart("Private memory of the process, which the kernel cannot drop, MB", [memory, *foreseen]),
         _section("Tensors by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
-        chart("Bytes moved a step, MB", list(_moved(steps)), from_zero=True),
+        chart("Bytes moved a step, MB", list(_moved(steps))),
         _section("Bytes moved in a step at the longest sequences, as foreseen", forecast.get("bytes_moved", {})),
     ]
     if trace := _object(run / "trace.json"):
@@ -113,7 +104,8 @@ def _page(run: Path) -> str:
 def curves(folder: str | Path) -> str:
     """The losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
-    drawn = chart("Loss", _losses(whole_lines(run / "metrics.jsonl"), whole_lines(run / "evaluations.jsonl")))
+    losses = _losses(whole_lines(run / "metrics.jsonl"), whole_lines(run / "evaluations.jsonl"))
+    drawn = chart("Loss", losses, from_zero=False)
     picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     style = "text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}"
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
@@ -137,7 +129,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{at * step:.12g}") for at in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def chart(title: str, lines: Sequence[Series], *, from_zero: bool = False) -> str:
+def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str:
     """A line chart as SVG, with a dot for each value where they are few; empty where no line has a point."""
     lines = [line for line in lines if line.points]
     if not lines:
