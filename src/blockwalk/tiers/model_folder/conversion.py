@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,31 +24,19 @@ from blockwalk.tiers.model_folder.stored import StoredTensor
 View = Callable[["StoredTensor"], Tensor]
 
 
-class _Shapes:
-    """The facts of a model that a converter may ask for: its parameters' shapes, as meta tensors, and its configuration."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.config: Any = model.config
-        self._tensors: dict[str, Tensor] = {
-            name: tensor.detach().to("meta") for name, tensor in model.state_dict(keep_vars=True).items()
-        }
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """One of transformers' converters at work on the stored tensors of one place in the model.
 
     ``patterns`` says for each source which of the converter's patterns it answers to; ``target`` is the name of the
-    first parameter that comes out, by which a converter names its results.
+    first parameter that comes out, by which a converter names its results. ``model`` has what a converter may ask of a
+    model: its parameters' shapes, as meta tensors, and its configuration.
     """
 
     converter: Any
     target: str
     patterns: tuple[str, ...]
-    model: _Shapes
+    model: Any
 
     @property
     def stacks(self) -> bool:
@@ -200,7 +189,8 @@ def _match(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, shapes = plain.base_model_prefix, _Shapes(model)
+    meta = {name: tensor.detach().to("meta") for name, tensor in wanted.items()}
+    prefix, shapes = plain.base_model_prefix, SimpleNamespace(config=plain.config, get_parameter=meta.__getitem__)
 
     recipes: dict[str, Recipe] = {}
     groups: dict[str, list[tuple[str, StoredTensor]]] = {}
