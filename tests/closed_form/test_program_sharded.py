@@ -380,6 +380,13 @@ def test_updates_at_the_blocks_turn_run_behind_the_next_backward() -> None:
             {"frozen": "device × raw × node"},
             "slices are of blocks that are fetched; set frozen: host × raw × node",
         ),
+        (
+            "zero3",
+            {"trainable": "host × raw × world"},
+            "trainable.tier is host, and cache.tier: host (method fcdp) is what keeps its slices on the host; set"
+            " trainable.tier: device",
+        ),
+        ("fcdp", {"gradient": "disk × fp32 × node"}, "gradient.tier is disk, and slices of gradients wait in memory"),
         ("plain", {"optimizer_state": "host × fp32 × node", "mesh": {}}, "'plain' does not spread"),
         ("plain", {"frozen": "device × raw × node", "mesh": {}}, "no group shares it"),
         ("plain", {"trainable": "device × raw × node", "mesh": {}}, "'plain' does not spread parameters"),

@@ -93,6 +93,17 @@ def test_ranks_that_read_other_weights_are_refused(tmp_path: Path) -> None:
         assert said.startswith("the ranks were not started alike; the model's weights: rank 0 has '")
 
 
+def _own_tiers(rank: int) -> str:
+    plan = _plan("zo2", {"frozen": ("device × int4", "disk × int4")[rank]})
+    return refused(lambda: Walker(tiny_model("llama"), plan, lora={"rank": 2}))
+
+
+def test_a_model_in_memory_is_in_no_codec_on_the_device() -> None:
+    """There it stays as it is: with a rank that reads it in codes its steps would be of two models."""
+    for said in run_ranks(2, _own_tiers):
+        assert said == "the ranks were not started alike; plan.frozen.codec: rank 0 has 'raw', rank 1 has 'int4'"
+
+
 def _own_settings(rank: int, changes: list[list[str]], arguments: list[str]) -> list[str]:
     return [
         refused(lambda: loop.train(run_config([*arguments, *(change if rank else [])], rank, 2)))  # noqa: B023

@@ -131,10 +131,13 @@ OWN: list[dict[str, Any]] = [
 
 
 def _own_places(rank: int, folder: Path) -> dict[str, Any]:
-    return walk(("zo2", "llama", OWN[rank]), {"world": 2, "data": 2}, folder)
+    return walk(
+        ("zo2", "llama", {**OWN[rank], "update.flush_every": 3}), {"world": 2, "data": 2, "check_every": 2}, folder
+    )
 
 
 def test_a_rank_with_whole_weights_keeps_them_where_it_likes(tmp_path: Path) -> None:
+    """And their copies are compared at one step, whatever updates wait for a block that is fetched."""
     alone = walk(("zo2", "llama", {**OWN[0], "gradient_accumulation_steps": 2}), {}, tmp_path / "alone")
     for found in run_ranks(2, _own_places, tmp_path / "ranks"):
         assert found["lines"] == alone["lines"]

@@ -128,7 +128,7 @@ class Backprop:
     def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
         """Entries to go on from: masters and moments are all of a first-order run's state."""
 
-    def compare(self, step: int) -> None:
+    def compare(self, step: int, flush: Callable[[], None]) -> None:
         """The ranks' weights after a step: each master has one rank that updates it, or several that sum alike."""
 
     def require_finite(self, step: int) -> None:

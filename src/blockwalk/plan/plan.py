@@ -23,7 +23,7 @@ from blockwalk.plan.choices import (
 )
 from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.placement import NOBODY, Codec, Placement
+from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
@@ -266,6 +266,8 @@ def _fixed(plan: Plan) -> Iterator[str]:
         (zeroth_order, "cache.tier", "none", "zeroth order has no backward walk to keep parameters for"),
         (zeroth_order, "optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
         (zeroth_order, "neftune_noise_alpha", 0, "a step's losses must differ by its perturbation alone"),
+        (plan.sharded, "trainable.tier", Tier.DEVICE, "cache.tier: host (method fcdp) is what keeps its slices on the host"),
+        (plan.sharded and plan.gradient.on_disk, "gradient.tier", Tier.HOST, "slices of gradients wait in memory"),
         (plan.sharded, "optimizer.lora_b_ratio", 1, "ranks update slices of a block, in which A and B are one"),
         (timing is Timing.BLOCK, "optimizer.max_grad_norm", 0,
          "the global norm is known only after the backward walk, not at update.timing: block"),

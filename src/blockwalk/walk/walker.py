@@ -219,7 +219,7 @@ class Walker:
         state = self.estimator.state
         assert state is not None
         self.steps_done += 1
-        self.estimator.compare(self.steps_done)
+        self.estimator.compare(self.steps_done, self.flush)
         if self._watch is not None:
             self._watch.end_step()
         return StepResult(

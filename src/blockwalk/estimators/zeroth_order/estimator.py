@@ -125,9 +125,11 @@ class ZerothOrder:
         self.record = record
         return ledger.steps
 
-    def compare(self, step: int) -> None:
-        """Every so many steps, compare the weights that ranks hold copies of. Raises RuntimeError where two differ."""
+    def compare(self, step: int, flush: Callable[[], None]) -> None:
+        """Every so many steps, compare the weights that ranks hold copies of, all brought up to date: of a block that is
+        fetched more updates may wait than of one that another rank keeps. Raises RuntimeError where two differ."""
         if self.ranks.world > 1 and step % self.plan.mesh.check_every == 0:
+            flush()
             self.ranks.compare(step, *self.engine.buckets.sums())
 
     def require_finite(self, step: int) -> None:
