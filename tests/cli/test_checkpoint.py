@@ -27,7 +27,8 @@ STATE: dict[str, Any] = {
 
 
 def write(folder: Path, step: int, ledger: Mark | None = None) -> Path:
-    return run_checkpoint.save(folder, step, walker=STATE, data={"position": step}, config={"seed": 0}, ledger=ledger)
+    made = run_checkpoint.Checkpoint(step, STATE, {"position": step}, {"seed": 0}, ledger=ledger)
+    return run_checkpoint.save(folder, made)
 
 
 def assert_same(found: dict[str, Any]) -> None:
@@ -76,7 +77,7 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
-        run_checkpoint.save(tmp_path, 1, walker={"bad": object()}, data={}, config={})
+        run_checkpoint.save(tmp_path, run_checkpoint.Checkpoint(1, {"bad": object()}, {}, {}))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -43,11 +43,11 @@ def walkers() -> Any:
 
 def save(walker: Walker, output_dir: Path) -> Path:
     """A checkpoint as a run saves it."""
-    settings: dict[str, Any] = {"data": {}, "config": {}}
     if walker.plan.method == "mezo":
-        return run_checkpoint.save(output_dir, 1, walker=walker.state_dict(), ledger=Mark(1, ""), **settings)
-    path = run_checkpoint.path_of(output_dir, 1)
-    walker.save_state(path, beside={run_checkpoint.SCALARS: run_checkpoint.scalars_text(1, {}, **settings)})
+        made = run_checkpoint.Checkpoint(1, walker.state_dict(), {}, {}, ledger=Mark(1, ""))
+        return run_checkpoint.save(output_dir, made)
+    path, made = run_checkpoint.path_of(output_dir, 1), run_checkpoint.Checkpoint(1, {}, {}, {})
+    walker.save_state(path, beside={run_checkpoint.SCALARS: run_checkpoint.scalars_text(made)})
     return path
 
 

@@ -48,49 +48,31 @@ evaluated (``data.eval...``) too."""
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as :func:`load` reads it: ``walker`` for ``Walker.load_state_dict``, ``data`` for the loader's."""
+    """A checkpoint as :func:`save` writes it and :func:`load` reads it: ``walker`` is ``Walker.live_state()``, for
+    ``Walker.load_state_dict``, ``data`` the loader's."""
 
     step: int
     walker: dict[str, Any]
     data: dict[str, Any]
     config: dict[str, Any]
-    """The resolved configuration of the run that wrote it."""
+    """The resolved configuration of the run that wrote it, as ``RunConfig.to_mapping()``."""
     slices: Path | None = None
     """The folder for ``Walker.load_state``, of a first-order run; ``walker`` then holds scalars alone."""
     ledger: ledger_module.Mark | None = None
     """The place of the ledger's last entry, of a zeroth-order run."""
 
 
-def save(
-    output_dir: Path,
-    step: int,
-    *,
-    walker: Mapping[str, Any],
-    data: Mapping[str, Any],
-    config: Mapping[str, Any],
-    ledger: ledger_module.Mark | None = None,
-    keep: int = 2,
-) -> Path:
-    """Write ``checkpoint-{step}`` of one process, and remove all but the newest ``keep``.
-
-    Args:
-        output_dir: the run's folder.
-        step: optimizer steps done.
-        walker: ``Walker.live_state()`` of a zeroth-order run: flat tensors (or what gives its rows one after the other), and
-            scalars that JSON can hold.
-        data: the loader's ``state_dict()``, as JSON.
-        config: ``RunConfig.to_mapping()``.
-        ledger: where its ledger stands.
-        keep: whole checkpoints that stay, this one included.
+def save(output_dir: Path, made: Checkpoint, *, keep: int = 2) -> Path:
+    """Write ``checkpoint-{step}`` of one process, and remove all but the newest ``keep``. A flat tensor of ``made.walker``
+    may be what gives its rows one after the other; the rest, as ``made.data`` and ``made.config``, is what JSON can hold.
     """
     from blockwalk.checkpoints.distributed import write_folder
     from blockwalk.checkpoints.pieces import Pieces
 
-    tensors = {name: value for name, value in walker.items() if hasattr(value, "dtype")}
-    scalars = {name: value for name, value in walker.items() if name not in tensors}
-    path = path_of(output_dir, step)
+    tensors = {name: value for name, value in made.walker.items() if hasattr(value, "dtype")}
+    path = path_of(output_dir, made.step)
     held = {name: Pieces(prod(tensor.shape), {0: tensor}) for name, tensor in tensors.items()}
-    write_folder(path, held, step, {SCALARS: scalars_text(step, scalars, data, config, ledger)})
+    write_folder(path, held, made.step, {SCALARS: scalars_text(made)})
     prune(output_dir, keep)
     return path
 
@@ -100,21 +82,15 @@ def path_of(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step:06d}"
 
 
-def scalars_text(
-    step: int,
-    walker: Mapping[str, Any],
-    data: Mapping[str, Any],
-    config: Mapping[str, Any],
-    ledger: ledger_module.Mark | None = None,
-) -> str:
-    """The text of the file :data:`SCALARS`, as sealed JSON; arguments as :func:`save`, ``walker`` without tensors."""
+def scalars_text(made: Checkpoint) -> str:
+    """The text of the file :data:`SCALARS`, as sealed JSON: all of a checkpoint but its tensors."""
     state = {
         "format": FORMAT,
-        "step": step,
-        "walker": dict(walker),
-        "data": dict(data),
-        "config": dict(config),
-        "ledger": None if ledger is None else [ledger.steps, ledger.digest],
+        "step": made.step,
+        "walker": {name: value for name, value in made.walker.items() if not hasattr(value, "dtype")},
+        "data": made.data,
+        "config": made.config,
+        "ledger": None if made.ledger is None else [made.ledger.steps, made.ledger.digest],
         "versions": installed(),
     }
     return atomic_files.seal(json.dumps(state, indent=1))[0] + "\n"

@@ -459,7 +459,8 @@ class _Loop:
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
             path = run_checkpoint.path_of(self.output_dir, step)
-            beside = {run_checkpoint.SCALARS: run_checkpoint.scalars_text(step, {"steps_done": step}, data, settings)}
+            made = run_checkpoint.Checkpoint(step, {"steps_done": step}, data, settings)
+            beside = {run_checkpoint.SCALARS: run_checkpoint.scalars_text(made)}
             self.walker.save_state(path, wait=not self.walker.plan.sharded, beside=beside)
             self._prune()
             return
@@ -469,15 +470,8 @@ class _Loop:
             if weights:
                 self.walker.join_gathers()
             return
-        run_checkpoint.save(
-            self.output_dir,
-            step,
-            walker=state,
-            data=data,
-            config=settings,
-            ledger=self.walker.ledger.mark,
-            keep=self.config.keep_checkpoints,
-        )
+        made = run_checkpoint.Checkpoint(step, state, data, settings, ledger=self.walker.ledger.mark)
+        run_checkpoint.save(self.output_dir, made, keep=self.config.keep_checkpoints)
 
     def _prune(self) -> None:
         """Remove old checkpoints; the one that is being written counts once it is whole."""
