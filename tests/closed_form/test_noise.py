@@ -22,6 +22,7 @@ from blockwalk.numerics.noise import key as noise_key
 from blockwalk.numerics.noise import numpy_words
 from blockwalk.numerics.noise.key import NoiseKey, Window, Write
 from blockwalk.numerics.noise.noise import (
+    add_products_,
     fill_,
     perturbed,
     random_uint16,
@@ -334,6 +335,31 @@ def test_narrow_processors_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     got = run()
     assert list(tmp_path.glob("native/noise-*.so")), "a second library was compiled"
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize("native", PATHS)
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_are_added_term_by_term(native: bool, rank: int, threads: int) -> None:
+    """Oracle: numpy's float32, one rounding for each product and sum; rows and columns alone are those of the whole."""
+    rows, columns, scales = 150, 2500, (1e-3, -2e-4)
+    before = torch.get_num_threads()
+    x_RD, *factors = torch.randn(rows, columns), *(torch.randn(n, rank) for n in (rows, columns, rows, columns))
+    (lefts, rights), want = (factors[::2], factors[1::2]), x_RD.numpy().copy()
+    for a, b, scale in zip(lefts, rights, scales, strict=True):
+        z = a[:, :1].numpy() * b[:, 0].numpy()
+        for k in range(1, rank):
+            z = z + a[:, k : k + 1].numpy() * b[:, k].numpy()
+        want = want + np.float32(scale) * z
+    parts = ((slice(None), slice(None)), (slice(3, 4), slice(None)), (slice(None), slice(7, 2190)))
+    try:
+        torch.set_num_threads(threads)
+        for some, others in parts:
+            out = x_RD[some, others].contiguous().clone()
+            by(native, add_products_, out, [a[some] for a in lefts], [b[others] for b in rights], scales)
+            assert torch.equal(out, torch.from_numpy(want)[some, others])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_refusals() -> None:

@@ -14,16 +14,17 @@ With ``zo.seed_pool`` K, there are K directions, and each query takes one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk.estimators.zeroth_order.stream import Streams
 from blockwalk.numerics.noise.key import NoiseKey, NoiseKind, derive_seed
-from blockwalk.numerics.noise.noise import Where, fill_
+from blockwalk.numerics.noise.noise import Where, add_products_, fill_
 from blockwalk.plan.choices import ZerothOrderSettings
 from blockwalk.plan.model_spec import ParamSpec
 
@@ -67,26 +68,26 @@ class LowRank:
         return a_Rr.mul_(self.rank**-0.5), fill_(b_Dr, self.right, columns.start * self.rank)
 
     def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
-        row, column = divmod(start, self.columns)
-        if where.get("pitch") is not None:
-            lines = range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
-            self._outer(out, *self.factors(lines, range(column, column + out.shape[1]), out.device))
-            return out
-        last = -(-(start + out.numel()) // self.columns)
-        factors = self.factors(range(row, last), range(self.columns), out.device)
-        if not column and out.numel() == (last - row) * self.columns:
-            self._outer(out.view(-1, self.columns), *factors)
-            return out
-        whole_RD = self._outer(out.new_empty(last - row, self.columns), *factors)
-        out.view(-1).copy_(whole_RD.view(-1)[column : column + out.numel()])
-        return out
+        return add_low_rank_(out.zero_(), [self], [1.0], start, **where)
 
-    def _outer(self, out_RD: Tensor, a_Rr: Tensor, b_Dr: Tensor) -> Tensor:
-        """The sum over the rank, term by term: a product of matrices would round by the shape of the range."""
-        torch.mul(a_Rr[:, :1], b_Dr[:, 0], out=out_RD)
-        for i in range(1, self.rank):
-            out_RD.add_(a_Rr[:, i : i + 1] * b_Dr[:, i])
-        return out_RD
+
+def add_low_rank_(
+    out: Tensor, noises: Sequence[LowRank], scales: Sequence[float], start: int = 0, **where: Unpack[Where]
+) -> Tensor:
+    """``out`` (float32, contiguous) += scale·z for each of one parameter's noises in turn, of the range that the arguments say
+    as in :meth:`LowRank.fill_`, without a z of its size."""
+    length = noises[0].columns
+    (row, column), whole_RD = divmod(start, length), out
+    if where.get("pitch") is not None:
+        lines: Tensor | range = range(row, row + len(out)) if (rows := where.get("rows")) is None else rows
+        columns = range(column, column + out.shape[1])
+    else:
+        lines, columns = range(row, -(-(start + out.numel()) // length)), range(length)
+        missing = len(lines) * length - out.numel()
+        whole_RD = (F.pad(out.view(-1), (column, missing - column)) if missing else out).view(-1, length)
+    pairs = [noise.factors(lines, columns, out.device) for noise in noises]
+    add_products_(whole_RD, [a for a, _ in pairs], [b for _, b in pairs], scales)
+    return out if whole_RD.numel() == out.numel() else out.copy_(whole_RD.view(-1)[column:][: out.numel()].view_as(out))
 
 
 class Asked(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.anatomy import canonical_name
-from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise
+from blockwalk.estimators.zeroth_order.draws import Draws, Elementwise, LowRank, add_low_rank_
 from blockwalk.estimators.zeroth_order.kind import Kind, kind_of
 from blockwalk.numerics import advance  # noqa: F401  (its operators)
 from blockwalk.numerics.device import is_cpu
@@ -215,6 +215,9 @@ def _advance_(
 
     def add_direction(target_RD: Tensor, factor: float) -> None:
         """``target_RD`` += factor·cᵢ·zᵢ for each query in turn, with the kind's direction in place of zᵢ."""
+        if kind.direction_ is None and (thin := [noise for noise in noises if isinstance(noise, LowRank)]):
+            add_low_rank_(target_RD, thin, [factor * each for each in entry.coefficients], start)
+            return
         for noise, coefficient in zip(noises, entry.coefficients, strict=True):
             if kind.direction_ is None and isinstance(noise, Elementwise):
                 perturbed(target_RD, target_RD, noise.key, start, factor * coefficient, noise.kind)

@@ -67,6 +67,7 @@ ARGUMENTS = {
         *(_POINTER, _POINTER),  # coefficients, table
         *(_POINTER, _INT),  # the team, its threads
     ),
+    "blockwalk_add_products": (_POINTER, _LONG, _LONG, _LONG, _LONG, *(_POINTER,) * 4, _INT),
     "blockwalk_draws": (_POINTER, _INT, _LONG, _LONG, _WORD, _WORD, _POINTER, _INT),
 }
 """The arguments of each function of the kernels; none answers anything."""

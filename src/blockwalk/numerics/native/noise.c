@@ -383,3 +383,44 @@ void blockwalk_draws(void *out, int out_dtype, int64_t count, int64_t start, uin
     if (parallel == NULL || threads < 2) draws_body(&job);
     else parallel(draws_body, &job, (unsigned)threads, 0);
 }
+
+typedef struct {
+    float *out;
+    const float *left, *right, *scales;
+    int64_t terms, rows, columns, rank, piece, next;
+} products_job_t;
+
+static void products_body(void *data) {
+    products_job_t *job = data;
+    const int64_t rank = job->rank, columns = job->columns;
+    float z[TILE];
+    for (;;) {
+        const int64_t from = __atomic_fetch_add(&job->next, job->piece, __ATOMIC_RELAXED);
+        if (from >= job->rows) return;
+        const int64_t to = from + job->piece < job->rows ? from + job->piece : job->rows;
+        for (int64_t r = from; r < to; r++) {
+            for (int64_t c = 0, n; c < columns; c += n) {
+                float *x = job->out + r * columns + c;
+                n = columns - c < TILE ? columns - c : TILE;
+                for (int64_t q = 0; q < job->terms; q++) {
+                    const float *a = job->left + (q * job->rows + r) * rank, scale = job->scales[q];
+                    const float *b = job->right + q * rank * columns + c;
+                    for (int64_t i = 0; i < n; i++) z[i] = a[0] * b[i];
+                    for (int64_t k = 1; k < rank; k++)
+                        for (int64_t i = 0; i < n; i++) z[i] += a[k] * b[k * columns + i];
+                    for (int64_t i = 0; i < n; i++) x[i] += scale * z[i];
+                }
+            }
+        }
+    }
+}
+
+/* out[r, c] += scales[q] * sum over k of left[q, r, k] * right[q, k, c], for each of the terms q in turn, in float32, each
+ * product and sum rounded by itself in the order of k: the bits do not depend on the range. */
+void blockwalk_add_products(float *out, int64_t rows, int64_t columns, int64_t terms, int64_t rank, const float *left,
+                            const float *right, const float *scales, parallel_fn parallel, int threads) {
+    if (rows <= 0 || columns <= 0) return;
+    products_job_t job = {out, left, right, scales, terms, rows, columns, rank, PIECE / columns + 1, 0};
+    if (parallel == NULL || threads < 2) products_body(&job);
+    else parallel(products_body, &job, (unsigned)threads, 0);
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,22 @@ def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     threads = _thread_count(count)
     library.blockwalk_draws(out.data_ptr(), _DTYPES[out.dtype], count, start, k0, k1, native_code.team(), threads)
     return out
+
+
+def add_products(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]) -> bool:
+    """``noise.add_products_`` in one pass over ``out_RD``; False without a kernel."""
+    library = native_code.load("noise")
+    if library is None:
+        return False
+    assert (out_RD.is_contiguous(), out_RD.dtype) == (True, torch.float32), (out_RD.stride(), out_RD.dtype)
+    scales_Q = torch.tensor(scales, dtype=torch.float32)
+    a_QRr, b_QrD = torch.stack(tuple(lefts)), torch.stack([b_Dr.t() for b_Dr in rights])
+    factors = a_QRr.data_ptr(), b_QrD.data_ptr(), scales_Q.data_ptr()
+    shape = *out_RD.shape, *a_QRr.shape[::2]
+    library.blockwalk_add_products(
+        out_RD.data_ptr(), *shape, *factors, native_code.team(), _thread_count(out_RD.numel())
+    )
+    return True
 
 
 def write(w: Write) -> Tensor:

@@ -17,6 +17,7 @@ On a CPU a C kernel does the work, or numpy where there is no compiler; elsewher
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -76,6 +77,18 @@ def perturbed(
         return cpu.write(Write(source, out, key, start, scale, kind, rounding, place, rows))
     torch.ops.blockwalk.noise_(out, source, rows, sent(key), sent(rounding), start, pitch, scale, kind)
     return out
+
+
+def add_products_(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]) -> None:
+    """``out_RD`` (float32, contiguous) += scale·a·bᵀ for each a [R, r], b [D, r] and scale in turn: the scale after the sum
+    over r, made term by term, each product and sum rounded by itself: a product of matrices would round by the shape."""
+    if is_cpu(out_RD.device) and cpu.add_products(out_RD, lefts, rights, scales):
+        return
+    for a_Rr, b_Dr, scale in zip(lefts, rights, scales, strict=True):
+        z_RD = a_Rr[:, :1] * b_Dr[:, 0]
+        for i in range(1, a_Rr.shape[1]):
+            z_RD.add_(a_Rr[:, i : i + 1] * b_Dr[:, i])
+        out_RD.add_(z_RD.mul_(scale))
 
 
 def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
