@@ -32,6 +32,7 @@ def tiny_model(kind: str, *, tied: bool = False, seed: int = 0, **changes: Any) 
             "num_key_value_heads": 2,
             "num_local_experts": 4,
         },
+        "phi": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
         "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
         "gemma2": {
             "hidden_size": 32,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blockwalk.cutting.anatomy import HeadSpec
@@ -15,7 +16,7 @@ from blockwalk.cutting.calls import Prologue
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.data.batching import row_losses
 from blockwalk.estimators.asked import Asked
-from blockwalk.numerics.codecs.weights import JoinedWeight, Weight
+from blockwalk.numerics.codecs.weights import DenseWeight, JoinedWeight, LowRankSum, Weight
 from blockwalk.numerics.loss import chunked_cross_entropy, head_logits
 from blockwalk.numerics.scratch import ScratchArena
 
@@ -27,7 +28,11 @@ OwnLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A function of (logits [B, S, V], batch) that takes the place of the model's own loss."""
 
 
-def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -> tuple[Tensor, Weight, Tensor | None]:
+Factors = tuple[Tensor, Weight, Tensor | None]
+"""Hidden states, matrix and bias whose product the logits are."""
+
+
+def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -> Factors:
     """Hidden states, matrix and bias whose product the logits are: what the head is given, and W. With a LoRA of factor s
     W·h + s·B·A·h is the product of [h, s·A·h] and [W, B]."""
     weight, bias = matrix(head.weight), vector(head.bias)
@@ -37,6 +42,21 @@ def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -
     a_RD = vector(a)
     assert a_RD is not None
     return torch.cat([hidden_XD, scale * (hidden_XD @ a_RD.T)], -1), JoinedWeight(weight, matrix(b)), bias
+
+
+def joined(of_passes: Mapping[int, Factors], count: int) -> Factors:
+    """The factors of some of a step's ``count`` forwards as those of one batch, so that the W that they share is read once:
+    where their heads are W + A·Bᵀ, the product of [h, h·B] and [W, A] with columns for each of the step's forwards."""
+    hidden_XD, head, bias = next(iter(of_passes.values()))
+    if not isinstance(head, LowRankSum):
+        return torch.cat([hidden for hidden, _, _ in of_passes.values()]), head, bias
+    rank = head.a_NR.shape[1]
+    rows, a_NK = [], head.a_NR.new_zeros(head.shape[0], count * rank)
+    for p, (hidden_XD, each, _) in of_passes.items():
+        assert isinstance(each, LowRankSum)
+        a_NK[:, p * rank : (p + 1) * rank] = each.a_NR
+        rows.append(torch.cat([hidden_XD, F.pad(hidden_XD @ each.b_DR, (p * rank, (count - 1 - p) * rank))], -1))
+    return torch.cat(rows), JoinedWeight(head.base, DenseWeight(a_NK)), bias
 
 
 def own_loss(
@@ -90,21 +110,32 @@ class Ending:
             return row_losses(cut.logits(*given), self.batch["labels"])
         if not self.chunked:
             return own_loss(cut, *given, self.objective)
-        normed_BSD, weight, bias = factors(cut.head, cut.head_input(*given), self.matrix, self.vector)
-        hidden_ND = normed_BSD[:, :-1].reshape(-1, normed_BSD.shape[-1])
+        return self.losses(self.factors(), by_row=by_row)
+
+    @torch.no_grad()
+    def factors(self) -> Factors:
+        """Hidden states [B, S, D], matrix and bias whose product the logits are: the last norm's part of the forward."""
+        normed_BSD = self.cut.head_input(self.prologue, self.hidden_BSD, self.batch)
+        return factors(self.cut.head, normed_BSD, self.matrix, self.vector)
+
+    @torch.no_grad()
+    def losses(self, of: Factors, *, by_row: bool) -> Tensor:
+        """The chunked loss of the batch repeated as often as the hidden states have it: its sum, or the sums of each row."""
+        hidden_BSD, weight, bias = of
+        hidden_ND = hidden_BSD[:, :-1].reshape(-1, hidden_BSD.shape[-1])
         losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
         result = chunked_cross_entropy(
             hidden_ND,
-            self.labels_BS[:, 1:].reshape(-1),
+            self.labels_BS[:, 1:].repeat(len(hidden_BSD) // len(self.labels_BS), 1).reshape(-1),
             weight,
             grad_scale=None,
             bias=bias,
-            scale=cut.head.scale,
-            soft_cap=cut.head.soft_cap,
+            scale=self.cut.head.scale,
+            soft_cap=self.cut.head.soft_cap,
             losses_N=losses_N,
             scratch=self.scratch,
         )
-        return result.loss_sum if losses_N is None else losses_N.view(len(normed_BSD), -1).sum(1)
+        return result.loss_sum if losses_N is None else losses_N.view(len(hidden_BSD), -1).sum(1)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from blockwalk.checkpoints.ledger import Entry, Ledger
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Ending, Matrix, Vector
+from blockwalk.estimators.head import Ending, Matrix, Vector, joined
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import (
     Perturbation,
@@ -202,11 +202,25 @@ class ZerothOrder:
             objective=objective,
             scratch=self.loss_scratch,
         )
-        if training:
+        if training and ending.chunked and self.plan.zo.noise == "lowrank":
+            state.factors.setdefault(m, {})[op.forward_pass] = ending.factors()
+            if m not in (other for other, _ in state.hidden):
+                self._losses_together(m, ending, state)
+        elif training:
             state.losses[key] = ending.loss(by_row=state.by_row)
         else:
             state.answers.take(ending, state.asked, m, state.counted[m])
         self.engine.unbind(op.unit)
+
+    def _losses_together(self, m: int, ending: Ending, state: Step) -> None:
+        """The losses of a micro-batch's forwards, whose head is one W plus thin factors of each: all but those with a bias as
+        one batch."""
+        found = state.factors.pop(m)
+        biased = any(bias is not None for _, _, bias in found.values())
+        for of_passes in [{p: each} for p, each in found.items()] if biased else [found]:
+            sums_PB = ending.losses(joined(of_passes, len(state.passes)), by_row=True).view(len(of_passes), -1)
+            for p, sums_B in zip(of_passes, sums_PB, strict=True):
+                state.losses[m, p] = sums_B if state.by_row else sums_B.sum()
 
     # ---- weights as a forward sees them -----------------------------------------------------------------------------
 

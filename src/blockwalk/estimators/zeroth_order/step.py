@@ -10,7 +10,7 @@ from torch import Tensor
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.calls import Prologue
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Answers
+from blockwalk.estimators.head import Answers, Factors
 
 Batch = Mapping[str, Tensor]
 IGNORE = -100
@@ -32,6 +32,8 @@ class Step:
     """Whether losses are of each sequence."""
     prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    factors: dict[int, dict[int, Factors]] = field(default_factory=dict)
+    """Those of the head, by micro-batch and forward pass, where the losses of all passes are computed together."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
