@@ -273,6 +273,10 @@ def test_files_that_lead_elsewhere_or_say_too_much(
         lambda value: value["pieces"][0].update(dtype="load"),
         lambda value: value["pieces"][0].update(offset=1 << 40),
         lambda value: value["pieces"][0].update(crc32=[]),
+        lambda value: value["pieces"][0].update(numel="x"),
+        lambda value: value["pieces"][0].update(numel=1 << 63),
+        lambda value: value["pieces"][0].update(first=1),
+        lambda value: value["pieces"].append(value["pieces"][0]),
         lambda value: value.update(ranks=1 << 40),
         lambda value: value.update(pieces=7),
     ]
@@ -297,7 +301,16 @@ def text(value: bytes) -> bytes:
 
 
 LLAMA = (b"general.architecture", 8, text(b"llama"))
+TENSOR = text(b"t") + struct.pack("<IQIQ", 1, 4, 0, 0)
+NUMBERS = {b"block_count": 1, b"embedding_length": 256, b"feed_forward_length": 4, b"attention.head_count": 7}
 GGUF = {
+    "no blocks": gguf(LLAMA, tensors=(TENSOR,)),
+    "endless blocks": gguf(LLAMA, (b"llama.block_count", 4, struct.pack("<I", 2**32 - 1)), tensors=(TENSOR,)),
+    "heads that do not divide": gguf(
+        LLAMA,
+        *((b"llama." + name, 4, struct.pack("<I", value)) for name, value in NUMBERS.items()),
+        tensors=(TENSOR + bytes(64),),
+    ),
     "arrays in arrays": gguf((b"a", 9, struct.pack("<IQ", 9, 1) * 3000 + struct.pack("<IQ", 0, 0))),
     "an unknown kind": gguf((b"a", 9, struct.pack("<IQ", 77, 2))),
     "an endless array": gguf((b"a", 9, struct.pack("<IQ", 10, 2**64 - 1)), LLAMA),
@@ -319,6 +332,14 @@ def test_a_gguf_file(
 ) -> None:
     (tmp_path / "crafted.gguf").write_bytes(GGUF[kind] or bomb)
     refused(evaluate(tiny_run, tmp_path / "out", "--model", str(tmp_path / "crafted.gguf")), "crafted.gguf", capsys)
+
+
+def test_numbers_that_do_not_go_together(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the file's name, where transformers has an exception of its own."""
+    shutil.copytree(tiny_run.model, model := tmp_path / "crafted")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "num_attention_heads": 7}))
+    refused(evaluate(tiny_run, tmp_path / "out", "--model", str(model)), "crafted", capsys)
 
 
 def test_markup_in_a_run_is_text_in_its_page(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

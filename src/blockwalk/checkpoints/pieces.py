@@ -139,7 +139,7 @@ class Saved:
     """The tensors of a checkpoint's folder, open until it is closed; tensors that were taken stay valid.
 
     Raises:
-        Damaged: a file is missing, truncated, or its table is not as it was written.
+        Damaged: a file is missing, truncated, or its table is not as it was written or leaves elements out.
         ValueError: the folder holds no checkpoint, or one of another format.
     """
 
@@ -159,6 +159,10 @@ class Saved:
                     self.steps_done, ranks = int(table["steps_done"]), int(table["ranks"])
                     self._open(_file(folder, rank, "safetensors"), table)
                 rank += 1
+            for name, places in self._places.items():
+                if (found := sum(place.stop - place.first for place in places)) != self.numel[name]:
+                    path = places[0].file.path
+                    raise Damaged(f"{path} is damaged: {found} elements of {name}, which has {self.numel[name]}")
         except BaseException:
             self.close()
             raise
@@ -174,6 +178,7 @@ class Saved:
             name, dtype = piece["tensor"], _DTYPES[piece["dtype"]]
             place = _Place(file, name, piece["first"], dtype, piece["offset"], piece["nbytes"], tuple(piece["crc32"]))
             inside = 0 <= place.offset <= place.offset + place.nbytes <= size
+            inside = inside and 0 <= place.first <= place.stop <= piece["numel"]
             if not inside or place.nbytes % dtype.itemsize or len(place.crc32) != -(-place.nbytes // CHUNK):
                 raise Damaged(f"{path} is damaged: {name} has {place.nbytes} bytes at {place.offset} of {size}")
             self.numel[name] = piece["numel"]

@@ -26,15 +26,20 @@ _LARGE = 1 << 16
 def load_config(path_or_config: Any) -> Any:
     """The ``transformers`` configuration of a named model or of a ``config.json`` (or the configuration itself, copied).
 
-    Raises ValueError for what is no model with a ``config.json`` and for one whose model needs code of its own.
+    Raises ValueError for what is no model with a ``config.json``, for one whose numbers do not go together and for one whose
+    model needs code of its own.
     """
     if not isinstance(path_or_config, str | Path):
         return copy.deepcopy(path_or_config)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(path_or_config)
     path = path if path.is_file() and path.suffix == ".json" else require_config(path_or_config)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise ValueError(f"model: {path}: {' '.join(str(error).split())}") from None
     config.name_or_path, _ = repository(path_or_config)  # what an adapter says of its base
     for part in (config, config.get_text_config()):  # the model that is built computes with numbers
         for key in KEYS:

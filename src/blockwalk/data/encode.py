@@ -46,12 +46,13 @@ CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer saved in a model's folder."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     folder = require_config(path)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"{path}: no tokenizer could be loaded: {error}") from error
 
 

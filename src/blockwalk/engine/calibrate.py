@@ -127,7 +127,7 @@ class Calibrated:
                 made = self._run(call, {**values, **self._rounded}, made_SD, until=first)
                 given_SK = made[first][0].flatten(0, -2)
                 moved_SK = own[first][0].flatten(0, -2) - given_SK
-                before = [(own[n][1] - made[n][1]).view_as(own_SD) for n in added & made.keys() - {first}]
+                before = [(own[n][1] - made[n][1]).view_as(own_SD) for n in made if n in added and n != first]
                 behind_SD = sum(before, own_SD - made_SD)
                 gram_KK.addmm_(given_SK.t(), given_SK)
                 for name, lost_NK in lost.items():

@@ -209,6 +209,9 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
         raise ValueError(
             f"model: {path} is a model of architecture {architecture!r}; read are {', '.join(ARCHITECTURES)}"
         )
+    blocks, told = metadata.get(f"{architecture}.block_count", 0), metadata.get("split.tensors.count", tensors)
+    if number == 1 and not 0 < blocks <= told:
+        raise ValueError(f"model: {path} is altered: it tells of {blocks} blocks, and of {told} tensors")
     table = []
     for _ in range(tensors):
         name, dimensions = cursor.text(), cursor.number("I")
@@ -275,6 +278,7 @@ def _stands_for(folder: Path, seen: list[Any]) -> bool:
 
 
 def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
     for part, _, _ in seen:
@@ -298,7 +302,7 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
         raise ValueError(
             f"model: {path} is GGUF, which needs the gguf package: pip install 'blockwalk[gguf]'"
         ) from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
         text = " ".join(str(error).split())
         raise ValueError(
             f"model: {path}: transformers cannot use its metadata: {type(error).__name__}: {text}"
