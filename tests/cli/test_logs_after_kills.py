@@ -108,7 +108,7 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
         places.insert(2, (scratch_maps.os, "unlink", lambda path, *_: "scratch-" in str(path)))
     else:
         places.append((ledger.Ledger, "rename", lambda *_: True))
-        places.insert(4, (checkpoint, "save", lambda _, step: step == 3))  # the ledger has it
+        places.insert(4, (checkpoint, "save", lambda _, made: made.step == 3))  # the ledger has it
     for place, name, when in places:
 
         def work(place: Any = place, name: str = name, when: Callable[..., bool] = when) -> int:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +71,14 @@ class Command:
     ("spoilt", "message"),
     [
         (lambda path, state: path.write_bytes(path.read_bytes()[:-300]), "is no file of torch.save, or truncated: "),
-        (lambda path, state: path.write_bytes(b"\0" * 99), "holds more than tensors, and is not read: "),
+        (lambda path, state: path.write_bytes(b"\0" * 99), "is no file of torch.save, or is in the format from before"),
+        (lambda path, state: path.write_bytes(b"XK"), "is no file of torch.save, or is in the format from before"),
         (lambda path, state: torch.save({**state, "run": Command()}, path), "holds more than tensors, and is not read: "),
         (lambda path, state: torch.save([*state.values()], path), "holds list, not tensors by name"),
         (lambda path, state: torch.save({"state": state}, path), "holds dict, not tensors by name"),
         (
             lambda path, state: torch.save(state, path, _use_new_zipfile_serialization=False),
-            "is in the format from before torch 1.6, which cannot be mapped: load it with AutoModelForCausalLM",
+            "or is in the format from before torch 1.6, which cannot be mapped: load it with AutoModelForCausalLM",
         ),
         (
             lambda path, state: torch.save({**state, "lm_head.weight": state["lm_head.weight"].t()}, path),
@@ -95,3 +98,16 @@ def test_what_cannot_be_read_gets_one_line(
         CheckpointFolder(folder, build_skeleton(folder))
     assert "\n" not in str(error.value)
     assert not Path("made").exists()
+
+
+def test_a_bare_pickle_takes_no_memory(tmp_path: Path) -> None:
+    """Oracle: Python's own count of what it allocated, for a text that says that it is a gigabyte long."""
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"X" + struct.pack("<I", 1 << 30) + b"short")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"before torch 1\.6"):
+            torch_file.read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()

@@ -25,6 +25,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     advice = "load it with AutoModelForCausalLM.from_pretrained(...) and save it with save_pretrained(...)"
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\3\4":  # a bare pickle: torch's reader would take as many bytes as it asks for
+            raise ValueError(
+                f"{path} is no file of torch.save, or is in the format from before torch 1.6, which cannot be mapped: {advice}"
+            )
     try:
         with reading(path), FakeTensorMode():
             found: Any = torch.load(path, weights_only=True)
@@ -39,7 +44,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for key, tensor in found.items():
         begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if begin is None:
-            raise ValueError(f"{path} is in the format from before torch 1.6, which cannot be mapped: {advice}")
+            raise ValueError(f"{path}: {key} has no bytes of its own: {advice}")
         if not tensor.is_contiguous():
             raise ValueError(f"{path}: {key} is stored as a view with strides {tensor.stride()}: {advice}")
         offset = begin + tensor.storage_offset() * tensor.element_size()
