@@ -8,6 +8,7 @@ import os
 import re
 import struct
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,19 @@ class Command:
         return os.mkdir, ("made",)
 
 
+def with_pickle(path: Path, instructions: bytes) -> None:
+    """Another pickle in the place of a file's own."""
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in parts.items():
+            file.writestr(name, instructions if name.endswith("data.pkl") else data)
+
+
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [
+        (lambda path, state: with_pickle(path, b"\x80\x02K\x01Q."), "is no file of torch.save, or truncated: saved_id"),
         (lambda path, state: path.write_bytes(path.read_bytes()[:-300]), "is no file of torch.save, or truncated: "),
         (lambda path, state: path.write_bytes(b"\0" * 99), "is no file of torch.save, or is in the format from before"),
         (lambda path, state: path.write_bytes(b"XK"), "is no file of torch.save, or is in the format from before"),

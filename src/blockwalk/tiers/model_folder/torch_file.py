@@ -35,7 +35,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             found: Any = torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path} holds more than tensors, and is not read: {_first_line(error)}; {advice}") from None
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # torch asserts what a crafted file says
         raise ValueError(f"{path} is no file of torch.save, or truncated: {_first_line(error)}") from None
     named = isinstance(found, dict) and all(isinstance(tensor, torch.Tensor) for tensor in found.values())
     if not named or not found:
