@@ -5,7 +5,7 @@ own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole pro
 forwards of the same lazily decoded weights, MeZO's step, taken in turn in the same process; MeZO's memory (``zo2`` from the
 same files) is that of another process.
 
-    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks]
+    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks] [--dora]
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def mezo_peak(name: str, sequence: int) -> float:
     return memory.highest
 
 
-def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any]:
+def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -> dict[str, Any]:
     """One model, in this process."""
     import torch
 
@@ -64,8 +64,8 @@ def measure(name: str, sequence: int, steps: int, blocks: bool) -> dict[str, Any
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.placement import Codec
 
-    store = random_store(name, Codec.INT4)
-    with PeakMemory(0.003) as memory, Walker(store, method("mebp"), lora=LoraSettings(rank=8), device="cpu") as walker:
+    store, lora = random_store(name, Codec.INT4), LoraSettings(rank=8, options={"use_dora": True} if dora else {})
+    with PeakMemory(0.003) as memory, Walker(store, method("mebp"), lora=lora, device="cpu") as walker:
         vocab = walker.spec.vocab_size
         trained: list[float] = []
         forwards: list[float] = []
@@ -144,20 +144,22 @@ def main() -> None:
         print(json.dumps({"mezo_MB": mezo_peak(arguments.model[0], arguments.seq) / 1e6}))
         return
     if arguments.worker:
-        print(json.dumps(measure(arguments.model[0], arguments.seq, arguments.steps, arguments.blocks)))
+        of = (arguments.model[0], arguments.seq, arguments.steps)
+        print(json.dumps(measure(*of, blocks=arguments.blocks, dora=arguments.dora)))
         return
     from benchmarks.common import Bound, finish, random_store
 
     from blockwalk.plan.placement import Codec
 
     cases = [(name, arguments.seq) for name in arguments.model] if arguments.model else list(PUBLISHED)
+    flags = [flag for flag in ("--blocks", "--dora") if getattr(arguments, flag[2:])]
     figures: list[dict[str, Any]] = []
     bounds: list[Bound] = []
     print(f"{'model':<14} {'seq':>5} {'trained':>8} {'peak MB':>8} {'(above torch)':>13} {'MeZO MB':>8} {'published':>9}"
           f" {'bound':>6} {'s/step':>7} {'MeZO s':>7} {'ratio':>6} {'published':>9} {'bound':>6}")  # fmt: skip
     for name, sequence in cases:
         random_store(name, Codec.INT4)
-        row = in_own_process(name, sequence, arguments.steps, *(["--blocks"] if arguments.blocks else []))
+        row = in_own_process(name, sequence, arguments.steps, *flags)
         row |= in_own_process(name, sequence, arguments.steps, "--mezo")
         figures.append(row)
         published = (PUBLISHED | MIXTURES).get((name, sequence), (NONE, NONE, INF, INF))
@@ -182,6 +184,7 @@ def options() -> argparse.Namespace:
     made.add_argument("--seq", type=int, default=256)
     made.add_argument("--steps", type=int, default=5)
     made.add_argument("--blocks", action="store_true", help="time per block, and the share of decoding")
+    made.add_argument("--dora", action="store_true", help="DoRA in place of LoRA, beside the same bounds")
     made.add_argument("--mezo", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made.parse_args()

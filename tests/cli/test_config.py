@@ -109,6 +109,7 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
         ({"optimizer": {"learning_rate": "fast"}}, r"optimizer.learning_rate is 'fast'"),
         ({"optimizer": {"learning_rate": -1}}, r"optimizer.learning_rate is -1"),
         ({"frozen": "disk × int5"}, r"frozen is 'disk × int5'"),
+        ({"frozen": "disk × int4 × node × world"}, r"frozen is 'disk × int4 × node × world'"),
         ({"frozen": {"teir": "disk"}}, r"unknown setting 'frozen.teir'; did you mean 'frozen.tier'"),
         ({"budget": "much"}, r"budget is 'much'; it takes a size, such as 18GB"),
         ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, r"batch_size is 8 .* does not divide"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from blockwalk import method
+from blockwalk.estimators.zeroth_order.draws import LowRank, add_low_rank_
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import fill_
 from blockwalk.plan.choices import LoraSettings
@@ -67,6 +68,16 @@ def test_low_rank_noise_is_the_dense_reference(kind: str, tied: bool, loss: str,
     moved = max(float((masters[name] - tensor).abs().max()) for name, tensor in before.items())
     for name, master in masters.items():
         torch.testing.assert_close(weights[name], master, rtol=0, atol=3e-4 * moved, msg=name)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 60), (5, 60), (12, 24), (31, 20), (17, 3), (95, 1)])
+def test_a_flat_range_of_low_rank_noise_is_that_of_the_whole(start: int, count: int) -> None:
+    """A slice of a rank begins and ends within a row. Oracle: the product of the whole factors."""
+    noise = LowRank(NoiseKey(SEED, 1, 0, "matrix", "left"), NoiseKey(SEED, 0, 0, "matrix", "right"), RANK, 12)
+    whole = noise.fill_(torch.empty(8, 12)).view(-1)
+    assert torch.equal(noise.fill_(torch.empty(count), start), whole[start : start + count])
+    added = add_low_rank_(torch.ones(count), [noise], [1.0], start)
+    torch.testing.assert_close(added, whole[start : start + count] + 1, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])

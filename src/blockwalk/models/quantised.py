@@ -8,10 +8,11 @@ from typing import Any
 from blockwalk.plan.placement import Codec
 from blockwalk.system.atomic_files import read_json, reading
 
-METHODS = {"fp8": Codec.FP8_BLOCKS} | {
-    str(codec): codec for codec in (Codec.BITSANDBYTES, Codec.GPTQ, Codec.AWQ, Codec.COMPRESSED, Codec.MXFP4)
-}
-"""The values of ``quant_method`` that are read, and the codec that each is here: but for one of the same name."""
+METHODS = {
+    "fp8": Codec.FP8_BLOCKS, "bitsandbytes": Codec.BITSANDBYTES, "gptq": Codec.GPTQ, "awq": Codec.AWQ,
+    "compressed-tensors": Codec.COMPRESSED, "mxfp4": Codec.MXFP4,
+}  # fmt: skip
+"""The values of ``quant_method`` that are read, and the codec that each is here."""
 KEYS = ("quantization_config", "compression_config")
 """The keys of a configuration that tell it."""
 

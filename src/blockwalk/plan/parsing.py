@@ -241,8 +241,8 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _placement(value: Any) -> Placement:
     if isinstance(value, Placement):
         return value
-    tier, *others = placement_parts(value)
-    codec, group = (*others, *(Codec.RAW, NOBODY)[len(others) :])[:2]
+    parts = placement_parts(value)
+    tier, codec, group = parts + [Codec.RAW, NOBODY][len(parts) - 1 :]
     return Placement(Tier(tier), Codec(codec), _text(group))
 
 

@@ -44,12 +44,12 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     Args:
         arguments: of ``blockwalk``, without :data:`LAUNCH_FLAGS`.
     """
-    command = ["--nproc-per-node", str(ranks_per_node), "-m", "blockwalk", *arguments]
+    module = ["-m", "blockwalk", *arguments]
     if nodes > 1:
         print("run on each node, with the first node's name in place of HOST:")
         for node in range(nodes):
             where = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
-            print(f"torchrun {where} {shlex.join(command)}")
+            print(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
         print(
             "ranks listen without a password: whoever reaches them can stop the run or falsify it. Keep others out, as root on"
             " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks'"
@@ -70,7 +70,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
         }
         own = ({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks_per_node))
-        command, ends = [sys.executable, *command[2:]], _ends_with(os.getpid()) if sys.platform == "linux" else None
+        command, ends = [sys.executable, *module], _ends_with(os.getpid()) if sys.platform == "linux" else None
         # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end a rank at once
         return _attend([subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends) for env in own])
 
