@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class BlockCall:
     """The other arguments by position or keyword; None in the hidden state's place."""
     differentiable: tuple[Tensor, ...]
     """Leaves among the arguments that receive a gradient; blocks that share an argument share its leaf."""
+    apart: AbstractContextManager[object]
+    """The mode in which its attention keeps the documents of a packed row apart."""
     live_cache: bool = False
     """Whether the block writes into the batch's own key-value cache (generation), not into a view of it."""
 

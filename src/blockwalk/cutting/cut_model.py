@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -24,6 +24,7 @@ from blockwalk.cutting.calls import BlockCall, Prologue, containers_of, rebuild,
 from blockwalk.cutting.ownership import find_parameters, find_parts
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.documents import by_document
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.row_tiles import few_shapes
 from blockwalk.plan.model_spec import ModelSpec
@@ -131,6 +132,15 @@ class CutModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self.device)
         return self
+
+    @property
+    def walks_documents(self) -> bool:
+        """Whether a batch may be walked as one row of its documents, at the cost of each by itself: they are kept apart,
+        attention is computed by them, and no random numbers are drawn for the shape of a batch."""
+        config = self.base.config.get_text_config()
+        split = is_cpu(self.device) and self._call_block is _call and config._attn_implementation == "sdpa"
+        prompted = any(config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values())
+        return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 
     def compile_blocks(self) -> None:
         """Run blocks through ``torch.compile`` from now on. Parameters are inputs of the compiled graph, so that one graph
@@ -318,7 +328,7 @@ class CutModel:
         leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
         first: list[Tensor] = []
         outputs: dict[str, list[Any]] = {}
-        live = bool(batch.get("use_cache"))
+        live, apart = bool(batch.get("use_cache")), by_document(batch.get("position_ids"), self.base.dtype)
 
         def leaf(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -344,7 +354,7 @@ class CutModel:
                 others = {**given, where: None}
                 seen = {key: record(value, f"argument {key} of {name}") for key, value in others.items()}
                 mine = {id(t): t for t in tensors_of(seen) if t.requires_grad}
-                records.append(BlockCall(index + 1, module, where, seen, tuple(mine.values()), live))
+                records.append(BlockCall(index + 1, module, where, seen, tuple(mine.values()), apart, live))
                 if len(records) == len(self._units.layers):
                     raise _Stop
                 return self._answer(module, given[where])
@@ -404,7 +414,11 @@ class CutModel:
         versions = [t._version for t in watched]
         containers = containers_of([args, kwargs])
         compiled = self._call_block is not _call
-        with self._seeded(seed), nullcontext() if compiled else few_shapes(hidden_BSD):
+        with ExitStack() as stack:
+            stack.enter_context(self._seeded(seed))
+            if not compiled:
+                stack.enter_context(few_shapes(hidden_BSD))
+                stack.enter_context(call.apart)
             out = self._call_block(call.module, args, kwargs)
         if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
             raise ValueError(

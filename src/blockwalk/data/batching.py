@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from blockwalk.data.encode import Choices, Encoded, Ids, Numbers
+from blockwalk.plan.sizes import ROW_TILE
 
 Batch = dict[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt. Packed rows
 have ``position_ids`` in place of the mask: where these restart a document begins, and transformers lets no attention cross."""
 
 IGNORE = -100
+SIDE_BY_SIDE = 2048
+"""The most tokens of a row that a batch's examples are laid side by side in: transformers makes its mask in 17 MB."""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Numbers:
@@ -160,6 +163,27 @@ def tokens_read(batch: Mapping[str, Tensor]) -> int:
 def loss_tokens(batch: Mapping[str, Tensor]) -> int:
     """Tokens that the loss is a mean over: labels from the second on, since a model predicts the next one."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def side_by_side(batch: Mapping[str, Tensor], groups: int) -> Mapping[str, Tensor]:
+    """A batch without its padding: the examples of each of ``groups`` equal parts one after the other in a packed row, tensors
+    [groups, N]. The batch itself where a row would pass :data:`SIDE_BY_SIDE` tokens, where nothing is gained, or where it is
+    none with an attention mask that hides the right end of its rows alone."""
+    if batch.keys() != {"input_ids", "attention_mask", "labels"} or len(batch["input_ids"]) % groups:
+        return batch
+    own_BS, places_BS = batch["attention_mask"] != 0, torch.arange(batch["input_ids"].shape[1])[None]
+    tokens_G = own_BS.view(groups, -1).sum(1)
+    length = -(-int(tokens_G.max()) // ROW_TILE) * ROW_TILE
+    filled_up = length > SIDE_BY_SIDE or length >= own_BS.numel() // groups
+    if filled_up or not torch.equal(own_BS, places_BS < own_BS.sum(1, keepdim=True)):
+        return batch
+    labels_BS = batch["labels"].masked_fill(places_BS == 0, IGNORE)  # nothing predicts a document's first token
+    given = {"input_ids": (batch["input_ids"], 0), "position_ids": (places_BS, 0), "labels": (labels_BS, IGNORE)}
+    own_GN = torch.arange(length) < tokens_G[:, None]
+    return {
+        name: each_BS.new_full((groups, length), fill).masked_scatter_(own_GN, each_BS.expand_as(own_BS)[own_BS])
+        for name, (each_BS, fill) in given.items()
+    }
 
 
 def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:

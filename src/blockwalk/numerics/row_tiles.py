@@ -26,6 +26,7 @@ from blockwalk.plan.sizes import ROW_TILE, UNTILED_ROWS, multiplied_rows
 
 _SIZES = (512, 256, ROW_TILE)
 """The numbers of rows that a product is made in."""
+_NARROW = (torch.bfloat16, torch.float16)
 _THIN_SIDE = 256
 """The most columns (or rows) that a matrix called thin has."""
 
@@ -34,7 +35,7 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own copy of what one
 
 def keeps_shapes(tensor: Tensor) -> bool:
     """Whether a product of this tensor costs memory for each new shape."""
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.device.type == "cpu" and tensor.dtype in _NARROW
 
 
 def rows_of(tensor: Tensor, rows: int) -> int:
@@ -69,7 +70,7 @@ def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
     if not keeps_shapes(a_PI):
         return a_PI.t() @ b_PO
     if min(a_PI.shape[1], b_PO.shape[1]) > _THIN_SIDE:
-        missing = _filled(len(a_PI)) - len(a_PI)
+        missing = filled(len(a_PI), a_PI.dtype) - len(a_PI)
         a_PI, b_PO = (F.pad(each, (0, 0, 0, missing)) if missing else each for each in (a_PI, b_PO))
         return a_PI.t() @ b_PO
     parts = [a_pI.t() @ b_pO for a_pI, b_pO in zip(_cut(a_PI), _cut(b_PO), strict=True)]
@@ -84,9 +85,9 @@ def _cut(a_PI: Tensor) -> Iterator[Tensor]:
         yield tile_pI if start + size <= rows else F.pad(tile_pI, (0, 0, 0, start + size - rows))
 
 
-def _filled(length: int) -> int:
-    """The number of tokens that a length is filled up to where it cannot be split."""
-    step = 128 if length <= 1024 else 256
+def filled(length: int, dtype: torch.dtype) -> int:
+    """The number of tokens that a length is filled up to on a processor where it cannot be split."""
+    step = 1 if dtype not in _NARROW else 128 if length <= 1024 else 256
     return length + -length % step
 
 
@@ -178,7 +179,7 @@ def _attention(
     Its own queries attend to everything, which gives them numbers (never NaN); their outputs are cut off.
     """
     length = query.shape[-2]
-    missing = _filled(length) - length
+    missing = filled(length, query.dtype) - length
     causal = kwargs.get("is_causal", args[1] if len(args) > 1 else False)
     if not missing or length <= UNTILED_ROWS or key.shape[-2] != length or (attn_mask is None and not causal):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share
+from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share, side_by_side
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
@@ -368,6 +368,9 @@ class Walker:
         if self.plan.sharded:
             self.ranks.begin(asked.step)
         count = self.plan.gradient_accumulation_steps if asked.training else batches
+        exact = self.plan.zeroth_order or self.plan.loss != "chunked"  # whose numbers are those of the batch as it came
+        if asked.training and not exact and self.engine.cut.walks_documents:
+            batch = side_by_side(batch, count * (self.ranks.world if self.plan.sharded else self.plan.mesh.data))
         if self.plan.sharded or not asked.training:
             (whole,) = micro_batches(batch, 1)
             parts = share(whole, count, self.ranks.world, self.ranks.rank)

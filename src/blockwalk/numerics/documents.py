@@ -1,0 +1,123 @@
+"""Attention of a packed row by its documents: each attends to itself alone, so that nothing is computed of the pairs of tokens
+that a mask would take away, nor, where the mask is causal within a document, of those above the diagonal.
+
+S tokens of the row, n documents of one length L (in 16 bits filled up to one of few, :mod:`blockwalk.numerics.row_tiles`), P
+tokens of all documents filled up, H heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from blockwalk.numerics.row_tiles import filled
+
+
+def by_document(position_ids_BS: Tensor | None, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """The mode for blocks that compute in ``dtype`` on a batch of these positions: where it is one row of several documents,
+    on a processor."""
+    if position_ids_BS is None or len(position_ids_BS) > 1 or position_ids_BS.device.type != "cpu":
+        return nullcontext()
+    begins = (position_ids_BS[0] == 0).nonzero().view(-1).tolist()
+    spans = [(begin, end) for begin, end in pairwise([*begins, position_ids_BS.numel()]) if end - begin > 1]
+    return ByDocument(spans, position_ids_BS.numel(), dtype) if len(spans) > 1 and begins[0] == 0 else nullcontext()
+
+
+class ByDocument(TorchFunctionMode):
+    """A mode in which ``F.scaled_dot_product_attention`` of a row with itself, [1, H, S, D] under a boolean mask [1, 1, S, S],
+    is computed by documents, those of one length together.
+
+    Args:
+        spans: each document's first token and the one after its last. What lies between them is padding, which nothing reads.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], tokens: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._tokens = tokens
+        alike: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for begin, end in spans:
+            alike[filled(end - begin, dtype)].append((begin, end))
+        self._groups = [_places(found, length) for length, found in alike.items()]
+        there_P = torch.cat([index_nL.view(-1) for index_nL, _ in self._groups])
+        own_P = torch.cat([own_nL.view(-1) for _, own_nL in self._groups])
+        places_p = own_P.nonzero().view(-1)
+        back_S = torch.zeros(tokens, dtype=torch.int64).index_put_((there_P[own_P],), places_p)
+        padding_S = torch.ones(tokens, dtype=torch.bool).index_fill_(0, there_P, False)
+        self._to_documents = (there_P, back_S, padding_S.nonzero().view(-1))
+        self._to_row = (back_S, there_P, (~own_P).nonzero().view(-1))
+        self._masks: dict[int, tuple[Tensor, list[Tensor | None]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        row = (1, 1, self._tokens, self._tokens)
+        own = len(query) == 1 and query.shape[-2] == key.shape[-2] == self._tokens and not args
+        if not own or attn_mask is None or attn_mask.dtype != torch.bool or attn_mask.shape != row:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+        groups = zip(*map(self._apart, (query, key, value)), self._within(attn_mask), strict=True)
+        outs = []
+        for q_nHLD, k_nHLD, v_nHLD, mask in groups:
+            kwargs["is_causal"] = mask is None
+            out_nHLD = F.scaled_dot_product_attention(q_nHLD, k_nHLD, v_nHLD, mask, **kwargs)
+            outs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
+        return _taken(torch.cat(outs), *self._to_row).transpose(0, 1)[None]
+
+    def _apart(self, row_1HSD: Tensor) -> list[Tensor]:
+        """The documents of each group, [n, H, L, D]."""
+        rows_PHD = _taken(row_1HSD[0].transpose(0, 1), *self._to_documents)
+        parts = torch.split(rows_PHD, [index_nL.numel() for index_nL, _ in self._groups])
+        return [
+            part_pHD.view(*index_nL.shape, *part_pHD.shape[1:]).transpose(1, 2)
+            for part_pHD, (index_nL, _) in zip(parts, self._groups, strict=True)
+        ]
+
+    def _within(self, mask_11SS: Tensor) -> list[Tensor | None]:
+        """The mask of each group's documents, [n, 1, L, L]; None where it is the causal one."""
+        if id(mask_11SS) not in self._masks:
+            found: list[Tensor | None] = []
+            for index_nL, own_nL in self._groups:
+                mask_nLL = mask_11SS[0, 0][index_nL[:, :, None], index_nL[:, None, :]] & own_nL[:, None, :]
+                causal_nLL = torch.ones_like(mask_nLL).tril_()
+                found.append(None if torch.equal(mask_nLL[own_nL], causal_nLL[own_nL]) else mask_nLL[:, None])
+            self._masks[id(mask_11SS)] = mask_11SS, found
+        return self._masks[id(mask_11SS)][1]
+
+
+def _places(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
+    """Places [n, L] in the row of documents' tokens, after the end the last token's again, and which are the document's own."""
+    begins_n1, ends_n1 = (torch.tensor(each)[:, None] for each in zip(*spans, strict=True))
+    index_nL = begins_n1 + torch.arange(length)
+    return index_nL.minimum(ends_n1 - 1), index_nL < ends_n1
+
+
+class _Taken(torch.autograd.Function):
+    """``x[index]``; its gradient is ``grad[back]``, and 0 at the rows ``unread`` of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unread: Tensor) -> Tensor:
+        ctx.back, ctx.unread = back, unread
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.index_select(0, ctx.back).index_fill_(0, ctx.unread, 0), None, None, None
+
+
+def _taken(x: Tensor, index: Tensor, back: Tensor, unread: Tensor) -> Tensor:
+    out: Tensor = _Taken.apply(x, index, back, unread)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,153 @@
+"""Oracle: autograd over the model in memory, on the batch as it came, with its padding. What one row of its documents gives is
+that within rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockwalk import method
+from blockwalk.data.batching import loss_tokens, side_by_side
+from blockwalk.numerics.documents import ByDocument, by_document
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.walk import walker as walk
+from blockwalk.walk.walker import Walker
+from tests.models import tiny_model
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "opt": {"dropout": 0.0},
+    "mistral": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 20,
+    },
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0},
+}
+"""Settings that leave nothing out at random; sizes."""
+LENGTHS = [70, 9, 41, 66]
+
+
+def padded(lengths: list[int] = LENGTHS, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 101, (len(lengths), max(lengths)), generator=generator)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    labels = ids.masked_fill((mask == 0) | (torch.rand(ids.shape, generator=generator) < 0.3), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the batches that are walked."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(batch: Mapping[str, Tensor], groups: int) -> Mapping[str, Tensor]:
+        found = side_by_side(batch, groups)
+        shapes.append(tuple(found["input_ids"].shape))
+        return found
+
+    monkeypatch.setattr(walk, "side_by_side", noted)
+    return shapes
+
+
+def test_examples_lie_side_by_side() -> None:
+    """By hand."""
+    batch = padded([3, 40, 30, 33])
+    found = side_by_side(batch, 2)
+    assert found.keys() == {"input_ids", "position_ids", "labels"}
+    assert found["position_ids"].tolist() == [
+        [*range(3), *range(40), *[0] * 21],
+        [*range(30), *range(33), 0],
+    ]
+    assert found["input_ids"][0].tolist() == [*batch["input_ids"][0, :3], *batch["input_ids"][1], *[0] * 21]
+    learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:33], -100]
+    assert found["labels"][1].tolist() == learnt
+    assert loss_tokens(found) == loss_tokens(batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        padded([66, 63]),  # a row of 129 tokens is filled up to 192, more than the 132
+        padded([64, 64]),
+        padded([900, 900, 900, 40]),  # a row of 2,740 tokens
+        {**padded(), "token_type_ids": torch.zeros(4, 70, dtype=torch.int64)},
+        {name: each.flip(1) for name, each in padded().items()},
+        {**padded(), "attention_mask": padded()["attention_mask"].roll(1, 1)},
+    ],
+    ids=["little", "none", "long", "another key", "on the left", "holes"],
+)
+def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
+    assert side_by_side(batch, 1) is batch
+    assert side_by_side(padded(), 3)["input_ids"].shape == (4, 70)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "mixtral", "opt"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gradients_are_those_of_the_padded_batch(kind: str, parts: int, seen: list[tuple[int, ...]]) -> None:
+    """Sliding windows lie inside a document; OPT has its mask from its positions; micro-batches are rows of their own."""
+    model = tiny_model(kind, **CHANGES.get(kind, {}), max_position_embeddings=128)
+    control, batch = copy.deepcopy(model), padded()
+    plan = method("plain", compute_dtype="float32", gradient_accumulation_steps=parts)
+    with Walker(model, plan, device="cpu") as walker:
+        found = walker.gradients(batch)
+    assert seen == [(1, 192) if parts == 1 else (2, 128)]
+    control(**batch, use_cache=False).loss.backward()
+    for name, parameter in control.named_parameters():
+        if parameter.grad is not None and name in found:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-6)
+    assert len(found) > 10
+
+
+def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, ...]]) -> None:
+    """A prefix, whose keys no position begins anew; a dropout of an adapter, the model's own loss, zeroth order."""
+    for settings, lora in (
+        ({"name": "mebp"}, {"num_virtual_tokens": 3}),
+        ({"name": "mebp"}, LoraSettings(rank=2, dropout=0.1)),
+        ({"name": "plain", "loss": "model"}, None),
+        ({"name": "mezo"}, None),
+    ):
+        with Walker(
+            tiny_model("llama", max_position_embeddings=128), method(**settings), lora=lora, device="cpu"
+        ) as walker:
+            walker.step(padded())
+    assert seen == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1000, 20])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention_by_documents_is_that_under_the_mask(dtype: torch.dtype, window: int, key_heads: int) -> None:
+    """Oracle: one call of the same function under the whole mask, in float64. Padding's rows are left out."""
+    positions = torch.cat([torch.arange(n) for n in (130, 7, 41)] + [torch.zeros(14, dtype=torch.int64)])
+    document = (positions == 0).cumsum(0)
+    apart = torch.arange(192)[:, None] - torch.arange(192)
+    mask = ((document[:, None] == document) & (apart >= 0) & (apart < window))[None, None]
+    heads = {"query": 4, "key": key_heads, "value": key_heads}
+    given = {
+        name: torch.randn(1, 192, n, 16, dtype=dtype).transpose(1, 2).requires_grad_() for name, n in heads.items()
+    }
+    exact = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    weight = torch.randn(1, 4, 192, 16).to(dtype) * (torch.arange(192) < 178)[:, None]
+    mode = by_document(positions[None], dtype)
+    assert isinstance(mode, ByDocument)
+    with mode:
+        out = F.scaled_dot_product_attention(**given, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4)
+    expected = F.scaled_dot_product_attention(**exact, attn_mask=mask, scale=0.3, enable_gqa=key_heads < 4)
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    torch.testing.assert_close(out[:, :, :178].double(), expected[:, :, :178], **close)
+    out.backward(weight)
+    expected.backward(weight.double())
+    for name, each in given.items():
+        assert each.grad is not None
+        assert exact[name].grad is not None
+        torch.testing.assert_close(each.grad.double(), exact[name].grad, **close, msg=name)
