@@ -61,6 +61,7 @@ def plans(draw: st.DrawFn) -> Plan:
         changes["activation"] = draw(st.sampled_from(["device", "host", "disk"]))
     elif plan.update.timing is Timing.DEFERRED:
         changes["zo.kind"] = draw(st.sampled_from(["spsa", "fzoo", "hizoo"]))
+        changes["zo.noise"] = draw(st.sampled_from(["gaussian", "lowrank"]))
         changes["zo.queries"] = draw(st.integers(2 if changes["zo.kind"] == "fzoo" else 1, 4))
         changes["trainable"] = draw(st.sampled_from(["host × raw", "disk × bf16", "disk × fp8"]))
         if name == "distzo2" and changes["zo.kind"] != "hizoo":
@@ -94,7 +95,29 @@ def test_every_rule_holds_for_every_plan(
     passes = shared if kind is StepKind.TRAIN and plan.estimator is Estimator.ZEROTH_ORDER else 1
     micro_batches = 1 if kind is StepKind.EVALUATE else plan.gradient_accumulation_steps
     expected = 0 if kind is StepKind.FLUSH else layers * passes * micro_batches
-    assert len(forwards) == expected
+    assert sum(op.passes for op in forwards) == expected
+    places = [(op.unit, op.micro_batch, op.forward_pass + i) for op in forwards for i in range(op.passes)]
+    assert len(set(places)) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [(Shape(2, 16), [8]), (Shape(1, 171), [2, 2, 2, 2]), (Shape(2, 256), [1] * 8)]
+)
+def test_low_rank_forwards_go_together_up_to_512_tokens(shape: Shape, sizes: list[int]) -> None:
+    """By hand; of Gaussian noise each goes alone."""
+    costs = Costs((("block", UnitCost(10, 30, 20, 100, 200)),))
+    plan = method("mezo", zo={"noise": "lowrank", "queries": 4})
+    ops = [
+        op
+        for op in compile(plan, toy(1, lora=False, tied=False), StepKind.TRAIN, shape, costs=costs).ops
+        if op.kind is OpKind.FORWARD
+    ]
+    assert [op.passes for op in ops] == sizes
+    (cost,) = {(op.flops / op.passes, op.transient / op.passes) for op in ops}
+    alone = compile(
+        method("mezo", zo={"queries": 4}), toy(1, lora=False, tied=False), StepKind.TRAIN, shape, costs=costs
+    )
+    assert [(op.passes, op.flops, op.transient) for op in alone.ops if op.kind is OpKind.FORWARD] == [(1, *cost)] * 8
 
 
 def _without(program: Program, index: int) -> Program:

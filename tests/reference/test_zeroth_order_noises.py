@@ -13,9 +13,12 @@ import torch
 
 from blockwalk import method
 from blockwalk.estimators.zeroth_order.draws import LowRank, add_low_rank_
+from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import fill_
+from blockwalk.plan import plan as plans
 from blockwalk.plan.choices import LoraSettings
+from blockwalk.program.compile import compile
 from blockwalk.reference.mezo import mezo_step
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.walk.walker import Walker
@@ -78,6 +81,57 @@ def test_a_flat_range_of_low_rank_noise_is_that_of_the_whole(start: int, count: 
     assert torch.equal(noise.fill_(torch.empty(count), start), whole[start : start + count])
     added = add_low_rank_(torch.ones(count), [noise], [1.0], start)
     torch.testing.assert_close(added, whole[start : start + count] + 1, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "rows", "settings", "together"),
+    [
+        ("llama", None, 4, {}, True),
+        ("opt", None, 4, {"gradient_accumulation_steps": 2}, True),
+        ("gpt2", None, 1, {}, True),
+        ("phi", LoraSettings(rank=4), 1, {}, True),
+        ("gemma2", LoraSettings(rank=4), 4, {"frozen": "disk × int4"}, True),
+        ("mixtral", LoraSettings(rank=4), 2, {}, True),
+        ("llama", {"num_virtual_tokens": 3}, 4, {}, True),
+        ("llama", None, 4, {"zo": {"kind": "hizoo"}}, True),
+        ("llama", None, 4, {"zo": {"kind": "fzoo"}}, True),
+        ("llama", None, 12, {}, False),  # as many rows as tokens: which dimension is which nobody can tell
+        ("mixtral", None, 4, {}, False),  # experts in one parameter
+    ],
+)
+def test_forwards_together_are_the_forwards_alone(
+    kind: str, lora: Any, rows: int, settings: dict[str, Any], together: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Oracle: the same steps with one forward at a time."""
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "model")
+    forward_together, went = ZerothOrder._forward_together, []
+
+    def noted(self: ZerothOrder, *given: Any) -> bool:
+        went.append(forward_together(self, *given))
+        return went[-1]
+
+    monkeypatch.setattr(ZerothOrder, "_forward_together", noted)
+    zo = {"noise": "lowrank", "noise_rank": RANK, "queries": 3, "epsilon": 1e-2, **settings.get("zo", {})}
+
+    def losses(folder: Path) -> list[float]:
+        compile.cache_clear()
+        found: list[float] = []
+        plan = method("zo2", **{**settings, "zo": zo})
+        with Walker(tmp_path / "model", plan, lora=lora, workdir=folder, device="cpu") as walker:
+            for step in range(3):
+                walker.step(random_batch(rows, seed=step))
+                found += walker.estimator.entries[-1].losses
+        return found
+
+    found = losses(tmp_path / "together")
+    assert (all(went) and bool(went), any(went)) == (together, together)
+    went.clear()
+    monkeypatch.setattr(plans, "TOGETHER", 1)
+    alone = losses(tmp_path / "alone")
+    compile.cache_clear()
+    assert not went
+    assert found == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])

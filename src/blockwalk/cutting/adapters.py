@@ -339,7 +339,7 @@ def _fused_forward(module: Any, original: Callable[..., Any], x: Tensor, *args: 
     linear = keeps_in_out or type(base).forward is nn.Linear.forward
     lazy = linear and (dora or isinstance(base.weight, LazyParameter)) and not args and not kwargs
     odd = module.disable_adapters or module.merged or (module.lora_variant and not dora)
-    plain = not odd and adapter in module.lora_A
+    plain = not odd and adapter in module.lora_A and "forward" not in module.lora_A[adapter].__dict__  # answers by part
     with unread(()) if dora else nullcontext():  # the gradient of DoRA's magnitudes reads the product
         if not lazy or not plain or not isinstance(module.lora_dropout[adapter], nn.Identity):
             return original(x, *args, **kwargs)

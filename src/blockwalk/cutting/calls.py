@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,27 @@ class BlockCall:
         given[self.hidden_at] = hidden_BSD
         args = [value for key, value in given.items() if isinstance(key, int)]
         return args, {key: value for key, value in given.items() if isinstance(key, str)}
+
+
+def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ...], Tensor]) -> BlockCall | None:
+    """A block's calls for several batches of ``rows`` sequences as the call for all of them, one batch after the other; None
+    where an argument differs between the calls and is not of their rows. ``known`` are the arguments joined before, by the
+    identities of their parts."""
+    whole = []
+    for parts in zip(*(tensors_of(call.arguments) for call in calls), strict=True):
+        key = tuple(map(id, parts))
+        if key not in known:
+            of_rows = parts[0].ndim > 1 and len(parts[0]) == rows
+            if (rows == 1 or not of_rows) and all(torch.equal(parts[0], other) for other in parts[1:]):
+                known[key] = parts[0]
+            elif of_rows:
+                known[key] = torch.cat(parts)
+            else:
+                return None
+        whole.append(known[key])
+    remaining = iter(whole)
+    arguments = rebuild(calls[0].arguments, lambda _: next(remaining), "argument")
+    return replace(calls[0], arguments=arguments, apart=nullcontext())
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
+from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import BlockCall, Prologue, containers_of, rebuild, tensors_of
 from blockwalk.cutting.ownership import find_parameters, find_parts
 from blockwalk.numerics.codecs.weights import Value
@@ -174,7 +175,7 @@ class CutModel:
             placed: Tensor
             if not isinstance(value, Tensor):
                 assert name not in trainable or not torch.is_grad_enabled(), f"{name} is trained: bind a tensor"
-                placed = LazyParameter(value, self.device)
+                placed = self._placed(value)
             elif name in trainable:
                 placed = leaves[name] = value if value.requires_grad else value.detach().requires_grad_(True)
             else:
@@ -184,6 +185,9 @@ class CutModel:
             for place in places[name]:
                 place.module._parameters[place.leaf] = placed  # type: ignore[assignment]
         return leaves
+
+    def _placed(self, value: Value) -> Tensor:
+        return value if isinstance(value, Tensor) else LazyParameter(value, self.device)
 
     def unbind(self, unit: int, names: Sequence[str] | None = None) -> None:
         """Put placeholders back, so that nothing here refers to what was bound: of all parameters, or of those named."""
@@ -428,6 +432,24 @@ class CutModel:
         hidden = out[0] if isinstance(out, tuple | list) else out
         assert isinstance(hidden, Tensor)
         return hidden
+
+    def forward_together(
+        self, call: BlockCall, hidden_PSD: Tensor, values: Sequence[Mapping[str, Value]]
+    ) -> Tensor | None:
+        """Run one block, without a graph, on the rows of several forwards at once, for which its trainables have these values:
+        a forward after the other. None where the block does not call the modules that own them with all rows, once each."""
+        of_modules: dict[nn.Module, dict[str, list[Value]]] = {}
+        for name in values[0]:
+            for place in self._units.places[call.unit][name]:
+                of_modules.setdefault(place.module, {})[place.leaf] = [each[name] for each in values]
+        parts = [ByPart(module, leaves, hidden_PSD, self._placed) for module, leaves in of_modules.items()]
+        self.bind(call.unit, values[-1])
+        try:
+            with self._forwards([(part.module, part) for part in parts]):
+                out = self.forward(call, hidden_PSD)
+        except NotByPart:
+            return None
+        return out if all(part.called for part in parts) else None
 
     def _epilogue_pass(
         self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None, *, head: bool

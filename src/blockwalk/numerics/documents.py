@@ -37,7 +37,7 @@ class ByDocument(TorchFunctionMode):
     is computed by documents, those of one length together.
 
     Args:
-        spans: each document's first token and the one after its last. What lies between them is padding, which nothing reads.
+        spans: each document's first token and the one after its last. Tokens between them are padding, which nothing reads.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], tokens: int, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ its columns. Nothing is saved for backward but the provider.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -78,6 +78,21 @@ def lazy_linear(
     assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
     assert bias is None or (bias.shape, bias.dtype) == ((n_out,), x.dtype), (bias.shape, bias.dtype)
     return lora_linear(x, weight, bias, None, None, 1.0, transposed=transposed)
+
+
+def lazy_linear_by_part(
+    x: Tensor, weights: Sequence[LowRankSum], biases: Sequence[Tensor | None], *, transposed: bool = False
+) -> Tensor:
+    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and a bias of its own, without
+    a graph. The weights are one W with thin factors of each, so that W is read once."""
+    y = lazy_linear(x, weights[0].base, transposed=transposed)
+    for y_part, x_part, weight, bias in zip(y.chunk(len(weights)), x.chunk(len(weights)), weights, biases, strict=True):
+        into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
+        thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
+        row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
+        if bias is not None:
+            y_part += bias
+    return y
 
 
 def lora_linear(

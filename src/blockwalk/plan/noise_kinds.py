@@ -15,6 +15,8 @@ class NoiseFacts:
     """True where each element is drawn by itself, by a forward as it reads it."""
     own_seeds: bool = False
     """True where each step has a seed of its own, drawn from numpy's generator unless given, as the original has it."""
+    beside: bool = False
+    """True where a forward adds products with thin factors of z to those with the weight, which all forwards have in common."""
     in_place: bool = False
     """True where weights are perturbed where they lie: the original's arithmetic."""
 
@@ -22,7 +24,7 @@ class NoiseFacts:
 NOISES = {
     "gaussian": NoiseFacts(("seed_pool",)),
     "rademacher": NoiseFacts(("seed_pool",)),
-    "lowrank": NoiseFacts(("seed_pool", "noise_rank", "noise_interval"), elementwise=False),
+    "lowrank": NoiseFacts(("seed_pool", "noise_rank", "noise_interval"), elementwise=False, beside=True),
     "torch": NoiseFacts(elementwise=False, own_seeds=True),
     "mezo": NoiseFacts(elementwise=False, own_seeds=True, in_place=True),
 }

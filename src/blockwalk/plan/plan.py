@@ -25,6 +25,7 @@ from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
+from blockwalk.plan.sizes import TOGETHER
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
@@ -166,6 +167,12 @@ class Plan:
         in its size."""
         alike = self.zeroth_order and not NOISES[self.zo.noise].in_place and self.zo.noise != "lowrank"
         return alike and self.gradient_accumulation_steps > 1
+
+    def passes_together(self, tokens: int) -> int:
+        """Forwards of a zeroth-order step, of so many tokens each, that a block computes as one batch: its weights are read,
+        and decoded, once for them."""
+        alike = self.zeroth_order and NOISES[self.zo.noise].beside and self.zo.target == "weights" and not self.compile
+        return max(1, TOGETHER // tokens) if alike else 1
 
     def sliceable(self, kind: str) -> bool:
         """Whether ranks can hold one copy of the streamed units' ``frozen`` or ``trainable`` part together (zeroth order). A

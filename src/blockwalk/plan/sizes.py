@@ -36,6 +36,10 @@ UPDATE_ELEMENTS = ByDevice(cpu=1 << 19, cuda=1 << 22)
 an accelerator."""
 
 
+TOGETHER = 512
+"""Tokens up to which forwards of a zeroth-order step go through a block as one batch. More gain nothing: products of so many
+rows take most of their time to multiply, and little to read the matrix."""
+
 ROW_TILE = 64
 """Rows of the smallest tile that a 16-bit product on a processor is made in (:mod:`blockwalk.numerics.row_tiles`)."""
 UNTILED_ROWS = 8

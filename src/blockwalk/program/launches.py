@@ -46,7 +46,7 @@ def launches(op: Op, places: Placements) -> int:
         matrices, vectors = [], []
     size = DTYPE_BYTES[compute_dtype(plan, places.model)]
     ranges = sum(-(-p.numel * size // DECODE_BYTES["cuda"]) for p in (*matrices, *decoded))
-    return ranges + len(_dtypes(places, vectors))
+    return ranges + op.passes * len(_dtypes(places, vectors))
 
 
 def _encoded(places: Placements, param: ParamSpec) -> bool:

@@ -142,6 +142,8 @@ class Op:
     micro_batch: int = 0
     forward_pass: int = 0
     """The number of the forward in a zeroth-order step: one for each perturbed copy of the weights."""
+    passes: int = 1
+    """Forwards that it computes as one batch, from that number on."""
     slot: int = -1
     axes: tuple[str, ...] = ()
     """The axes of the mesh that it is a collective over, innermost first: a GATHER's slices come from there, a REDUCE's sums
@@ -261,7 +263,8 @@ def _detail(op: Op) -> str:
     words = (
         op.part.value if op.part else "",
         f"µ{op.micro_batch}" if of_batch else "",
-        f"pass {op.forward_pass}" if of_batch and op.forward_pass else "",
+        f"pass {op.forward_pass}" if of_batch and op.forward_pass and op.passes == 1 else "",
+        f"passes {op.forward_pass} to {op.forward_pass + op.passes - 1}" if op.passes > 1 else "",
         f"slot {op.slot}" if op.slot >= 0 else "",
         f"over {', '.join(op.axes)}" if op.axes else "",
         f"buffer {op.buffer}" if op.buffer >= 0 else "",

@@ -42,13 +42,29 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
         cost, used = b.cost(unit), _apply_pending(b, unit, pending, after)
         kind = OpKind.PROLOGUE if unit == 0 else OpKind.LOSS if unit == b.places.last else OpKind.FORWARD
-        details = {"flops": cost.forward_flops, "transient": cost.forward_transient}
-        deps = [*after, *used[:1]]
+        deps, together = [*after, *used[:1]], batches(b, unit, pieces) if kind is OpKind.FORWARD else alone
         return used + [
-            b.op(kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, **details) for p, m in pieces
-        ]
+            b.op(
+                kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, passes=passes,
+                flops=passes * cost.forward_flops, transient=passes * cost.forward_transient,
+            )
+            for p, m, passes in together
+        ]  # fmt: skip
 
+    alone = [(p, m, 1) for p, m in pieces]
     return [Turn(unit, partial(work, unit)) for unit in range(b.places.last + 1)]
+
+
+def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    """The batches, (first pass, micro-batch, passes), in which a block computes these pieces: consecutive passes on a
+    micro-batch, where all its trainables are matrices and vectors."""
+    trained = b.places.model.units[unit].part(True)
+    most = b.places.plan.passes_together(b.shape.tokens) if all(len(p.shape) < 3 for p in trained) else 1
+    passes, cuts = (list(dict.fromkeys(numbers)) for numbers in zip(*pieces, strict=True))
+    if most == 1 or b.pieces:
+        return [(p, m, 1) for p, m in pieces]
+    starts = range(0, len(passes), most)
+    return [(passes[at], m, min(most, len(passes) - at)) for at in starts for m in cuts]
 
 
 def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]) -> list[int]:

@@ -140,7 +140,7 @@ class CostModel:
         cost = self.costs.of(self.model.units[op.unit].kind)
         match op.kind:
             case OpKind.PROLOGUE | OpKind.FORWARD:
-                return cost.forward
+                return cost.forward * op.passes
             case OpKind.BACKWARD if op.keep_graph:
                 return cost.backward + cost.unread
             case OpKind.BACKWARD | OpKind.LOSS:

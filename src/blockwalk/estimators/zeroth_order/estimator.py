@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from blockwalk.checkpoints.ledger import Entry, Ledger
+from blockwalk.cutting.calls import joined_call
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
@@ -70,8 +72,10 @@ class ZerothOrder:
         """Scratch of updates to slices, which run beside the forwards."""
         self.loss_scratch = ScratchArena()
         self.state: Step | None = None
-        self._bound: tuple[tuple[int, int], dict[str, Value]] | None = None
-        """The trainables of the unit and pass that last computed."""
+        self._bound: tuple[tuple[int, int], list[dict[str, Value]]] | None = None
+        """The trainables of the unit and passes that last computed."""
+        self._together = True
+        """Whether the model's blocks take the rows of several forwards at once, as far as is known."""
         self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
         self._reserve()
 
@@ -178,11 +182,27 @@ class ZerothOrder:
 
     @torch.no_grad()
     def _forward(self, op: Op, state: Step) -> None:
-        self._bind(op, state)
-        key = (op.micro_batch, op.forward_pass)
-        call = state.prologues[key].calls[op.unit - 1]
-        state.hidden[key] = self.engine.cut.forward(call, state.hidden[key])
+        keys = [(op.micro_batch, op.forward_pass + i) for i in range(op.passes)]
+        if len(keys) == 1 or not (self._together and self._forward_together(op, keys, state)):
+            for key, values in zip(keys, self._values_of(op, state), strict=True):
+                self.engine.cut.bind(op.unit, values)
+                call = state.prologues[key].calls[op.unit - 1]
+                state.hidden[key] = self.engine.cut.forward(call, state.hidden[key])
         self.engine.unbind(op.unit)
+
+    def _forward_together(self, op: Op, keys: Sequence[tuple[int, int]], state: Step) -> bool:
+        """Run a block once on the rows of these forwards, where they may be told from other dimensions and it takes them so."""
+        rows, tokens = state.hidden[keys[0]].shape[:2]
+        call = joined_call([state.prologues[key].calls[op.unit - 1] for key in keys], rows, state.joined)
+        if rows == tokens or call is None:
+            return False
+        out = self.engine.cut.forward_together(
+            call, torch.cat([state.hidden[key] for key in keys]), self._values_of(op, state)
+        )
+        self._together = out is not None
+        if out is not None:
+            state.hidden |= zip(keys, out.chunk(len(keys)), strict=True)
+        return self._together
 
     @torch.no_grad()
     def _loss(self, op: Op, state: Step) -> None:
@@ -232,9 +252,16 @@ class ZerothOrder:
     def _bind(self, op: Op, state: Step) -> None:
         """Put a unit's trainables in their places, perturbed, in the compute dtype. They are made for the first micro-batch of
         a pass and serve all."""
+        (values,) = self._values_of(op, state)
+        self.engine.cut.bind(op.unit, values)
+
+    def _values_of(self, op: Op, state: Step) -> list[dict[str, Value]]:
+        """A unit's trainables under the perturbation of each pass of an op."""
         if self._bound is None or self._bound[0] != (op.unit, op.forward_pass):
-            self._bound = (op.unit, op.forward_pass), self._values(op.unit, self._perturbation(op, state), state)
-        self.engine.cut.bind(op.unit, self._bound[1])
+            of_passes = (replace(op, forward_pass=op.forward_pass + i) for i in range(op.passes))
+            values = [self._values(op.unit, self._perturbation(each, state), state) for each in of_passes]
+            self._bound = (op.unit, op.forward_pass), values
+        return self._bound[1]
 
     def _values(self, unit: int, perturbation: Perturbation, state: Step) -> dict[str, Value]:
         """A unit's trainables under a perturbation: matrices as they are read, the rest as copies; those of a block that is

@@ -32,6 +32,8 @@ class Step:
     """Whether losses are of each sequence."""
     prologues: dict[tuple[int, int], Prologue] = field(default_factory=dict)
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    joined: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Arguments of blocks that go to several forwards at once, by the identities of those of each."""
     factors: dict[int, dict[int, Factors]] = field(default_factory=dict)
     """Those of the head, by micro-batch and forward pass, where the losses of all passes are computed together."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)

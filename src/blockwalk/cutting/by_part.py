@@ -1,0 +1,58 @@
+"""A module that owns trained parameters, called once with the rows of several forwards, of which each has its own values of
+these: a linear layer reads the weight that they have in common once, any other answers part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockwalk.numerics.codecs.weights import LowRankSum, Value
+from blockwalk.numerics.lazy_linear import lazy_linear_by_part
+
+
+class NotByPart(Exception):
+    """A module was called with something else than all rows."""
+
+
+class ByPart:
+    """The forward of a module for the time of such a call.
+
+    Args:
+        leaves: the values of its parameters, one for each part, by attribute.
+        hidden_PSD: the block's input: parts of as many rows each.
+        placed: a value as the module's attribute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        leaves: Mapping[str, Sequence[Value]],
+        hidden_PSD: Tensor,
+        placed: Callable[[Value], Tensor],
+    ) -> None:
+        self.module, self.leaves, self.placed = module, leaves, placed
+        self.called = False
+        self._forward = module.forward
+        self._rows = (hidden_PSD.shape[0], hidden_PSD.shape[0] * hidden_PSD.shape[1])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        x = args[0] if args else None
+        if len(args) != 1 or kwargs or not isinstance(x, Tensor) or x.shape[0] not in self._rows or self.called:
+            raise NotByPart
+        self.called = True
+        values = list(self.leaves.values())
+        count, weights = len(values[0]), self.leaves.get("weight", ())
+        transposed = type(self.module).__name__ == "Conv1D"
+        linear = transposed or type(self.module).forward is nn.Linear.forward
+        if linear and weights and all(isinstance(weight, LowRankSum) for weight in weights):
+            biases = self.leaves.get("bias", [self.module.bias] * count)
+            return lazy_linear_by_part(x, weights, biases, transposed=transposed)  # type: ignore[arg-type]
+        outs = []
+        for i, part in enumerate(x.chunk(count)):
+            for leaf, each in self.leaves.items():
+                self.module._parameters[leaf] = self.placed(each[i])  # type: ignore[assignment]
+            outs.append(self._forward(part))
+        return torch.cat(outs)
