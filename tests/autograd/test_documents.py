@@ -83,8 +83,9 @@ def test_examples_lie_side_by_side() -> None:
         {**padded(), "token_type_ids": torch.zeros(4, 70, dtype=torch.int64)},
         {name: each.flip(1) for name, each in padded().items()},
         {**padded(), "attention_mask": padded()["attention_mask"].roll(1, 1)},
+        {**padded(), "labels": padded()["input_ids"]},
     ],
-    ids=["little", "none", "long", "another key", "on the left", "holes"],
+    ids=["little", "none", "long", "another key", "on the left", "holes", "learns padding"],
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
     assert side_by_side(batch, 1) is batch
@@ -106,6 +107,26 @@ def test_gradients_are_those_of_the_padded_batch(kind: str, parts: int, seen: li
         if parameter.grad is not None and name in found:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-6)
     assert len(found) > 10
+
+
+def test_a_packed_row_is_walked_as_transformers_does() -> None:
+    """With a mask of its own a row is one document, whatever its positions; without one each token at position 0 begins one."""
+    ids = padded([64])["input_ids"]
+    positions = torch.tensor([[*range(30), 0, *range(20), 0, 0, *range(11)]])
+    for second in ({}, {"attention_mask": torch.ones_like(ids)}):
+        model, batch = tiny_model("llama"), {"input_ids": ids, "position_ids": positions, "labels": ids, **second}
+        control = copy.deepcopy(model)
+        control(**batch, use_cache=False).loss.backward()
+        with Walker(model, method("plain", compute_dtype="float32"), device="cpu") as walker:
+            found = walker.gradients(batch)
+        for name, parameter in control.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("batch", [[1, 2], {"input_ids": [1]}, {**padded(), "labels": torch.zeros(4, 3)}])
+def test_what_is_no_batch_is_told(batch: Any) -> None:
+    with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker, pytest.raises(ValueError, match="batch"):
+        walker.step(batch)
 
 
 def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, ...]]) -> None:

@@ -87,15 +87,17 @@ def test_a_flat_range_of_low_rank_noise_is_that_of_the_whole(start: int, count: 
     ("kind", "lora", "rows", "settings", "together"),
     [
         ("llama", None, 4, {}, True),
-        ("opt", None, 4, {"gradient_accumulation_steps": 2}, True),
+        ("opt", None, 4, {"gradient_accumulation_steps": 4}, True),
         ("gpt2", None, 1, {}, True),
         ("phi", LoraSettings(rank=4), 1, {}, True),
         ("gemma2", LoraSettings(rank=4), 4, {"frozen": "disk × int4"}, True),
-        ("mixtral", LoraSettings(rank=4), 2, {}, True),
+        ("mixtral", LoraSettings(rank=4), 3, {}, True),
         ("llama", {"num_virtual_tokens": 3}, 4, {}, True),
         ("llama", None, 4, {"zo": {"kind": "hizoo"}}, True),
         ("llama", None, 4, {"zo": {"kind": "fzoo"}}, True),
-        ("llama", None, 12, {}, False),  # as many rows as tokens: which dimension is which nobody can tell
+        ("llama", None, 12, {}, False),  # as many rows as tokens: nobody can tell which dimension is which
+        ("llama", None, 2, {}, False),  # six forwards of them as many
+        ("bloom", None, 4, {}, False),  # a bias for each head of each row
         ("mixtral", None, 4, {}, False),  # experts in one parameter
     ],
 )
@@ -103,8 +105,8 @@ def test_forwards_together_are_the_forwards_alone(
     kind: str, lora: Any, rows: int, settings: dict[str, Any], together: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Oracle: the same steps with one forward at a time."""
-    model = tiny_model(kind)
-    model.save_pretrained(tmp_path / "model")
+    sizes: dict[str, Any] = {"hidden_size": 32, "n_layer": 2, "n_head": 4} if kind == "bloom" else {}
+    tiny_model(kind, **sizes).save_pretrained(tmp_path / "model")
     forward_together, went = ZerothOrder._forward_together, []
 
     def noted(self: ZerothOrder, *given: Any) -> bool:

@@ -38,6 +38,8 @@ class Anatomy:
     borders: str = ""
     """The way in which documents of one row are kept apart: by their positions alone (positions), by these and a mask made of
     them (mask), or in none."""
+    together: bool = False
+    """Whether a block answers several batches at once, of which each has weights of its own, as one after the other."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 

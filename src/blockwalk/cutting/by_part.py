@@ -14,7 +14,7 @@ from blockwalk.numerics.lazy_linear import lazy_linear_by_part
 
 
 class NotByPart(Exception):
-    """A module was called with something else than all rows."""
+    """A module was called with something else than all rows, or answers something else than a tensor."""
 
 
 class ByPart:
@@ -47,12 +47,19 @@ class ByPart:
         count, weights = len(values[0]), self.leaves.get("weight", ())
         transposed = type(self.module).__name__ == "Conv1D"
         linear = transposed or type(self.module).forward is nn.Linear.forward
-        if linear and weights and all(isinstance(weight, LowRankSum) for weight in weights):
+        sums = [weight if isinstance(weight, LowRankSum) else None for weight in weights]
+        if (
+            linear
+            and any(sums)
+            and all(sum or isinstance(weight, Tensor) for sum, weight in zip(sums, weights, strict=True))
+        ):
             biases = self.leaves.get("bias", [self.module.bias] * count)
-            return lazy_linear_by_part(x, weights, biases, transposed=transposed)  # type: ignore[arg-type]
+            return lazy_linear_by_part(x, sums, biases, transposed=transposed)  # type: ignore[arg-type]
         outs = []
         for i, part in enumerate(x.chunk(count)):
             for leaf, each in self.leaves.items():
                 self.module._parameters[leaf] = self.placed(each[i])  # type: ignore[assignment]
             outs.append(self._forward(part))
+        if not all(isinstance(out, Tensor) for out in outs):
+            raise NotByPart
         return torch.cat(outs)

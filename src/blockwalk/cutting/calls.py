@@ -46,6 +46,8 @@ def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ..
     """A block's calls for several batches of ``rows`` sequences as the call for all of them, one batch after the other; None
     where an argument differs between the calls and is not of their rows. ``known`` are the arguments joined before, by the
     identities of their parts."""
+    if not isinstance(calls[0].apart, nullcontext):
+        return None  # documents side by side are computed by themselves
     whole = []
     for parts in zip(*(tensors_of(call.arguments) for call in calls), strict=True):
         key = tuple(map(id, parts))
@@ -60,7 +62,7 @@ def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ..
         whole.append(known[key])
     remaining = iter(whole)
     arguments = rebuild(calls[0].arguments, lambda _: next(remaining), "argument")
-    return replace(calls[0], arguments=arguments, apart=nullcontext())
+    return replace(calls[0], arguments=arguments)
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,8 +138,8 @@ class CutModel:
     def walks_documents(self) -> bool:
         """Whether a batch may be walked as one row of its documents, at the cost of each by itself: they are kept apart,
         attention is computed by them, and no random numbers are drawn for the shape of a batch."""
-        config = self.base.config.get_text_config()
-        split = is_cpu(self.device) and self._call_block is _call and config._attn_implementation == "sdpa"
+        attention = self.base.config.get_text_config()._attn_implementation
+        split = is_cpu(self.device) and self._call_block is _call and attention == "sdpa" and not self.head.custom
         prompted = any(config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values())
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 
@@ -332,7 +332,8 @@ class CutModel:
         leaf_of: dict[int, tuple[Tensor, Tensor]] = {}
         first: list[Tensor] = []
         outputs: dict[str, list[Any]] = {}
-        live, apart = bool(batch.get("use_cache")), by_document(batch.get("position_ids"), self.base.dtype)
+        live, masked = bool(batch.get("use_cache")), batch.keys() & {"attention_mask", "past_key_values"}
+        apart = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
 
         def leaf(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockwalk.cutting import anatomy as anatomy_room
-from blockwalk.cutting import calls, cut_model, ownership, shrink, skeleton
+from blockwalk.cutting import by_part, calls, cut_model, ownership, shrink, skeleton
 from blockwalk.cutting.anatomy import Anatomy, CallTrace, dissect, layer_candidates, watch
-from blockwalk.cutting.calls import BlockCall
+from blockwalk.cutting.calls import BlockCall, joined_call
 from blockwalk.cutting.cut_model import CutModel, refuse_settings
 from blockwalk.plan.parsing import from_plain
 from blockwalk.system import cache
@@ -70,7 +70,7 @@ def certified_anatomy(model: Any) -> Anatomy:
     return verdict
 
 
-_ROOMS = (anatomy_room, calls, cut_model, ownership, shrink, skeleton)
+_ROOMS = (anatomy_room, by_part, calls, cut_model, ownership, shrink, skeleton)
 _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
@@ -130,7 +130,7 @@ def study(cls: Any, config: Any) -> Anatomy:
         anatomy = dissect(model, candidates, trace)
         cut = CutModel(model, anatomy)
         anatomy = replace(_find_head_form(cut, batch), unread=unread_outputs(cut, batch, SEED))
-        anatomy = replace(anatomy, borders=_find_borders(model, anatomy))
+        anatomy = replace(anatomy, borders=_find_borders(model, anatomy), together=_go_together(cut, batch))
         notes = {"eval": compare(model, anatomy, batch)}
         if cut.draws_random_numbers:
             model.train()
@@ -195,6 +195,33 @@ def _find_borders(model: Any, anatomy: Anatomy) -> str:
                 if difference(packed, alone) <= TOLERANCE:
                     return borders
     return ""
+
+
+def _go_together(cut: CutModel, batch: Mapping[str, Tensor]) -> bool:
+    """Whether every block's answer to three batches at once, of one sequence each and of two, each with weights of its
+    linear layers and vectors of its own, is its answer to one after the other."""
+    generator, named = torch.Generator().manual_seed(SEED), dict(cut.model.named_parameters())
+
+    def near(tensor: Tensor) -> Tensor:
+        return tensor.detach() + torch.randn(tensor.shape, generator=generator)
+
+    for rows, unit in product((1, 2), range(1, cut.epilogue_index)):
+        call = cut.prologue({name: each[:rows] for name, each in batch.items()}).calls[unit - 1]
+        params, linears = cut.spec().units[unit].params, cut.linears(unit)
+        given = {p.name: named[p.name] for p in params if len(p.shape) == 1 or p.name in linears}
+        values = [{name: near(tensor) for name, tensor in given.items()} for _ in range(3)]
+        hidden = [near(torch.zeros(rows, batch["input_ids"].shape[1], cut.spec().hidden_size)) for _ in values]
+        alone, found = [], None
+        with torch.no_grad(), suppress(Exception):  # whatever it raises, it does not take them so
+            for each_BSD, own in zip(hidden, values, strict=True):
+                cut.bind(unit, own)
+                alone.append(cut.forward(call, each_BSD))
+            if (joined := joined_call([call] * 3, rows, {})) is not None:
+                found = cut.forward_together(joined, torch.cat(hidden), values)
+        cut.unbind(unit)
+        if found is None or not difference(found, torch.cat(alone)) <= TOLERANCE:
+            return False
+    return True
 
 
 def require_borders(folder: str | Path) -> None:

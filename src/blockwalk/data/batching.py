@@ -165,17 +165,19 @@ def loss_tokens(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
-def side_by_side(batch: Mapping[str, Tensor], groups: int) -> Mapping[str, Tensor]:
+def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
     """A batch without its padding: the examples of each of ``groups`` equal parts one after the other in a packed row, tensors
     [groups, N]. The batch itself where a row would pass :data:`SIDE_BY_SIDE` tokens, where nothing is gained, or where it is
-    none with an attention mask that hides the right end of its rows alone."""
+    none with an attention mask that hides the right end of its rows alone, of which nothing is learnt."""
     if batch.keys() != {"input_ids", "attention_mask", "labels"} or len(batch["input_ids"]) % groups:
         return batch
     own_BS, places_BS = batch["attention_mask"] != 0, torch.arange(batch["input_ids"].shape[1])[None]
     tokens_G = own_BS.view(groups, -1).sum(1)
     length = -(-int(tokens_G.max()) // ROW_TILE) * ROW_TILE
-    filled_up = length > SIDE_BY_SIDE or length >= own_BS.numel() // groups
-    if filled_up or not torch.equal(own_BS, places_BS < own_BS.sum(1, keepdim=True)):
+    learnt_beyond = bool(((batch["labels"] != IGNORE) & ~own_BS)[:, 1:].any())
+    if length > SIDE_BY_SIDE or length >= own_BS.numel() // groups or learnt_beyond:
+        return batch
+    if not torch.equal(own_BS, places_BS < own_BS.sum(1, keepdim=True)):
         return batch
     labels_BS = batch["labels"].masked_fill(places_BS == 0, IGNORE)  # nothing predicts a document's first token
     given = {"input_ids": (batch["input_ids"], 0), "position_ids": (places_BS, 0), "labels": (labels_BS, IGNORE)}

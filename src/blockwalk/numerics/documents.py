@@ -28,8 +28,9 @@ def by_document(position_ids_BS: Tensor | None, dtype: torch.dtype) -> AbstractC
     if position_ids_BS is None or len(position_ids_BS) > 1 or position_ids_BS.device.type != "cpu":
         return nullcontext()
     begins = (position_ids_BS[0] == 0).nonzero().view(-1).tolist()
-    spans = [(begin, end) for begin, end in pairwise([*begins, position_ids_BS.numel()]) if end - begin > 1]
-    return ByDocument(spans, position_ids_BS.numel(), dtype) if len(spans) > 1 and begins[0] == 0 else nullcontext()
+    if len(begins) < 2 or begins[0]:
+        return nullcontext()
+    return ByDocument(list(pairwise([*begins, position_ids_BS.numel()])), dtype)
 
 
 class ByDocument(TorchFunctionMode):
@@ -37,24 +38,22 @@ class ByDocument(TorchFunctionMode):
     is computed by documents, those of one length together.
 
     Args:
-        spans: each document's first token and the one after its last. Tokens between them are padding, which nothing reads.
+        spans: each document's first token and the one after its last, side by side; each token of padding is one.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]], tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
         super().__init__()
-        self._tokens = tokens
+        self._tokens = spans[-1][1]
         alike: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for begin, end in spans:
-            alike[filled(end - begin, dtype)].append((begin, end))
+            alike[filled(end - begin, dtype) if end - begin > 1 else 1].append((begin, end))
         self._groups = [_places(found, length) for length, found in alike.items()]
-        there_P = torch.cat([index_nL.view(-1) for index_nL, _ in self._groups])
+        self._there_P = torch.cat([index_nL.view(-1) for index_nL, _ in self._groups])
         own_P = torch.cat([own_nL.view(-1) for _, own_nL in self._groups])
-        places_p = own_P.nonzero().view(-1)
-        back_S = torch.zeros(tokens, dtype=torch.int64).index_put_((there_P[own_P],), places_p)
-        padding_S = torch.ones(tokens, dtype=torch.bool).index_fill_(0, there_P, False)
-        self._to_documents = (there_P, back_S, padding_S.nonzero().view(-1))
-        self._to_row = (back_S, there_P, (~own_P).nonzero().view(-1))
-        self._masks: dict[int, tuple[Tensor, list[Tensor | None]]] = {}
+        self._filling = (~own_P).nonzero().view(-1)
+        places_S = own_P.nonzero().view(-1)
+        self._back_S = torch.empty_like(places_S).index_put_((self._there_P[own_P],), places_S)
+        self._masks: dict[tuple[int, tuple[int, ...]], tuple[Tensor, list[Tensor | None]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -74,11 +73,11 @@ class ByDocument(TorchFunctionMode):
             kwargs["is_causal"] = mask is None
             out_nHLD = F.scaled_dot_product_attention(q_nHLD, k_nHLD, v_nHLD, mask, **kwargs)
             outs.append(out_nHLD.transpose(1, 2).flatten(0, 1))
-        return _taken(torch.cat(outs), *self._to_row).transpose(0, 1)[None]
+        return _taken(torch.cat(outs), self._back_S, self._there_P, self._filling).transpose(0, 1)[None]
 
     def _apart(self, row_1HSD: Tensor) -> list[Tensor]:
         """The documents of each group, [n, H, L, D]."""
-        rows_PHD = _taken(row_1HSD[0].transpose(0, 1), *self._to_documents)
+        rows_PHD = _taken(row_1HSD[0].transpose(0, 1), self._there_P, self._back_S)
         parts = torch.split(rows_PHD, [index_nL.numel() for index_nL, _ in self._groups])
         return [
             part_pHD.view(*index_nL.shape, *part_pHD.shape[1:]).transpose(1, 2)
@@ -87,14 +86,15 @@ class ByDocument(TorchFunctionMode):
 
     def _within(self, mask_11SS: Tensor) -> list[Tensor | None]:
         """The mask of each group's documents, [n, 1, L, L]; None where it is the causal one."""
-        if id(mask_11SS) not in self._masks:
+        place = mask_11SS.data_ptr(), mask_11SS.stride()
+        if place not in self._masks:
             found: list[Tensor | None] = []
             for index_nL, own_nL in self._groups:
                 mask_nLL = mask_11SS[0, 0][index_nL[:, :, None], index_nL[:, None, :]] & own_nL[:, None, :]
                 causal_nLL = torch.ones_like(mask_nLL).tril_()
                 found.append(None if torch.equal(mask_nLL[own_nL], causal_nLL[own_nL]) else mask_nLL[:, None])
-            self._masks[id(mask_11SS)] = mask_11SS, found
-        return self._masks[id(mask_11SS)][1]
+            self._masks[place] = mask_11SS, found
+        return self._masks[place][1]
 
 
 def _places(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
@@ -105,19 +105,20 @@ def _places(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
 
 
 class _Taken(torch.autograd.Function):
-    """``x[index]``; its gradient is ``grad[back]``, and 0 at the rows ``unread`` of x."""
+    """``x[index]``; its gradient is ``grad[back]``, and 0 at the rows of x that nothing reads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unread: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unread: Tensor | None) -> Tensor:
         ctx.back, ctx.unread = back, unread
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.index_select(0, ctx.back).index_fill_(0, ctx.unread, 0), None, None, None
+        found = grad.index_select(0, ctx.back)
+        return found if ctx.unread is None else found.index_fill_(0, ctx.unread, 0), None, None, None
 
 
-def _taken(x: Tensor, index: Tensor, back: Tensor, unread: Tensor) -> Tensor:
+def _taken(x: Tensor, index: Tensor, back: Tensor, unread: Tensor | None = None) -> Tensor:
     out: Tensor = _Taken.apply(x, index, back, unread)  # type: ignore[no-untyped-call]
     return out

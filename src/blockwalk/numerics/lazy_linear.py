@@ -72,8 +72,7 @@ def lazy_linear(
         rows of ``x``; AMX does not.
     """
     if isinstance(weight, LowRankSum):
-        into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
-        return lora_linear(x, weight.base, bias, into.t(), out_of, 1.0, transposed=transposed)
+        return lazy_linear_by_part(x, [weight], [bias], transposed=transposed)
     n_in, n_out = weight.shape if transposed else weight.shape[::-1]
     assert (x.shape[-1], x.dtype) == (n_in, weight.dtype), (x.shape, x.dtype, weight.shape, weight.dtype)
     assert bias is None or (bias.shape, bias.dtype) == ((n_out,), x.dtype), (bias.shape, bias.dtype)
@@ -81,15 +80,17 @@ def lazy_linear(
 
 
 def lazy_linear_by_part(
-    x: Tensor, weights: Sequence[LowRankSum], biases: Sequence[Tensor | None], *, transposed: bool = False
+    x: Tensor, weights: Sequence[LowRankSum | None], biases: Sequence[Tensor | None], *, transposed: bool = False
 ) -> Tensor:
-    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and a bias of its own, without
-    a graph. The weights are one W with thin factors of each, so that W is read once."""
-    y = lazy_linear(x, weights[0].base, transposed=transposed)
+    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and a bias of its own. The
+    weights are one W, read once, and thin factors of each; None is W alone."""
+    base = next(weight.base for weight in weights if weight is not None)
+    y = lazy_linear(x, base, transposed=transposed)
     for y_part, x_part, weight, bias in zip(y.chunk(len(weights)), x.chunk(len(weights)), weights, biases, strict=True):
-        into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
-        thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-        row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
+        if weight is not None:
+            into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
+            thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
+            row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
         if bias is not None:
             y_part += bias
     return y

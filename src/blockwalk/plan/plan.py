@@ -25,7 +25,7 @@ from blockwalk.plan.mesh import group_sizes, make_axes
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
-from blockwalk.plan.sizes import TOGETHER
+from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
 from blockwalk.plan.update_rules import RULES, RuleFacts
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
@@ -172,7 +172,7 @@ class Plan:
         """Forwards of a zeroth-order step, of so many tokens each, that a block computes as one batch: its weights are read,
         and decoded, once for them."""
         alike = self.zeroth_order and NOISES[self.zo.noise].beside and self.zo.target == "weights" and not self.compile
-        return max(1, TOGETHER // tokens) if alike else 1
+        return max(1, min(TOGETHER // tokens, THIN_TOGETHER // self.zo.noise_rank)) if alike else 1
 
     def sliceable(self, kind: str) -> bool:
         """Whether ranks can hold one copy of the streamed units' ``frozen`` or ``trainable`` part together (zeroth order). A

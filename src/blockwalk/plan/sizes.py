@@ -40,6 +40,9 @@ TOGETHER = 512
 """Tokens up to which forwards of a zeroth-order step go through a block as one batch. More gain nothing: products of so many
 rows take most of their time to multiply, and little to read the matrix."""
 
+THIN_TOGETHER = 32
+"""Columns of the thin factors of all those forwards, up to which they may be: few beside a matrix's own."""
+
 ROW_TILE = 64
 """Rows of the smallest tile that a 16-bit product on a processor is made in (:mod:`blockwalk.numerics.row_tiles`)."""
 UNTILED_ROWS = 8

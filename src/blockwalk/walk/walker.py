@@ -368,16 +368,23 @@ class Walker:
         if self.plan.sharded:
             self.ranks.begin(asked.step)
         count = self.plan.gradient_accumulation_steps if asked.training else batches
-        exact = self.plan.zeroth_order or self.plan.loss != "chunked"  # whose numbers are those of the batch as it came
-        if asked.training and not exact and self.engine.cut.walks_documents:
-            batch = side_by_side(batch, count * (self.ranks.world if self.plan.sharded else self.plan.mesh.data))
-        if self.plan.sharded or not asked.training:
-            (whole,) = micro_batches(batch, 1)
+        shared = self.plan.sharded or not asked.training
+        cuts = count * (self.ranks.world if shared else self.plan.mesh.data)
+        (whole,) = micro_batches(batch, 1)
+        rows, length = whole["input_ids"].shape
+        if (
+            asked.training
+            and not self.plan.zeroth_order
+            and self.plan.loss == "chunked"
+            and self.engine.cut.walks_documents
+        ):
+            whole = side_by_side(whole, cuts)
+        if shared:
             parts = share(whole, count, self.ranks.world, self.ranks.rank)
             asked = replace(asked, tokens=loss_tokens(whole))
         else:
-            parts = micro_batches(batch, count * self.plan.mesh.data)
-        shape = Shape(*parts[0]["input_ids"].shape)
+            parts = micro_batches(whole, cuts)
+        shape = Shape(-(-rows // cuts), length)  # as foreseen: side by side they are fewer tokens
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
         labels = [each["labels"].to("cpu") for each in parts]

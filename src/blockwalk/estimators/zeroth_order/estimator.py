@@ -74,8 +74,8 @@ class ZerothOrder:
         self.state: Step | None = None
         self._bound: tuple[tuple[int, int], list[dict[str, Value]]] | None = None
         """The trainables of the unit and passes that last computed."""
-        self._together = True
-        """Whether the model's blocks take the rows of several forwards at once, as far as is known."""
+        self._alone: set[int] = set() if engine.cut.anatomy.together else set(range(len(engine.spec.units)))
+        """The units that do not take the rows of several forwards at once, as far as is known."""
         self.chunked = self.plan.loss == "chunked" and not engine.cut.head.custom
         self._reserve()
 
@@ -183,7 +183,7 @@ class ZerothOrder:
     @torch.no_grad()
     def _forward(self, op: Op, state: Step) -> None:
         keys = [(op.micro_batch, op.forward_pass + i) for i in range(op.passes)]
-        if len(keys) == 1 or not (self._together and self._forward_together(op, keys, state)):
+        if len(keys) == 1 or op.unit in self._alone or not self._forward_together(op, keys, state):
             for key, values in zip(keys, self._values_of(op, state), strict=True):
                 self.engine.cut.bind(op.unit, values)
                 call = state.prologues[key].calls[op.unit - 1]
@@ -194,15 +194,16 @@ class ZerothOrder:
         """Run a block once on the rows of these forwards, where they may be told from other dimensions and it takes them so."""
         rows, tokens = state.hidden[keys[0]].shape[:2]
         call = joined_call([state.prologues[key].calls[op.unit - 1] for key in keys], rows, state.joined)
-        if rows == tokens or call is None:
+        if tokens in (rows, rows * len(keys)) or call is None:
             return False
         out = self.engine.cut.forward_together(
             call, torch.cat([state.hidden[key] for key in keys]), self._values_of(op, state)
         )
-        self._together = out is not None
-        if out is not None:
-            state.hidden |= zip(keys, out.chunk(len(keys)), strict=True)
-        return self._together
+        if out is None:
+            self._alone.add(op.unit)
+            return False
+        state.hidden |= zip(keys, out.chunk(len(keys)), strict=True)
+        return True
 
     @torch.no_grad()
     def _loss(self, op: Op, state: Step) -> None:
