@@ -89,6 +89,7 @@ def check(world: int, cases: list[Case], meshes: list[dict[str, Any]], tmp_path:
 CASES: list[Case] = [
     ("mezo", "llama", {}),
     ("distzo2", "opt", {"update": {"flush_every": 3}}),
+    ("distzo2", "opt", {"zo.noise": "lowrank", "zo.queries": 2}),
     ("distzo2", "llama", {"trainable": "host × bf16", "gradient_accumulation_steps": 2}),
 ]
 
