@@ -47,12 +47,9 @@ class ByPart:
         count, weights = len(values[0]), self.leaves.get("weight", ())
         transposed = type(self.module).__name__ == "Conv1D"
         linear = transposed or type(self.module).forward is nn.Linear.forward
+        alike = all(isinstance(weight, LowRankSum | Tensor) for weight in weights)
         sums = [weight if isinstance(weight, LowRankSum) else None for weight in weights]
-        if (
-            linear
-            and any(sums)
-            and all(sum or isinstance(weight, Tensor) for sum, weight in zip(sums, weights, strict=True))
-        ):
+        if linear and alike and any(sums):  # a tensor among them is the weight as it is
             biases = self.leaves.get("bias", [self.module.bias] * count)
             return lazy_linear_by_part(x, sums, biases, transposed=transposed)  # type: ignore[arg-type]
         outs = []

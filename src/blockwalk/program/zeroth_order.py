@@ -42,7 +42,8 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
         cost, used = b.cost(unit), _apply_pending(b, unit, pending, after)
         kind = OpKind.PROLOGUE if unit == 0 else OpKind.LOSS if unit == b.places.last else OpKind.FORWARD
-        deps, together = [*after, *used[:1]], batches(b, unit, pieces) if kind is OpKind.FORWARD else alone
+        deps = [*after, *used[:1]]
+        together = batches(b, unit, pieces) if kind is OpKind.FORWARD else [(p, m, 1) for p, m in pieces]
         return used + [
             b.op(
                 kind, unit, Lane.COMPUTE, deps, micro_batch=m, forward_pass=p, passes=passes,
@@ -51,7 +52,6 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
             for p, m, passes in together
         ]  # fmt: skip
 
-    alone = [(p, m, 1) for p, m in pieces]
     return [Turn(unit, partial(work, unit)) for unit in range(b.places.last + 1)]
 
 

@@ -372,12 +372,8 @@ class Walker:
         cuts = count * (self.ranks.world if shared else self.plan.mesh.data)
         (whole,) = micro_batches(batch, 1)
         rows, length = whole["input_ids"].shape
-        if (
-            asked.training
-            and not self.plan.zeroth_order
-            and self.plan.loss == "chunked"
-            and self.engine.cut.walks_documents
-        ):
+        backprop = asked.training and not self.plan.zeroth_order
+        if backprop and self.plan.loss == "chunked" and self.engine.cut.walks_documents:
             whole = side_by_side(whole, cuts)
         if shared:
             parts = share(whole, count, self.ranks.world, self.ranks.rank)
