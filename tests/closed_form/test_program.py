@@ -202,6 +202,9 @@ def test_adapters_are_updated_without_their_block_s_frozen_weights(frozen: str) 
         program = compile(plan, toy(5, lora=True, tied=False), StepKind.TRAIN, Shape(1, 8), device="cuda")
         brought = [op.unit for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.FROZEN]
         assert brought == [1, 2, 3, 4, 5, 4, 3, 2, 1]
+    plan = method("zo2", frozen=frozen)
+    flush = compile(plan, toy(5, lora=True, tied=False), StepKind.FLUSH, Shape(1, 1), pending=Pending(1), device="cuda")
+    assert [(op.kind, op.unit) for op in flush.ops] == [(OpKind.UPDATE, unit) for unit in range(1, 6)]
 
 
 def test_flush_every_divides_the_bytes_stored() -> None:

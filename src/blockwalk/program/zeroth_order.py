@@ -85,4 +85,4 @@ def _apply_pending(b: Builder, unit: int, pending: Pending, after: Sequence[int]
 def flush(b: Builder, pending: Pending) -> None:
     """Apply and write back what is pending, without a forward: before saving, evaluating or generating."""
     at_once = Pending(pending.entries, flush=True)
-    b.walk([Turn(unit, partial(_apply_pending, b, unit, at_once)) for unit in b.places.trained])
+    b.walk([Turn(unit, partial(_apply_pending, b, unit, at_once), updates=True) for unit in b.places.trained])
