@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Pool, Shape, StepKind
-from blockwalk.tiers.scratch_maps import ScratchMaps
+from blockwalk.tiers.scratch_maps import SavedTensors, ScratchMaps
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 
@@ -83,3 +84,17 @@ def test_gradients_that_wait_on_disk_are_those_in_memory(architecture: str, tmp_
     numel = sum(p.numel() for p in tiny_model(architecture).parameters())
     assert foresees - foresaw == 4 * numel
     assert abs(more - less - 4 * numel) < 4096 * 10
+
+
+def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(tmp_path: Path) -> None:
+    """Oracle: the storage's own count of references. A part of 1 kB of 1 MB is copied to the map as a large tensor is."""
+    saved, leaf = SavedTensors(ScratchMaps(tmp_path)), torch.ones(512, requires_grad=True)
+    with saved.saving([leaf]):
+        large = leaf.repeat(512) * 2
+        kept = StorageWeakRef(large.untyped_storage())
+        loss = large[:256].square().sum()
+        del large
+    assert kept.expired()
+    loss.backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.cat([torch.full((256,), 8.0), torch.zeros(256)]))

@@ -131,7 +131,7 @@ class Activations:
 _PIECE = 8 << 20
 """Bytes of the file maps that saved tensors are written to, one after the other."""
 _SMALL = 4096
-"""Bytes below which a saved tensor stays in memory."""
+"""Bytes of memory below which a saved tensor stays there."""
 
 
 class SavedTensors:
@@ -175,7 +175,7 @@ class SavedTensors:
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            small = tensor.nbytes < _SMALL
+            small = storage.nbytes() < _SMALL  # of what stays, not of the part that is saved
             if small or storage.data_ptr() in there:
                 return tensor
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # while it lives no other storage takes its number
