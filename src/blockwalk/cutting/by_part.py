@@ -43,8 +43,7 @@ class ByPart:
         if len(args) != 1 or kwargs or not isinstance(x, Tensor) or x.shape[0] not in self._rows or self.called:
             raise NotByPart
         self.called = True
-        values = list(self.leaves.values())
-        count, weights = len(values[0]), self.leaves.get("weight", ())
+        count, weights = len(next(iter(self.leaves.values()))), self.leaves.get("weight", ())
         transposed = type(self.module).__name__ == "Conv1D"
         linear = transposed or type(self.module).forward is nn.Linear.forward
         alike = all(isinstance(weight, LowRankSum | Tensor) for weight in weights)

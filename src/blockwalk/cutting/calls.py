@@ -60,9 +60,7 @@ def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ..
             else:
                 return None
         whole.append(known[key])
-    remaining = iter(whole)
-    arguments = rebuild(calls[0].arguments, lambda _: next(remaining), "argument")
-    return replace(calls[0], arguments=arguments)
+    return replace(calls[0], arguments=rebuild(calls[0].arguments, lambda _: whole.pop(0), "argument"))
 
 
 @dataclass(frozen=True, eq=False)

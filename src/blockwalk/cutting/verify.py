@@ -205,20 +205,20 @@ def _go_together(cut: CutModel, batch: Mapping[str, Tensor]) -> bool:
     def near(tensor: Tensor) -> Tensor:
         return tensor.detach() + torch.randn(tensor.shape, generator=generator)
 
-    for rows, unit in product((1, 2), range(1, cut.epilogue_index)):
-        call = cut.prologue({name: each[:rows] for name, each in batch.items()}).calls[unit - 1]
-        params, linears = cut.spec().units[unit].params, cut.linears(unit)
+    few = {rows: {name: each[:rows] for name, each in batch.items()} for rows in (1, 2)}
+    for rows, call in ((n, call) for n in few for call in cut.prologue(few[n]).calls):
+        params, linears = cut.spec().units[call.unit].params, cut.linears(call.unit)
         given = {p.name: named[p.name] for p in params if len(p.shape) == 1 or p.name in linears}
         values = [{name: near(tensor) for name, tensor in given.items()} for _ in range(3)]
         hidden = [near(torch.zeros(rows, batch["input_ids"].shape[1], cut.spec().hidden_size)) for _ in values]
         alone, found = [], None
         with torch.no_grad(), suppress(Exception):  # whatever it raises, it does not take them so
             for each_BSD, own in zip(hidden, values, strict=True):
-                cut.bind(unit, own)
+                cut.bind(call.unit, own)
                 alone.append(cut.forward(call, each_BSD))
             if (joined := joined_call([call] * 3, rows, {})) is not None:
                 found = cut.forward_together(joined, torch.cat(hidden), values)
-        cut.unbind(unit)
+        cut.unbind(call.unit)
         if found is None or not difference(found, torch.cat(alone)) <= TOLERANCE:
             return False
     return True

@@ -77,7 +77,7 @@ class ByDocument(TorchFunctionMode):
 
     def _apart(self, row_1HSD: Tensor) -> list[Tensor]:
         """The documents of each group, [n, H, L, D]."""
-        rows_PHD = _taken(row_1HSD[0].transpose(0, 1), self._there_P, self._back_S)
+        rows_PHD = _taken(row_1HSD[0].transpose(0, 1), self._there_P, self._back_S, self._filling[:0])
         parts = torch.split(rows_PHD, [index_nL.numel() for index_nL, _ in self._groups])
         return [
             part_pHD.view(*index_nL.shape, *part_pHD.shape[1:]).transpose(1, 2)
@@ -108,17 +108,16 @@ class _Taken(torch.autograd.Function):
     """``x[index]``; its gradient is ``grad[back]``, and 0 at the rows of x that nothing reads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unread: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, unread: Tensor) -> Tensor:
         ctx.back, ctx.unread = back, unread
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = grad.index_select(0, ctx.back)
-        return found if ctx.unread is None else found.index_fill_(0, ctx.unread, 0), None, None, None
+        return grad.index_select(0, ctx.back).index_fill_(0, ctx.unread, 0), None, None, None
 
 
-def _taken(x: Tensor, index: Tensor, back: Tensor, unread: Tensor | None = None) -> Tensor:
-    out: Tensor = _Taken.apply(x, index, back, unread)  # type: ignore[no-untyped-call]
+def _taken(*given: Tensor) -> Tensor:
+    out: Tensor = _Taken.apply(*given)  # type: ignore[no-untyped-call]
     return out

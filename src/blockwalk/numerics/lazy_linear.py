@@ -82,17 +82,19 @@ def lazy_linear(
 def lazy_linear_by_part(
     x: Tensor, weights: Sequence[LowRankSum | None], biases: Sequence[Tensor | None], *, transposed: bool = False
 ) -> Tensor:
-    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and a bias of its own. The
-    weights are one W, read once, and thin factors of each; None is W alone."""
+    """:func:`lazy_linear` of equal parts of ``x`` along its first dimension, each with a weight and a bias of its own,
+    without a graph. The weights are one W, read once, and thin factors of each; None is W alone."""
     base = next(weight.base for weight in weights if weight is not None)
     y = lazy_linear(x, base, transposed=transposed)
-    for y_part, x_part, weight, bias in zip(y.chunk(len(weights)), x.chunk(len(weights)), weights, biases, strict=True):
-        if weight is not None:
-            into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
-            thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-            row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
-        if bias is not None:
-            y_part += bias
+    with torch._C.DisableTorchFunction():  # as below
+        parts = zip(y.chunk(len(weights)), x.chunk(len(weights)), weights, biases, strict=True)
+        for y_part, x_part, weight, bias in parts:
+            if weight is not None:
+                into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
+                thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
+                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
+            if bias is not None:
+                y_part += bias
     return y
 
 

@@ -165,8 +165,8 @@ class Plan:
     def copies_blocks(self) -> bool:
         """True where a zeroth-order step perturbs a block once for all micro-batches of a pass: whole, where the noise is made
         in its size."""
-        alike = self.zeroth_order and not NOISES[self.zo.noise].in_place and self.zo.noise != "lowrank"
-        return alike and self.gradient_accumulation_steps > 1
+        noise = NOISES[self.zo.noise]
+        return self.zeroth_order and not (noise.in_place or noise.beside) and self.gradient_accumulation_steps > 1
 
     def passes_together(self, tokens: int) -> int:
         """Forwards of a zeroth-order step, of so many tokens each, that a block computes as one batch: its weights are read,

@@ -223,7 +223,7 @@ class ZerothOrder:
             objective=objective,
             scratch=self.loss_scratch,
         )
-        if training and ending.chunked and self.plan.zo.noise == "lowrank":
+        if training and ending.chunked and NOISES[self.plan.zo.noise].beside:
             state.factors.setdefault(m, {})[op.forward_pass] = ending.factors()
             if m not in (other for other, _ in state.hidden):
                 self._losses_together(m, ending, state)
