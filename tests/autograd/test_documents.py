@@ -16,6 +16,7 @@ from blockwalk import method
 from blockwalk.data.batching import loss_tokens, side_by_side
 from blockwalk.numerics.documents import ByDocument, by_document
 from blockwalk.plan.choices import LoraSettings
+from blockwalk.program.program import Shape
 from blockwalk.walk import walker as walk
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
@@ -100,8 +101,10 @@ def test_gradients_are_those_of_the_padded_batch(kind: str, parts: int, seen: li
     control, batch = copy.deepcopy(model), padded()
     plan = method("plain", compute_dtype="float32", gradient_accumulation_steps=parts)
     with Walker(model, plan, device="cpu") as walker:
+        walker.timeline = []
         found = walker.gradients(batch)
     assert seen == [(1, 192) if parts == 1 else (2, 128)]
+    assert walker.timeline[0][0].shape == Shape(4 // parts, 70)  # as foreseen
     control(**batch, use_cache=False).loss.backward()
     for name, parameter in control.named_parameters():
         if parameter.grad is not None and name in found:
@@ -113,7 +116,9 @@ def test_a_packed_row_is_walked_as_transformers_does() -> None:
     """With a mask of its own a row is one document, whatever its positions; without one each token at position 0 begins one."""
     ids = padded([64])["input_ids"]
     positions = torch.tensor([[*range(30), 0, *range(20), 0, 0, *range(11)]])
-    for second in ({}, {"attention_mask": torch.ones_like(ids)}):
+    ones = torch.ones_like(ids)
+    for mask in (None, ones, ones.masked_fill(torch.arange(64) >= 60, 0)):
+        second = {} if mask is None else {"attention_mask": mask}
         model, batch = tiny_model("llama"), {"input_ids": ids, "position_ids": positions, "labels": ids, **second}
         control = copy.deepcopy(model)
         control(**batch, use_cache=False).loss.backward()

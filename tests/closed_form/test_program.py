@@ -101,12 +101,13 @@ def test_every_rule_holds_for_every_plan(
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes"), [(Shape(2, 16), [8]), (Shape(1, 171), [2, 2, 2, 2]), (Shape(2, 256), [1] * 8)]
+    ("shape", "rank", "sizes"),
+    [(Shape(2, 16), 1, [8]), (Shape(1, 171), 1, [2] * 4), (Shape(2, 256), 1, [1] * 8), (Shape(2, 16), 12, [2] * 4)],
 )
-def test_low_rank_forwards_go_together_up_to_512_tokens(shape: Shape, sizes: list[int]) -> None:
-    """By hand; of Gaussian noise each goes alone."""
+def test_low_rank_forwards_go_together(shape: Shape, rank: int, sizes: list[int]) -> None:
+    """By hand: up to 512 tokens, and 32 columns of their factors; of Gaussian noise each goes alone."""
     costs = Costs((("block", UnitCost(10, 30, 20, 100, 200)),))
-    plan = method("mezo", zo={"noise": "lowrank", "queries": 4})
+    plan = method("mezo", zo={"noise": "lowrank", "noise_rank": rank, "queries": 4})
     ops = [
         op
         for op in compile(plan, toy(1, lora=False, tied=False), StepKind.TRAIN, shape, costs=costs).ops
