@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs
 from blockwalk.program.program import Lane, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.simulate import hardware
-from blockwalk.simulate.hardware import Hardware
+from blockwalk.simulate.hardware import Curve, Hardware
 from blockwalk.simulate.planner import Task, hides_link, look_at, steady
 from blockwalk.simulate.simulator import Simulation, simulate
 from blockwalk.walk.unit_costs import UnitCosts
@@ -121,12 +121,12 @@ def zo2_plans(dtype: str) -> dict[str, Plan]:
 
 def multiplied(machine: Hardware, factor: float) -> Hardware:
     """The machine with every matrix product ``factor`` times as fast."""
-    return dataclasses.replace(
-        machine,
-        flops={dtype: value * factor for dtype, value in machine.flops.items()},
-        products={dtype: curve.faster(factor) for dtype, curve in machine.products.items()},
-        thin={dtype: curve.faster(factor) for dtype, curve in machine.thin.items()},
-    )
+
+    def quicker(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+        return {d: Curve(tuple((size, s / factor) for size, s in curve.points)) for d, curve in curves.items()}
+
+    flops = {dtype: value * factor for dtype, value in machine.flops.items()}
+    return dataclasses.replace(machine, flops=flops, products=quicker(machine.products), thin=quicker(machine.thin))
 
 
 def fitted(machine: Hardware, config: dict[str, Any], shape: Shape, published: float, *, fused: bool) -> Hardware:

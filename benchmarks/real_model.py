@@ -12,6 +12,7 @@ entries as the model has, records of 32 to ``--max_length`` tokens.
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -46,6 +47,10 @@ class Measured:
     settled: float
     """The peak up to step :data:`SETTLED`."""
     foreseen: float
+    seconds: float
+    """Of a step on average, without the first."""
+    foreseen_seconds: float
+    """The same as foreseen; nan where ``blockwalk doctor`` has not measured this machine."""
     tokens_per_second: float
     loss: float
 
@@ -95,9 +100,15 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
         sys.exit((folder / f"{row}.log").read_text()[-2000:])
     done = steps(out)
     seconds = sum(step["seconds"] for step in done[1:])
-    foreseen = json.loads((out / "forecast.json").read_text())["process_bytes"]
+    foreseen = json.loads((out / "forecast.json").read_text())
     return Measured(
-        peak / 1e6, settled / 1e6, foreseen / 1e6, sum(step["tokens"] for step in done[1:]) / seconds, done[-1]["loss"]
+        peak / 1e6,
+        settled / 1e6,
+        foreseen["process_bytes"] / 1e6,
+        seconds / len(done[1:]),
+        foreseen["average_seconds"] or math.nan,
+        sum(step["tokens"] for step in done[1:]) / seconds,
+        done[-1]["loss"],
     )
 
 
@@ -166,12 +177,14 @@ def main() -> None:
     if arguments.dimensions:
         arguments.model, arguments.data = made(arguments.dimensions, arguments.max_length)
     bounds, figures = [], {}
-    print(f"{'':8}{'peak MB':>9}{f'to step {SETTLED}':>12}{'foreseen':>10}{'tokens/s':>10}{'last loss':>11}")
+    titles = f"{'peak MB':>9}{f'to step {SETTLED}':>12}{'foreseen':>10}{'s a step':>10}{'foreseen':>10}"
+    print(f"{'':8}{titles}{'tokens/s':>10}{'last loss':>11}")
     with tempfile.TemporaryDirectory() as folder:
         for row in arguments.rows:
             found = run(row, arguments, Path(folder))
             figures[row] = vars(found)
             columns = f"{row:8}{found.peak:9.0f}{found.settled:12.0f}{found.foreseen:10.0f}"
+            columns += f"{found.seconds:10.2f}{found.foreseen_seconds:10.2f}"
             print(f"{columns}{found.tokens_per_second:10.1f}{found.loss:11.4f}")
             bounds.append(
                 Bound(f"{row}: growth of the peak after step {SETTLED}", found.peak / found.settled - 1, GROWTH)
@@ -179,6 +192,9 @@ def main() -> None:
             if row == "mebp":
                 bounds.append(Bound("mebp: peak, MB", found.peak, arguments.peak))
                 bounds.append(Bound("mebp: forecast of memory off by", abs(found.foreseen / found.peak - 1), 0.08))
+                if not math.isnan(found.foreseen_seconds):
+                    off = abs(found.foreseen_seconds / found.seconds - 1)
+                    bounds.append(Bound("mebp: forecast of seconds off by", off, 0.15))
     finish(arguments, figures, bounds)
 
 

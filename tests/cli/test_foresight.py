@@ -17,7 +17,8 @@ from blockwalk.cli import main
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.engine import open_model
 from blockwalk.plan.methods import method
-from blockwalk.program.program import Shape
+from blockwalk.program.program import Shape, StepKind
+from blockwalk.report.forecast import Forecast
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.simulate import hardware
 from blockwalk.system.process_memory import process_bytes
@@ -83,6 +84,43 @@ def test_a_real_step_and_its_forecast_have_the_same_lanes_and_names(
     assert "forecast, time" in said
 
 
+def test_a_run_is_foreseen_at_the_lengths_of_its_data(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the program's own shapes, by hand from the records' bytes: one of 400 tokens among 31 of 20. Side by
+    side the first step has 512 tokens, 128 to a row; the seven others gain nothing, and are padded to 24."""
+    monkeypatch.chdir(tmp_path)
+    hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31]))
+    settings = [
+        "--model",
+        str(tiny_run.model),
+        "--output_dir",
+        "run",
+        "--data.train",
+        "data.jsonl",
+        "--batch_size",
+        "4",
+    ]
+    arguments = ["train", *settings, "--method", "mebp", "--max_steps", "8", "--lora.rank", "4"]
+    shapes = []
+    compiled = StepForecast.of.__func__
+
+    def of(cls: type[StepForecast], *given: Any, **named: Any) -> StepForecast:
+        found: StepForecast = compiled(cls, *given, **named)
+        assert found.usual is not None
+        shapes.append((found.program.shape, found.usual.program.shape, found.usual.seconds))
+        return found
+
+    monkeypatch.setattr(StepForecast, "of", classmethod(of))
+    assert main.main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert main.main(arguments) == 0
+    ((longest, usual, seconds),) = shapes
+    assert (longest, usual) == (Shape(4, 128), Shape(4, (128 + 7 * 24) // 8))
+    assert f", {seconds:.3g} s on average; 8 steps: about {8 * seconds:.0f} s" in said
+
+
 def test_the_process_is_foreseen_and_what_is_counted_is_said(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,12 +143,13 @@ def test_the_process_is_foreseen_and_what_is_counted_is_said(
 def test_what_a_process_holds_beside_the_model_is_foreseen() -> None:
     """Oracle: the size of an allocation, as a tokenizer or a data set would be."""
     with Walker(tiny_model("llama"), method("plain"), device="cpu") as walker:
-        before = process_bytes()
-        alone = StepForecast.of(walker, Shape(2, 10), before=before)
+        before, programs = process_bytes(), (walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True),)
+        forecast = Forecast(walker.plan, walker.spec, programs)
+        alone = StepForecast.of(forecast, before=before)
         held = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for start in range(0, 64 << 20, 1 << 20):
             held[start : start + (1 << 20)] = b"\1" * (1 << 20)
-        beside = StepForecast.of(walker, Shape(2, 10), before=process_bytes())
+        beside = StepForecast.of(forecast, before=process_bytes())
         held.close()
     assert alone.process_bytes >= before + alone.tensor_bytes
     assert abs(beside.process_bytes - alone.process_bytes - (64 << 20)) < 8 << 20

@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
             print(json.dumps(line), file=file)
         file.write('{"step": 41, "lo')  # a line that a kill cut short
     (folder / "config.yaml").write_text("model: <tiny>\n")
-    forecast = {"peaks": {"device": 10**7, "mapped": 2 * 10**7}, "process_bytes": 31 * 10**7, "seconds": 0.4,
+    forecast = {"peaks": {"device": 10**7, "mapped": 2 * 10**7}, "process_bytes": 31 * 10**7, "average_seconds": 0.4,
                 "bytes_moved": {"fetch": 4 * 10**7}, "versions": {"torch": "9.9.9"}}  # fmt: skip
     (folder / "forecast.json").write_text(json.dumps(forecast))
     event = {"ph": "X", "name": "FORWARD block 1", "cat": "FORWARD", "pid": "run", "tid": 0, "ts": 0, "dur": 5}

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from blockwalk.data.batching import (
     micro_batches,
     row_losses,
     share,
+    side_by_side,
 )
 from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenizer
 from blockwalk.data.formats import Format, Record, Template, detect_format
@@ -144,6 +146,25 @@ def test_a_resumed_iterator_gives_the_batches_of_one_never_stopped(
     resumed = Batches(rows_of(lengths), batch_size, 3, shuffle=shuffle)
     resumed.load_state_dict(saved)
     assert all(equal(next(whole), next(resumed)) for _ in range(5))
+
+
+@given(
+    lengths=st.lists(st.integers(2, 300), min_size=1, max_size=20),
+    groups=st.integers(1, 3),
+    rows=st.integers(1, 4),
+    multiple=st.sampled_from([1, 8]),
+    apart=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_row_lengths_are_those_of_the_batches_to_come(
+    lengths: list[int], groups: int, rows: int, multiple: int, apart: bool
+) -> None:
+    """Oracle: the batches, as they come and laid side by side. Asking moves nothing."""
+    batches = Batches(rows_of(lengths), groups * rows, 3, padding_multiple=multiple)
+    next(batches)
+    said = batches.row_lengths(5, groups, apart=apart)
+    walked = [side_by_side(batch, groups) if apart else batch for batch in islice(batches, 5)]
+    assert said.tolist() == [math.ceil(each["input_ids"].numel() / (groups * rows)) for each in walked]
 
 
 def test_examples_in_maps_are_those_in_memory(tmp_path: Path) -> None:

@@ -86,6 +86,10 @@ def measured() -> Hardware:
     )  # fmt: skip
 
 
+def quicker(curve: Curve, by: float) -> Curve:
+    return Curve(tuple((size, seconds / by) for size, seconds in curve.points))
+
+
 def improved(machine: Hardware, part: str, by: float) -> Hardware:
     """The machine with one part ``by`` times as fast."""
     if part == "flops":
@@ -95,7 +99,7 @@ def improved(machine: Hardware, part: str, by: float) -> Hardware:
     if isinstance(was, Link):
         change = Link(was.bandwidth * by, was.latency / by)
     elif change is None and isinstance(was, dict):
-        change = {name: each.faster(by) if isinstance(each, Curve) else each * by for name, each in was.items()}
+        change = {name: quicker(each, by) if isinstance(each, Curve) else each * by for name, each in was.items()}
     elif change is None:
         change = was * by
     return dataclasses.replace(machine, **{part: change})  # type: ignore[arg-type]

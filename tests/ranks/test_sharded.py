@@ -16,7 +16,6 @@ from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
 from blockwalk.program.invariants import over_budget
 from blockwalk.program.program import Pool, Shape, StepKind
-from blockwalk.report.step_forecast import StepForecast
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -216,7 +215,7 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
         budget = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
     plan = method("fcdp", mesh=mesh, budget=budget, **{"cache.threshold": 1.0})
     with Walker(make("llama", False), plan, device="cpu") as walker:
-        foreseen = StepForecast.of(walker, Shape(2, 10)).program
+        foreseen = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True)
         walker.timeline = []
         walker.step(batch)
         ran = walker.timeline[0][0]

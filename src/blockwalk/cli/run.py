@@ -59,9 +59,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     if arguments.hardware:
         plan_for(run, arguments)
         return
-    from blockwalk.numerics.device import chosen
+    from blockwalk.walk.unit_costs import of_run
 
-    forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), device=chosen().type)
+    forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
     for line in (
         *forecast.overview(outlook.steps_of(run)),
         *forecast.lines(),

@@ -29,6 +29,7 @@ from blockwalk.numerics.documents import by_document
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.row_tiles import few_shapes
 from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.plan import Plan
 
 Batch = Mapping[str, Any]
 
@@ -134,12 +135,13 @@ class CutModel:
                     module._buffers[name] = buffer.to(self.device)
         return self
 
-    @property
-    def walks_documents(self) -> bool:
+    def walks_documents(self, plan: Plan) -> bool:
         """Whether a batch may be walked as one row of its documents, at the cost of each by itself: they are kept apart,
-        attention is computed by them, and no random numbers are drawn for the shape of a batch."""
+        attention is computed by them, and no random numbers are drawn for the shape of a batch. Under zeroth order losses are
+        those of the batch as it came."""
         attention = self.base.config.get_text_config()._attn_implementation
         split = is_cpu(self.device) and self._call_block is _call and attention == "sdpa" and not self.head.custom
+        split = split and plan.loss == "chunked" and not plan.zeroth_order
         prompted = any(config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values())
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 

@@ -6,6 +6,7 @@ each rank's rows hold the same values whatever the world size. B batch, S sequen
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -86,6 +87,18 @@ class Batches(Iterator[Batch]):
             self.position += len(taken)
         return rows
 
+    def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Numbers:
+        """Tokens to a row in each of the next steps: with their padding, or ``apart``, in the largest of so many equal parts as
+        :func:`side_by_side` lays it."""
+        ahead, lengths = copy.copy(self), np.diff(self.dataset.starts)
+        lengths_TB = lengths[[ahead.next_rows() for _ in range(steps)]]
+        padded_T: Numbers = -(-lengths_TB.max(axis=1) // self.padding_multiple) * self.padding_multiple
+        if not apart:
+            return padded_T
+        rows = self.batch_size // groups
+        tokens_T = lengths_TB.reshape(steps, groups, rows).sum(axis=2).max(axis=1)
+        return -(-row_length(tokens_T, rows * padded_T) // rows)
+
     def state_dict(self) -> dict[str, Any]:
         """The iterator's place, as JSON values, with the settings that the order depends on."""
         own = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
@@ -165,17 +178,24 @@ def loss_tokens(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
+def row_length(tokens: Any, padded: Any) -> Numbers:
+    """Tokens of the row that micro-batches of so many, side by side, are laid in; ``padded``, as they came, where it would pass
+    :data:`SIDE_BY_SIDE` or nothing is gained."""
+    filled = -(-np.asarray(tokens) // ROW_TILE) * ROW_TILE
+    return np.where((filled > SIDE_BY_SIDE) | (filled >= padded), padded, filled)
+
+
 def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
     """A batch without its padding: the examples of each of ``groups`` equal parts one after the other in a packed row, tensors
-    [groups, N]. The batch itself where a row would pass :data:`SIDE_BY_SIDE` tokens, where nothing is gained, or where it is
-    none with an attention mask that hides the right end of its rows alone, of which nothing is learnt."""
+    [groups, N]. The batch itself where :func:`row_length` says so, or where it is none with an attention mask that hides the
+    right end of its rows alone, of which nothing is learnt."""
     if batch.keys() != {"input_ids", "attention_mask", "labels"} or len(batch["input_ids"]) % groups:
         return batch
     own_BS, places_BS = batch["attention_mask"] != 0, torch.arange(batch["input_ids"].shape[1])[None]
     tokens_G = own_BS.view(groups, -1).sum(1)
-    length = -(-int(tokens_G.max()) // ROW_TILE) * ROW_TILE
+    length = int(row_length(tokens_G.max(), padded := own_BS.numel() // groups))
     learnt_beyond = bool(((batch["labels"] != IGNORE) & ~own_BS)[:, 1:].any())
-    if length > SIDE_BY_SIDE or length >= own_BS.numel() // groups or learnt_beyond:
+    if length == padded or learnt_beyond:
         return batch
     if not torch.equal(own_BS, places_BS < own_BS.sum(1, keepdim=True)):
         return batch
@@ -204,9 +224,9 @@ def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Ten
     if "input_ids" not in batch or "labels" not in batch:
         raise ValueError(f"a batch needs input_ids and labels; this one has {', '.join(batch) or 'nothing'}")
     shape = batch["input_ids"].shape
-    if len(shape) != 2 or any(value.shape != shape for value in batch.values()):
+    if len(shape) != 2 or not shape[0] or any(value.shape != shape for value in batch.values()):
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
-        raise ValueError(f"every tensor of a batch must be [batch, sequence] of one shape; got {shapes}")
+        raise ValueError(f"every tensor of a batch must be [batch, sequence] of one shape, not empty; got {shapes}")
     if shape[0] % count:
         raise ValueError(
             f"the batch has {shape[0]} sequences, which gradient_accumulation_steps × mesh.data = {count} does not divide"

@@ -33,7 +33,8 @@ def launches(op: Op, places: Placements) -> int:
     if op.kind not in COUNTED or not plan.zeroth_order or plan.zo.noise == "mezo":
         return 0
     frozen, trained = unit.part(False), unit.part(True)
-    codes, plain = ([p for p in trained if _encoded(places, p) is encoded] for encoded in (True, False))
+    codes = [p for p in trained if plan.trainable.codec.encoded and p.quantizable]
+    plain = [p for p in trained if p not in codes]
     if op.kind is OpKind.UPDATE:
         if plan.update_rule.linear and not plan.kind.states:
             return len(_dtypes(places, plain)) + len(codes)
@@ -47,10 +48,6 @@ def launches(op: Op, places: Placements) -> int:
     size = DTYPE_BYTES[compute_dtype(plan, places.model)]
     ranges = sum(-(-p.numel * size // DECODE_BYTES["cuda"]) for p in (*matrices, *decoded))
     return ranges + op.passes * len(_dtypes(places, vectors))
-
-
-def _encoded(places: Placements, param: ParamSpec) -> bool:
-    return places.plan.trainable.codec.encoded and param.quantizable
 
 
 def _dtypes(places: Placements, params: Iterable[ParamSpec]) -> set[str]:

@@ -80,20 +80,23 @@ class Forecast:
             opened += process_memory.step_growth(self.program, self.plan, here, self.model)
         return max(most, opened or 0)
 
-    def overview(self, steps: int) -> Iterator[str]:
-        """A run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known)."""
+    def overview(self, steps: int, usual: Simulation | None = None) -> Iterator[str]:
+        """A run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known),
+        as long as ``usual`` on average, the longest unless given."""
+        found = self.simulated()
         if self.device == "cpu":
-            measured = hardware.of_this_machine(self.device).name != hardware.UNMEASURED
-            free = "" if measured else f"; {process_memory.GUESSED}"
+            free = "" if found else f"; {process_memory.GUESSED}"
             most, tensors = human_bytes(self.process_bytes(process_bytes())), human_bytes(self.host_bytes())
             yield f"memory  about {most} for the whole process, {tensors} of it tensors{free}"
         else:
             yield f"memory  {', '.join(self.pools())}"
-        if (found := self.simulated()) is None:
+        if found is None:
             yield "time    not known before blockwalk doctor has measured this machine, once"
             return
-        whole = f"; {steps} steps: about {_duration(steps * found.seconds)}, evaluations left out" if steps else ""
-        yield f"time    {found.seconds:.3g} s a step at the longest sequences{whole}; {found.bottleneck()}"
+        each = f", {usual.seconds:.3g} s on average" if usual else ""
+        duration = _duration(steps * (usual or found).seconds)
+        whole = f"; {steps} steps: about {duration}, evaluations left out" if steps else ""
+        yield f"time    {found.seconds:.3g} s a step at the longest sequences{each}{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
@@ -185,16 +188,14 @@ class Forecast:
         )
 
 
-def foresee(run: RunConfig, shape: Shape, *, device: str) -> Forecast:
+def foresee(run: RunConfig, shape: Shape, measured: UnitCosts) -> Forecast:
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
     weight is touched. Its plan says how many blocks stay on the device."""
     from blockwalk.program.compile import compile_ranks
     from blockwalk.program.resident_blocks import settled
-    from blockwalk.walk.unit_costs import UnitCosts
 
-    measured = UnitCosts(run.model, lora=run.adapters, device=device, padded=True)
+    device, room = measured.device, page_cache(Path(run.output_dir))
     model, costs = model_spec(run.model, measured), measured(run.plan, shape)
-    room = page_cache(Path(run.output_dir))
     plan = settled(run.plan, model, shape, costs, device=device, page_cache=room)
     programs = compile_ranks(plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
     return Forecast(plan, model, programs, device, costs)

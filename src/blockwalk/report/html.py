@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -77,6 +78,7 @@ def _page(run: Path) -> str:
     forecast = _object(run / "forecast.json")
     memory = _series("peak of each step", steps, "peak_bytes", 1e-6)
     foreseen = _level(steps, forecast.get("process_bytes"), 1e-6)
+    average = _level(steps, forecast.get("average_seconds"), 1.0)
     parts = [
         f"<h1>{html.escape(run.name)}</h1>",
         f'<p class="what">{html.escape(" · ".join(_header(config, run / "metrics.jsonl")))}</p>',
@@ -85,7 +87,7 @@ def _page(run: Path) -> str:
         chart("Accuracy on held-out records, %", [_series("accuracy", evaluations, "accuracy", 100)], from_zero=False),
         chart("Learning rate", [_series("learning rate", steps, "learning_rate")]),
         chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")]),
-        chart("Seconds a step", [_series("measured", steps, "seconds"), *_level(steps, forecast.get("seconds"), 1.0)]),
+        chart("Seconds a step", [_series("measured", steps, "seconds"), *average]),
         chart("Private memory of the process, which the kernel cannot drop, MB", [memory, *foreseen]),
         _section("Tensors by tier at a step's peak, as foreseen", forecast.get("peaks", {})),
         chart("Bytes moved a step, MB", list(_moved(steps))),
@@ -263,9 +265,8 @@ def _summary(steps: Lines, evaluations: Lines, forecast: dict[str, Any]) -> Iter
     yield "tokens a second", f"{sum(s['tokens'] for s in timed) / max(sum(s['seconds'] for s in timed), 1e-9):.4g}"
     foreseen = f", {human_bytes(forecast['process_bytes'])} foreseen" if forecast.get("process_bytes") else ""
     yield "peak private memory", human_bytes(max(step["peak_bytes"] for step in timed)) + foreseen
-    if forecast.get("seconds"):
-        middle = sorted(step["seconds"] for step in timed)[len(timed) // 2]
-        yield "seconds a step", f"{middle:.3g} in the middle, {forecast['seconds']:.3g} foreseen at the longest"
+    if expected := forecast.get("average_seconds"):
+        yield "seconds a step", f"{fmean(step['seconds'] for step in timed):.3g} on average, {expected:.3g} foreseen"
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> str:

@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from blockwalk.program.program import Pool, Program, Shape, StepKind, human_bytes
+from blockwalk.program.program import Pool, Program, human_bytes
 from blockwalk.report.forecast import Forecast
-from blockwalk.simulate import hardware, process_memory, timeline
+from blockwalk.simulate import process_memory, timeline
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import COUNTED, process_bytes
@@ -37,6 +38,8 @@ class StepForecast:
 
     forecast: Forecast
     simulation: Simulation | None = None
+    usual: Simulation | None = None
+    """The simulation of a step of average length."""
     process_bytes: int = 0
     """Foreseen peak of the whole process on a CPU; 0 on a GPU."""
     held_bytes: int = 0
@@ -47,18 +50,17 @@ class StepForecast:
     """Files that the trace is written to, by rank 0."""
 
     @classmethod
-    def of(cls, walker: Walker, shape: Shape, *, before: int = 0) -> StepForecast:
-        """Foresee a run's training step.
+    def of(cls, forecast: Forecast, usual: Simulation | None = None, *, before: int = 0) -> StepForecast:
+        """The forecast of a run whose model is open now.
 
         Args:
-            walker: with its model open.
-            shape: one rank's rows at the longest sequences.
+            forecast: of a step at the longest sequences.
+            usual: a step of average length.
             before: bytes that the process held before the model was opened: interpreter, libraries, tokenizer, data.
         """
-        programs, held = walker.programs(StepKind.TRAIN, shape), process_bytes()
-        forecast = Forecast(walker.plan, walker.spec, programs, walker.device.type, walker.costs(shape))
-        on_cpu = forecast.device == "cpu"
-        return cls(forecast, forecast.simulated(), forecast.process_bytes(before, held) if on_cpu else 0, held)
+        held = process_bytes()
+        most = forecast.process_bytes(before, held) if forecast.device == "cpu" else 0
+        return cls(forecast, forecast.simulated(), usual, most, held)
 
     @property
     def program(self) -> Program:
@@ -77,11 +79,11 @@ class StepForecast:
             yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
             if mapped := self.program.peaks()[Pool.MAPPED]:
                 yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
-            if hardware.of_this_machine(self.forecast.device).name == hardware.UNMEASURED:
+            if self.simulation is None:
                 yield f"  {process_memory.GUESSED}"
-        if self.simulation is not None:
-            found = self.simulation
-            yield f"  foreseen: {found.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens/s; {found.bottleneck()}"
+        if self.simulation is not None and self.usual is not None:
+            found, each = self.usual, f"{self.simulation.seconds:.3g} s a step at the longest sequences"
+            yield f"  foreseen: {each}, {found.seconds:.3g} s on average; {found.bottleneck()}"
 
     def compared(self, measured_bytes: int) -> Iterator[str]:
         """Forecast against measured, after a run: bytes of the process, or of the allocator's tensors on a GPU."""
@@ -89,10 +91,9 @@ class StepForecast:
         if not foreseen:
             what, foreseen = "tensors", self.tensor_bytes
         yield f"forecast, memory   {human_bytes(foreseen)} of {what} at a step's peak; measured: {human_bytes(measured_bytes)}"
-        steady = sorted(self.seconds[1:] or self.seconds)
-        if self.simulation is not None and steady:
-            expected, middle = self.simulation.seconds, steady[len(steady) // 2]
-            yield f"forecast, time     {expected:.3g} s a step at the longest sequences; measured: {middle:.3g} s (median)"
+        steady = self.seconds[1:] or self.seconds
+        if self.usual is not None and steady:
+            yield f"forecast, time     {self.usual.seconds:.3g} s a step on average; measured: {fmean(steady):.3g} s"
 
     def write(self, folder: Path, trace_path: str | Path | None = None) -> None:
         """``forecast.json``, for the report; beside it, and to ``trace_path``, the foreseen step until one was traced."""
@@ -118,6 +119,7 @@ class StepForecast:
             "process_bytes": self.process_bytes,
             "bytes_moved": {str(lane): nbytes for lane, nbytes in self.program.bytes_by_lane().items()},
             "seconds": None if self.simulation is None else self.simulation.seconds,
+            "average_seconds": None if self.usual is None else self.usual.seconds,
             "versions": installed(),
         }
 

@@ -60,10 +60,6 @@ class Curve:
         """Seconds of many operations."""
         return sum(count * self.seconds(size) for size, count in sizes)
 
-    def faster(self, factor: float) -> Curve:
-        """A curve with every operation ``factor`` times as fast."""
-        return Curve(tuple((size, seconds / factor) for size, seconds in self.points))
-
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -157,16 +153,12 @@ class Hardware:
         return self.peak_flops.get(dtype) or self.flops_of(dtype)
 
 
-def _curve(points: Any) -> Curve:
-    return Curve(tuple((float(size), float(seconds)) for size, seconds in points))
-
-
 _READERS: dict[Any, Callable[[Any], Any]] = {
     str: str,
     int: parse_bytes,
     float: float,
     Link: lambda link: Link(float(link["bandwidth"]), float(link.get("latency", 0.0))),
-    Curve: _curve,
+    Curve: lambda points: Curve(tuple((float(size), float(seconds)) for size, seconds in points)),
 }
 """Readers of figures by the type of their field; a field that maps names to figures takes that of the figures."""
 

@@ -143,7 +143,7 @@ def train(
         give_back()
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.adapters, workdir=scratch, ledger=ledger, ranks=shared) as walker:
-            step_forecast = StepForecast.of(walker, foreseen.program.shape, before=opened_at)
+            step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast, start)
             if walker.ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +14,22 @@ from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_b
 from blockwalk.data.corpus import training_set
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer, mapped, tokenizer_files
 from blockwalk.engine.open_model import refuse_rounded, require_weights
-from blockwalk.numerics.device import chosen
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.report.forecast import Forecast, foresee
 from blockwalk.report.room import check_budget, check_disks, check_memory
+from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.train import outlook
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
+from blockwalk.walk.unit_costs import of_run
+
+LOOKED_AT = 10_000
+"""The steps that are looked at, of a longer run's, for what they hold at most and on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Ready:
     held_bytes: int
     """Bytes that the process holds before the model is opened."""
     foreseen: Forecast
+    usual: Simulation | None
+    """A step with as many tokens as a step has on average."""
 
     def next_batch(self, label_scores: str) -> tuple[Batch | LabelWordBatch, Batch]:
         """The batch that the walker takes next, and the number of its tokens."""
@@ -97,10 +104,14 @@ def prepare(run: RunConfig) -> Ready:
         plan = override(plan, {"optimizer.total_steps": total})
     longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
-    held = process_bytes()
-    foreseen = foresee(run, Shape(run.micro_batch_rows * candidates, longest), device=chosen().type)
+    held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
+    apart = measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
+    lengths_T = batches.row_lengths(min(total, LOOKED_AT), plan.cuts, apart=apart)
+    most, average = int(lengths_T.max()) if apart else longest, math.ceil(lengths_T.mean())
+    foreseen = foresee(run, Shape(wide, most), measured)
+    usual = foreseen.simulated() and foresee(run, Shape(wide, average), measured).simulated()
     plan = override(plan, {"resident": foreseen.plan.resident})
-    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen)
+    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual)
 
 
 def dry_run(run: RunConfig) -> Iterator[str]:
@@ -115,7 +126,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
     check_disks(run, ready.foreseen, ready.total)
-    yield from ready.foreseen.overview(ready.total)
+    yield from ready.foreseen.overview(ready.total, ready.usual)
     yield from ready.foreseen.lines()
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
     learnt = int(np.count_nonzero(ready.rows.in_loss))

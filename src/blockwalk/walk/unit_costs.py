@@ -33,6 +33,7 @@ from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.numerics.codecs.weights import Value
+from blockwalk.numerics.device import chosen
 from blockwalk.plan import sizes as chunks
 from blockwalk.plan.choices import Adapters
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
@@ -40,6 +41,7 @@ from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
 from blockwalk.program import costs as work
 from blockwalk.program import loss_costs
@@ -79,7 +81,7 @@ class UnitCosts:
         given = load_config(model)
         self._class = model_class(given)
         self.config = model_config(given, self._class)
-        self._lora, self._device, self._padded = lora, device, padded
+        self.device, self._lora, self._padded = device, lora, padded
         self._lies_in = comes_in(model)
         self._digest = _digest(self.config, lora, device, padded)
         self._cuts: dict[torch.dtype, CutModel] = {}
@@ -95,6 +97,10 @@ class UnitCosts:
         """The model as the walk sees it, adapters included."""
         return self._cut(self.stored).spec()
 
+    def walks_documents(self, plan: Plan) -> bool:
+        """Whether the walk leaves padding out (:meth:`blockwalk.cutting.cut_model.CutModel.walks_documents`)."""
+        return self.device == "cpu" and self._cut(self.stored).walks_documents(plan)
+
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
         """The cost of each kind of unit; none, with a warning, for a model whose code does not run on fake tensors."""
         traits = _traits(plan, name_of(self.stored), self._lies_in)
@@ -107,7 +113,7 @@ class UnitCosts:
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
-            found = _measure(self._cut(dtype), traits, shape, self._device, self._padded)
+            found = _measure(self._cut(dtype), traits, shape, self.device, self._padded)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
             reason = str(error).partition("\n")[0]
@@ -126,6 +132,11 @@ class UnitCosts:
             self._cuts[dtype] = certified(model)
             self._cuts[dtype].take_parameters()
         return self._cuts[dtype]
+
+
+def of_run(run: RunConfig) -> UnitCosts:
+    """The costs of a run's model here; its batches hold padding."""
+    return UnitCosts(run.model, lora=run.adapters, device=chosen().type, padded=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.schedules import make_schedule
-from blockwalk.program.compile import compile, compile_ranks
+from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
 from blockwalk.program.residency import maps_graphs
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from blockwalk.checkpoints.distributed import Saver
     from blockwalk.plan.choices import Adapters
+    from blockwalk.walk.unit_costs import UnitCosts
 
 
 Batch = Mapping[str, Tensor]
@@ -159,7 +160,7 @@ class Walker:
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
         """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
-        self._costs: dict[Shape, Costs] = {}
+        self._costs: UnitCosts | None = None
         self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
         self.steps_done = 0
         self._saver: Saver | None = None
@@ -317,13 +318,12 @@ class Walker:
     def costs(self, shape: Shape) -> Costs:
         """Costs of each kind of unit while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
         weights."""
-        if shape not in self._costs:
-            from blockwalk.walk.unit_costs import UnitCosts
+        from blockwalk.walk.unit_costs import UnitCosts
 
-            config, device = self.engine.cut.base.config, self.device.type
-            units = UnitCosts(config, lora=self._lora, device=device, padded=True)
-            self._costs[shape] = units(self.plan, shape)
-        return self._costs[shape]
+        if self._costs is None:
+            config = self.engine.cut.base.config
+            self._costs = UnitCosts(config, lora=self._lora, device=self.device.type, padded=True)
+        return self._costs(self.plan, shape)
 
     def program(
         self,
@@ -340,15 +340,6 @@ class Walker:
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
         (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
         """
-        place, inputs = self.ranks.coordinates(self.ranks.rank), self._inputs(step_kind, shape, foresee, batches)
-        return compile(self.plan, self.spec, step_kind, shape, coordinates=place, pieces=pieces, **inputs)
-
-    def programs(self, step_kind: StepKind, shape: Shape) -> tuple[Program, ...]:
-        """The distinct programs of the ranks' next step, the first rank's first, with the blocks' transients and FLOPs."""
-        return compile_ranks(self.plan, self.spec, step_kind, shape, **self._inputs(step_kind, shape, True, 1))
-
-    def _inputs(self, step_kind: StepKind, shape: Shape, foresee: bool, batches: int) -> dict[str, Any]:
-        """Inputs of the compiler beside plan, model and the rank's place, by name."""
         graphs = self.plan.recompute == "auto" and not maps_graphs(self.plan, self.device.type)
         spends = self.plan.budget is not None and (graphs or self.plan.cache.threshold > 0)
         costs = self.costs(shape) if step_kind.trains and (foresee or spends) else Costs()
@@ -360,8 +351,9 @@ class Walker:
             pending = Pending(1, flush=True)
         elif self.plan.sharded:
             pending = Pending(dirty=self.engine.dirty)
-        where = {"device": self.device.type, "page_cache": self._page_cache}
-        return {"costs": costs, "pending": pending, "batches": batches, **where}
+        given: dict[str, Any] = {"costs": costs, "pending": pending, "batches": batches, "pieces": pieces}
+        given |= {"coordinates": self.ranks.coordinates(self.ranks.rank), "page_cache": self._page_cache}
+        return compile(self.plan, self.spec, step_kind, shape, device=self.device.type, **given)
 
     def _run(self, step_kind: StepKind, batch: Batch, asked: Asked, *, batches: int = 1) -> Program:
         self.ranks.read(batch if asked.words is None else {**batch, "targets": asked.words.targets_B})
@@ -371,16 +363,16 @@ class Walker:
         shared = self.plan.sharded or not asked.training
         cuts = count * (self.ranks.world if shared else self.plan.mesh.data)
         (whole,) = micro_batches(batch, 1)
-        rows, length = whole["input_ids"].shape
-        backprop = asked.training and not self.plan.zeroth_order
-        if backprop and self.plan.loss == "chunked" and self.engine.cut.walks_documents:
+        rows = -(-len(whole["input_ids"]) // cuts)
+        if asked.training and self.engine.cut.walks_documents(self.plan):
             whole = side_by_side(whole, cuts)
         if shared:
             parts = share(whole, count, self.ranks.world, self.ranks.rank)
             asked = replace(asked, tokens=loss_tokens(whole))
         else:
             parts = micro_batches(whole, cuts)
-        shape = Shape(-(-rows // cuts), length)  # as foreseen: side by side they are fewer tokens
+        # as foreseen, of rows that lie side by side as well
+        shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
         labels = [each["labels"].to("cpu") for each in parts]
