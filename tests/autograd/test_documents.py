@@ -15,9 +15,10 @@ from torch import Tensor
 from blockwalk import method
 from blockwalk.data.batching import loss_tokens, side_by_side
 from blockwalk.numerics.documents import ByDocument, by_document
-from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.program.program import Shape
 from blockwalk.walk import walker as walk
+from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import tiny_model
 
@@ -143,18 +144,24 @@ def test_what_is_no_batch_is_told(batch: Any) -> None:
 
 
 def test_what_draws_or_must_be_exact_is_walked_as_it_came(seen: list[tuple[int, ...]]) -> None:
-    """A prefix, whose keys no position begins anew; a dropout of an adapter, the model's own loss, zeroth order."""
+    """A prefix, whose keys no position begins anew; a dropout of an adapter, noise on embeddings, the model's own loss,
+    compiled blocks, zeroth order. What a run is foreseen by says the same, of these and of one that is walked by documents."""
     for settings, lora in (
-        ({"name": "mebp"}, {"num_virtual_tokens": 3}),
+        ({"name": "mebp"}, PrefixSettings(num_virtual_tokens=3)),
         ({"name": "mebp"}, LoraSettings(rank=2, dropout=0.1)),
+        ({"name": "plain", "neftune_noise_alpha": 5.0}, None),
         ({"name": "plain", "loss": "model"}, None),
+        ({"name": "plain", "compile": True}, None),
         ({"name": "mezo"}, None),
+        ({"name": "mebp"}, LoraSettings(rank=2)),
     ):
-        with Walker(
-            tiny_model("llama", max_position_embeddings=128), method(**settings), lora=lora, device="cpu"
-        ) as walker:
+        assert seen == []
+        model, plan = tiny_model("llama", max_position_embeddings=128), method(**settings)
+        apart = UnitCosts(model.config, lora=lora).walks_documents(plan)
+        with Walker(model, plan, lora=lora, device="cpu") as walker:
             walker.step(padded())
-    assert seen == []
+        assert apart == bool(seen)
+    assert seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

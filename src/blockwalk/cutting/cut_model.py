@@ -140,8 +140,8 @@ class CutModel:
         attention is computed by them, and no random numbers are drawn for the shape of a batch. Under zeroth order losses are
         those of the batch as it came."""
         attention = self.base.config.get_text_config()._attn_implementation
-        split = is_cpu(self.device) and self._call_block is _call and attention == "sdpa" and not self.head.custom
-        split = split and plan.loss == "chunked" and not plan.zeroth_order
+        split = is_cpu(self.device) and attention == "sdpa" and plan.loss == "chunked" and not self.head.custom
+        split = split and not (plan.zeroth_order or plan.compile or plan.neftune_noise_alpha)
         prompted = any(config.is_prompt_learning for config in getattr(self.model, "peft_config", {}).values())
         return split and bool(self.anatomy.borders) and not (prompted or self.draws_random_numbers)
 

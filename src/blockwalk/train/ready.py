@@ -28,8 +28,8 @@ from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
 
-LOOKED_AT = 10_000
-"""The steps that are looked at, of a longer run's, for what they hold at most and on average."""
+LOOKED_AT = 100_000
+"""The examples that are looked at, of a longer run's, for what a step holds at most and on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def prepare(run: RunConfig) -> Ready:
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
     held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
     apart = measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
-    lengths_T = batches.row_lengths(min(total, LOOKED_AT), plan.cuts, apart=apart)
+    lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
     most, average = int(lengths_T.max()) if apart else longest, math.ceil(lengths_T.mean())
     foreseen = foresee(run, Shape(wide, most), measured)
     usual = foreseen.simulated() and foresee(run, Shape(wide, average), measured).simulated()
