@@ -26,7 +26,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 """Settings on top of the row's; slots that are not reused are no setting: see :func:`fresh_slots`."""
 
-NAIVE, MEZO = "naive MeZO", "mezo"
+NAIVE, MEZO, HOST = "naive MeZO", "mezo", "zo2 on the host"
 
 
 def fresh_slots(walker: Walker) -> None:
@@ -50,10 +50,12 @@ def fresh_slots(walker: Walker) -> None:
 
 
 def open_walker(case: str, store: Path, tier: str, device: str, **settings: Any) -> Walker:
-    """A walker of one case: :data:`MEZO`, or a row of :data:`ABLATIONS` with its weights on ``tier``."""
+    """A walker of one case: :data:`MEZO`, :data:`HOST`, or a row of :data:`ABLATIONS` with its weights on ``tier``."""
     if case == MEZO:
         plan = method("mezo", **{key: value for key, value in settings.items() if key != "update"})
         return Walker(store, plan, device=device)
+    if case == HOST:
+        case, tier = "zo2", "host"
     given = {**settings, **ABLATIONS[case]}
     walker = Walker(store, method("zo2", frozen=tier, trainable=tier, **given), device=device)
     if case == "zo2, no reusable slots":

@@ -109,7 +109,7 @@ def test_a_run_is_foreseen_at_the_lengths_of_its_data(
     def of(cls: type[StepForecast], *given: Any, **named: Any) -> StepForecast:
         found: StepForecast = compiled(cls, *given, **named)
         assert found.usual is not None
-        shapes.append((found.program.shape, found.usual.program.shape, found.usual.seconds))
+        shapes.append((found.forecast.program.shape, found.usual.program.shape, found.usual.seconds))
         return found
 
     monkeypatch.setattr(StepForecast, "of", classmethod(of))

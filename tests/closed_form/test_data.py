@@ -110,23 +110,33 @@ def test_the_stream_is_the_epochs_end_to_end(count: int, batch_size: int, seed: 
     assert stream == epochs[: 4 * batch_size]
 
 
-@given(lengths=st.lists(st.integers(2, 9), min_size=1, max_size=40), seed=st.integers(0, 9), shuffle=st.booleans())
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=40),
+    size=st.integers(1, 5),
+    seed=st.integers(0, 9),
+    shuffle=st.booleans(),
+)
 @settings(max_examples=50, deadline=None)
-def test_the_longest_example_comes_first_and_only_one_changes_places_with_it(
-    lengths: list[int], seed: int, shuffle: bool
+def test_the_longest_example_and_the_fullest_batch_come_first_and_two_change_places_with_them(
+    lengths: list[int], size: int, seed: int, shuffle: bool
 ) -> None:
-    """Oracle: the epochs' own orders."""
-    batches, count = Batches(rows_of(lengths), 1, seed, shuffle=shuffle), len(lengths)
-    stream = [batches.next_rows()[0] for _ in range(2 * count)]
+    """Oracle: the epochs' own orders, and the rule in lists."""
+    batches, count = Batches(rows_of(lengths), size, seed, shuffle=shuffle), len(lengths)
+    stream = [row for _ in range(2 * count) for row in batches.next_rows()]
     if not shuffle:
-        assert stream == [*range(count), *range(count)]
+        assert stream[: 2 * count] == [*range(count), *range(count)]
         return
-    drawn = epoch_order(count, seed, 0).tolist()
-    assert lengths[stream[0]] == max(lengths)
-    assert sorted(stream[:count]) == list(range(count))
-    moved = [place for place in range(count) if stream[place] != drawn[place]]
-    assert moved in ([], [0, drawn.index(stream[0])])
-    assert stream[count:] == epoch_order(count, seed, 1).tolist()
+    expected = epoch_order(count, seed, 0).tolist()
+    place = expected.index(stream[0])
+    expected[0], expected[place] = expected[place], expected[0]
+    assert lengths[expected[0]] == max(lengths)
+    cut = [expected[at : at + size] for at in range(0, count, size)]
+    tokens = [sum(lengths[row] for row in rows) for rows in cut if len(rows) == size]
+    if len(tokens) > 1:
+        fullest = tokens.index(max(tokens[1:]), 1)
+        cut[1], cut[fullest] = cut[fullest], cut[1]
+    assert stream[:count] == [row for rows in cut for row in rows]
+    assert stream[count : 2 * count] == epoch_order(count, seed, 1).tolist()
 
 
 @given(

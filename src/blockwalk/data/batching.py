@@ -45,8 +45,9 @@ class Batches(Iterator[Batch]):
     """An endless iterator of global batches of exactly ``batch_size`` rows.
 
     Every example comes once an epoch; a batch that an epoch cannot fill goes on with the next epoch's first examples.
-    The first epoch begins with its longest example, which changes places with the one that would come first: memory that the
-    longest batch needs is asked for, or refused, in the first step. ``padding_multiple`` rounds S up, for fewer shapes.
+    The first epoch begins with its longest example, which changes places with the one that would come first; then its
+    second batch changes places with the one of the most tokens: memory that a run needs, with padding or without, is
+    asked for, or refused, in its first two steps. ``padding_multiple`` rounds S up, for fewer shapes.
     ``shuffle=False`` keeps the file's order.
     """
 
@@ -113,13 +114,17 @@ class Batches(Iterator[Batch]):
         self._order = self._epoch_order()
 
     def _epoch_order(self) -> Numbers:
-        count = len(self.dataset)
+        count, size = len(self.dataset), self.batch_size
         if not self.shuffle:
             return np.arange(count, dtype=np.int64)
-        order = epoch_order(count, self.seed, self.epoch)
+        order, lengths = epoch_order(count, self.seed, self.epoch), np.diff(self.dataset.starts)
         if self.epoch == 0:
-            longest = int(np.diff(self.dataset.starts)[order].argmax())
+            longest = int(lengths[order].argmax())
             order[[0, longest]] = order[[longest, 0]]
+            later = order[size : count // size * size].reshape(-1, size)
+            if len(later):
+                fullest = int(lengths[later].sum(axis=1).argmax())
+                later[[0, fullest]] = later[[fullest, 0]]
         return order
 
 

@@ -69,8 +69,8 @@ class DataSettings:
     padding_multiple: int = 8
     """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True
-    """Whether records come in an order drawn anew for each epoch, the first one's longest record in the first batch, where too
-    little memory shows at once; false: in the file's."""
+    """Whether records come in an order drawn anew for each epoch, the first one's longest record in the first batch and its
+    fullest batch second, where too little memory shows at once; false: in the file's."""
     show_first: bool = True
     """Whether the first record is printed at the start, with the part that is learnt marked."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from blockwalk.program.program import Pool, Program, human_bytes
+from blockwalk.program.program import Pool, human_bytes
 from blockwalk.report.forecast import Forecast
 from blockwalk.simulate import process_memory, timeline
 from blockwalk.simulate.simulator import Simulation
@@ -63,13 +63,9 @@ class StepForecast:
         return cls(forecast, forecast.simulated(), usual, most, held)
 
     @property
-    def program(self) -> Program:
-        return self.forecast.program
-
-    @property
     def tensor_bytes(self) -> int:
         """Bytes of the foreseen tensors on the device and the host at a step's peak."""
-        return process_memory.tensors(self.program)
+        return process_memory.tensors(self.forecast.program)
 
     def lines(self) -> Iterator[str]:
         """The forecast as lines of text, memory first."""
@@ -77,7 +73,7 @@ class StepForecast:
             now, more = human_bytes(self.held_bytes), human_bytes(self.process_bytes - self.held_bytes)
             yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
             yield f"  {now} are there now (interpreter, libraries, tokenizer, data, the open model), {more} come with a step"
-            if mapped := self.program.peaks()[Pool.MAPPED]:
+            if mapped := self.forecast.program.peaks()[Pool.MAPPED]:
                 yield f"  beside it up to {human_bytes(mapped)} of mapped files, as far as there is room (RSS counts them)"
             if self.simulation is None:
                 yield f"  {process_memory.GUESSED}"
@@ -112,12 +108,12 @@ class StepForecast:
 
     def values(self) -> dict[str, Any]:
         """The forecast as ``forecast.json`` holds it."""
-        peaks = self.program.peaks()
+        peaks = self.forecast.program.peaks()
         return {
             "peaks": {str(pool): peaks[pool] for pool in Pool if peaks[pool]},
             "tensor_bytes": self.tensor_bytes,
             "process_bytes": self.process_bytes,
-            "bytes_moved": {str(lane): nbytes for lane, nbytes in self.program.bytes_by_lane().items()},
+            "bytes_moved": {str(lane): nbytes for lane, nbytes in self.forecast.program.bytes_by_lane().items()},
             "seconds": None if self.simulation is None else self.simulation.seconds,
             "average_seconds": None if self.usual is None else self.usual.seconds,
             "versions": installed(),

@@ -321,8 +321,7 @@ class Walker:
         from blockwalk.walk.unit_costs import UnitCosts
 
         if self._costs is None:
-            config = self.engine.cut.base.config
-            self._costs = UnitCosts(config, lora=self._lora, device=self.device.type, padded=True)
+            self._costs = UnitCosts(self.engine.cut.base.config, lora=self._lora, device=self.device.type, padded=True)
         return self._costs(self.plan, shape)
 
     def program(
