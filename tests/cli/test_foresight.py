@@ -17,12 +17,12 @@ from blockwalk.cli import main
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.engine import open_model
 from blockwalk.plan.methods import method
-from blockwalk.program.program import Shape, StepKind
+from blockwalk.program.program import OpKind, Pool, Shape, StepKind
 from blockwalk.report.forecast import Forecast
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.simulate import hardware
 from blockwalk.system.process_memory import process_bytes
-from blockwalk.train import ready
+from blockwalk.train import config, ready
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -119,6 +119,45 @@ def test_a_run_is_foreseen_at_the_lengths_of_its_data(
     ((longest, usual, seconds),) = shapes
     assert (longest, usual) == (Shape(4, 128), Shape(4, (128 + 7 * 24) // 8))
     assert f", {seconds:.3g} s on average; 8 steps: about {8 * seconds:.0f} s" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [({}, 336), ({"data.packing": True, "data.max_length": 512}, 408), ({"data.eval": "data.jsonl"}, 408)],
+)
+def test_where_padding_is_walked_it_is_foreseen(
+    settings: dict[str, Any], tokens: int, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand, tokens to a row: the examples lie side by side; rows of documents, and held-out batches, are padded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31]))
+    run = {"model": str(tiny_run.model), "data.train": "data.jsonl", "batch_size": 4, "output_dir": "run"}
+    found = ready.prepare(config.from_mapping({**run, "method": "mebp", "lora.rank": 4, "max_steps": 8, **settings}))
+    assert found.foreseen.program.shape == Shape(4, tokens)
+
+
+def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the fetches of the longest step, by whose memory the number of blocks that stay is chosen."""
+    monkeypatch.chdir(tmp_path)
+    hardware.save(hardware.load("laptop"), tmp_path / "hardware.yaml")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[20] * 31]))
+    run = {
+        "model": str(tiny_run.model),
+        "data.train": "data.jsonl",
+        "batch_size": 4,
+        "output_dir": "run",
+        "lora": False,
+    }
+    settings = {**run, "method": "zo2", "frozen": "host", "trainable": "host", "max_steps": 8}
+    most = ready.prepare(config.from_mapping(settings)).foreseen.program.peaks()[Pool.DEVICE]
+    found = ready.prepare(config.from_mapping({**settings, "budget": most}))
+    assert found.usual is not None
+    fetches = [
+        sum(op.kind is OpKind.FETCH for op in each.ops) for each in (found.foreseen.program, found.usual.program)
+    ]
+    assert fetches == [3, 3]
 
 
 def test_the_process_is_foreseen_and_what_is_counted_is_said(

@@ -14,8 +14,10 @@ from torch import nn
 
 from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
+from blockwalk.program.compile import compile_ranks
 from blockwalk.program.invariants import over_budget
 from blockwalk.program.program import Pool, Shape, StepKind
+from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
@@ -215,7 +217,8 @@ def _adaptive(rank: int) -> tuple[bool, int, list[str]]:
         budget = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True).peaks()[Pool.DEVICE] + 20_000
     plan = method("fcdp", mesh=mesh, budget=budget, **{"cache.threshold": 1.0})
     with Walker(make("llama", False), plan, device="cpu") as walker:
-        foreseen = walker.program(StepKind.TRAIN, Shape(2, 10), foresee=True)
+        costs = UnitCosts(walker.engine.cut.base.config, padded=True)(plan, Shape(2, 10))
+        (foreseen,) = compile_ranks(plan, walker.spec, StepKind.TRAIN, Shape(2, 10), costs=costs)
         walker.timeline = []
         walker.step(batch)
         ran = walker.timeline[0][0]

@@ -1,4 +1,4 @@
-"""Batches in an order that is a pure function of seed, epoch and lengths: resumable, and the same for any number of ranks.
+"""Batches in an order that is a pure function of seed, epoch, lengths and batch size: resumable, for any number of ranks.
 
 The *global* batch is the unit. It is padded to its own longest row before it is cut over ranks or micro-batches, so
 each rank's rows hold the same values whatever the world size. B batch, S sequence, C classes.
@@ -46,8 +46,8 @@ class Batches(Iterator[Batch]):
 
     Every example comes once an epoch; a batch that an epoch cannot fill goes on with the next epoch's first examples.
     The first epoch begins with its longest example, which changes places with the one that would come first; then its
-    second batch changes places with the one of the most tokens: memory that a run needs, with padding or without, is
-    asked for, or refused, in its first two steps. ``padding_multiple`` rounds S up, for fewer shapes.
+    second batch changes places with the one of the most tokens: nearly all memory that a run needs, with padding or
+    without, is asked for, or refused, in its first two steps. ``padding_multiple`` rounds S up, for fewer shapes.
     ``shuffle=False`` keeps the file's order.
     """
 
@@ -117,8 +117,9 @@ class Batches(Iterator[Batch]):
         count, size = len(self.dataset), self.batch_size
         if not self.shuffle:
             return np.arange(count, dtype=np.int64)
-        order, lengths = epoch_order(count, self.seed, self.epoch), np.diff(self.dataset.starts)
+        order = epoch_order(count, self.seed, self.epoch)
         if self.epoch == 0:
+            lengths = np.diff(self.dataset.starts)
             longest = int(lengths[order].argmax())
             order[[0, longest]] = order[[longest, 0]]
             later = order[size : count // size * size].reshape(-1, size)

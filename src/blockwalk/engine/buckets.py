@@ -218,9 +218,7 @@ class Buckets:
 
     def stored_step(self, unit: int) -> int:
         """The step that a unit is up to date with where it stays between its turns."""
-        if unit not in self.streamed:
-            return self._steps[unit]
-        return self.tier.step(unit)
+        return self.tier.step(unit) if unit in self.streamed else self._steps[unit]
 
     def advance(self, unit: int, step: int) -> None:
         """Say that the copy on the device was brought up to date with ``step``."""

@@ -96,7 +96,7 @@ class Forecast:
         each = f", {usual.seconds:.3g} s on average" if usual else ""
         duration = _duration(steps * (usual or found).seconds)
         whole = f"; {steps} steps: about {duration}, evaluations left out" if steps else ""
-        yield f"time    {found.seconds:.3g} s a step at the longest sequences{each}{whole}; {found.bottleneck()}"
+        yield f"time    {found.seconds:.3g} s a step at most{each}{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""

@@ -13,7 +13,7 @@ from blockwalk.cutting.verify import require_borders
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
 from blockwalk.data.corpus import training_set
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer, mapped, tokenizer_files
-from blockwalk.engine.open_model import refuse_rounded, require_weights
+from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
@@ -84,6 +84,7 @@ def prepare(run: RunConfig) -> Ready:
     Raises:
         ValueError: data that cannot be trained on, or weights that do not fit their configuration's model.
     """
+    run = replace(run, plan=as_it_comes(run.plan, run.model))
     with large_returned():
         tokenizer = load_tokenizer(run.model)
     rows, choices = read_training_rows(run, tokenizer)
@@ -105,12 +106,13 @@ def prepare(run: RunConfig) -> Ready:
     longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
     held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
-    apart = measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
+    apart = rows.positions is None and measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
     lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
-    most, average = int(lengths_T.max()) if apart else longest, math.ceil(lengths_T.mean())
+    # held-out data is padded, and as long as what is learnt
+    most = int(lengths_T.max()) if apart and held_out is None else longest
     foreseen = foresee(run, Shape(wide, most), measured)
-    usual = foreseen.simulated() and foresee(run, Shape(wide, average), measured).simulated()
-    plan = override(plan, {"resident": foreseen.plan.resident})
+    plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
+    usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
     return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual)
 
 

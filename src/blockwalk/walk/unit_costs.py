@@ -487,6 +487,4 @@ _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
 def _folder_digest(folder: Any) -> str:
-    if folder is None:
-        return ""
-    return (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
+    return "" if folder is None else (Path(folder) / "adapter_config.json").read_text(encoding="utf-8")
