@@ -10,7 +10,6 @@ code, and every byte that is read is compared with its checksum first.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from blockwalk.system import atomic_files
@@ -66,7 +66,7 @@ def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank:
                     if done % CHUNK == 0:
                         sums[key].append(0)
                     stop = min(len(bytes_P), start + CHUNK - done % CHUNK)
-                    sums[key][-1] = zlib.crc32(bytes_P[start:stop].numpy().data, sums[key][-1])
+                    sums[key][-1] = isal_zlib.crc32(bytes_P[start:stop].numpy().data, sums[key][-1])
                     done, start = done + stop - start, stop
                 yield bytes_P
 
@@ -130,7 +130,7 @@ class _Place:
         for number in range(low // CHUNK, -(-high // CHUNK)):
             start, end = number * CHUNK, min((number + 1) * CHUNK, self.nbytes)
             chunk_P = self.file.bytes_P[self.offset + start : self.offset + end]
-            if zlib.crc32(chunk_P.numpy().data) != self.crc32[number]:
+            if isal_zlib.crc32(chunk_P.numpy().data) != self.crc32[number]:
                 raise Damaged(f"{self.file.path} is damaged: {self.name} has another checksum")
         return self.file.view(self.offset + low, high - low, self.dtype, (stop - first,))
 

@@ -11,13 +11,13 @@ one, and its header page, with a checksum of its own, then says that this area i
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from blockwalk.models.folder import STORE_INDEX
@@ -111,7 +111,7 @@ class UnitHeader:
     def pack(self) -> bytes:
         """The header as it stands at the start of its page, its own checksum included."""
         head = _HEADER.pack(MAGIC, VERSION, *astuple(self))
-        return head + struct.pack("<I", zlib.crc32(head))
+        return head + struct.pack("<I", isal_zlib.crc32(head))
 
 
 def unpack_header(data: bytes) -> UnitHeader | None:
@@ -119,7 +119,7 @@ def unpack_header(data: bytes) -> UnitHeader | None:
     if len(data) < _HEADER.size + 4 or data[: len(MAGIC)] != MAGIC:
         return None
     head = data[: _HEADER.size]
-    if struct.unpack_from("<I", data, _HEADER.size)[0] != zlib.crc32(head):
+    if struct.unpack_from("<I", data, _HEADER.size)[0] != isal_zlib.crc32(head):
         return None
     _, version, *fields = _HEADER.unpack(head)
     if version != VERSION:
@@ -346,9 +346,7 @@ class BlockStore:
             file.close()
 
 
-def crc32(bytes_P: Tensor, chunk: int = 1 << 20) -> int:
-    """CRC-32 of a uint8 tensor."""
-    value = 0
-    for part_P in torch.split(bytes_P, chunk):
-        value = zlib.crc32(part_P.numpy().data, value)
-    return value
+def crc32(bytes_P: Tensor) -> int:
+    """CRC-32 of a uint8 tensor, zlib's value at ten times its speed: a lane that writes blocks back must leave the cores to
+    those that compute."""
+    return isal_zlib.crc32(bytes_P.numpy().data)

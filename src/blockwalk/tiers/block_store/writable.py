@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,7 +119,7 @@ class WritableStore:
     def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
         """Write a unit's new contents (contiguous CPU uint8 [nbytes]), as they are after ``step``; durable on return."""
         old = self._headers[unit]
-        fd, checksum = self._fds[unit], zlib.crc32(self._buffer(unit, data_P))
+        fd, checksum = self._fds[unit], crc32(data_P)
         new = UnitHeader(unit, 2, 1 - old.area, old.sequence + 1, step, old.nbytes, checksum)
         self._move(os.pwritev, unit, data_P, new.area)
         self._settle(fd)
