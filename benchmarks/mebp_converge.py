@@ -178,11 +178,12 @@ def main() -> None:
                 break
     if arguments.plot:
         series = [Series(n, tuple(zip(c["forwards"], c["accuracy"], strict=True))) for n, c in curves.items()]
-        drawn = chart("Next-token accuracy against forward passes", series)
+        drawn = chart("Next-token accuracy against forward passes", series, from_zero=False)
         picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
         style = "<style>text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}</style>"
         style += '<rect width="640" height="240" fill="#fff"/>'
-        arguments.plot.write_text(picture.replace(">", f">{style}", 1) + "\n", encoding="utf-8")
+        picture = picture.replace(">", f">{style}", 1).replace(">step 0<", ">0 forwards<")
+        arguments.plot.write_text(picture + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

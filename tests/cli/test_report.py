@@ -143,3 +143,13 @@ def test_chromium_draws_it(run: Path, tmp_path: Path) -> None:
         [*command, f"file://{tmp_path}/page.html"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.count("<polyline") == 8
+
+
+def test_the_names_of_many_lines_stay_on_the_page() -> None:
+    """By hand: where the last of six begins."""
+    drawn = html.chart("six", [html.Series(f"line {i}", ((0.0, 1.0), (1.0, 2.0))) for i in range(6)])
+    places = [
+        int(text.partition('"')[0]) for text in drawn.split('<text x="')[1:] if 'class="name"' in text.partition(">")[0]
+    ]
+    assert len(places) == 6
+    assert places[-1] < html.WIDTH - 80

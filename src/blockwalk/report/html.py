@@ -161,8 +161,8 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
             spots = (spot.split(",") for spot in points.split())
             drawn += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in spots]
         if len(lines) > 1:
-            name = html.escape(line.name)
-            drawn.append(f'<text x="{LEFT + 150 * number}" y="14" class="name" style="fill:{colour}">{name}</text>')
+            name, start = html.escape(line.name), LEFT + min(150, (WIDTH - LEFT) // len(lines)) * number
+            drawn.append(f'<text x="{start}" y="14" class="name" style="fill:{colour}">{name}</text>')
     label = html.escape(title)
     return f'<h2>{label}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
