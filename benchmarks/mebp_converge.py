@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.common import machine, parser
+from benchmarks.zo_converge import Case
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,16 +38,6 @@ from blockwalk.report.html import Series, chart
 from blockwalk.system import atomic_files
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One method: the forward passes of a step, the learning rates that are tried, its settings."""
-
-    method: str
-    forwards: int
-    rates: tuple[float, ...]
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {

@@ -8,6 +8,7 @@ import random
 import signal
 import struct
 import time
+import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec, encoded_nb
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files
 from blockwalk.tiers.block_store import writable as writable_store
-from blockwalk.tiers.block_store.store import DATA_START, HEADER_PAGE, BlockStore, UnitHeader, unpack_header
+from blockwalk.tiers.block_store.store import DATA_START, HEADER_PAGE, BlockStore, UnitHeader, crc32, unpack_header
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -567,3 +568,11 @@ def test_the_folder_it_is_copied_from_is_never_written(tmp_path: Path) -> None:
             store.write_unit(number, torch.zeros(unit.nbytes, dtype=torch.uint8), 1)
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert BlockStore(tmp_path / "store").weights(["lm_head.weight"])["lm_head.weight"].abs().sum() == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4097, 100_000])
+def test_a_checksum_is_zlibs_whole_and_in_parts(cut: int) -> None:
+    whole_P = torch.randint(0, 256, (100_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = zlib.crc32(whole_P.numpy().data)
+    assert crc32(whole_P) == expected
+    assert crc32(whole_P[cut:], crc32(whole_P[:cut])) == expected

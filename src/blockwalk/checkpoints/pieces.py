@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
 from torch import Tensor
 
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.tiers.block_store.store import crc32
 from blockwalk.tiers.disk import MappedFile
 from blockwalk.tiers.model_folder import safetensors
 from blockwalk.tiers.model_folder.safetensors import Entry
@@ -66,7 +66,7 @@ def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank:
                     if done % CHUNK == 0:
                         sums[key].append(0)
                     stop = min(len(bytes_P), start + CHUNK - done % CHUNK)
-                    sums[key][-1] = isal_zlib.crc32(bytes_P[start:stop].numpy().data, sums[key][-1])
+                    sums[key][-1] = crc32(bytes_P[start:stop], sums[key][-1])
                     done, start = done + stop - start, stop
                 yield bytes_P
 
@@ -130,7 +130,7 @@ class _Place:
         for number in range(low // CHUNK, -(-high // CHUNK)):
             start, end = number * CHUNK, min((number + 1) * CHUNK, self.nbytes)
             chunk_P = self.file.bytes_P[self.offset + start : self.offset + end]
-            if isal_zlib.crc32(chunk_P.numpy().data) != self.crc32[number]:
+            if crc32(chunk_P) != self.crc32[number]:
                 raise Damaged(f"{self.file.path} is damaged: {self.name} has another checksum")
         return self.file.view(self.offset + low, high - low, self.dtype, (stop - first,))
 

@@ -54,7 +54,7 @@ class Ready:
     """Bytes that the process holds before the model is opened."""
     foreseen: Forecast
     usual: Simulation | None
-    """A step with as many tokens as a step has on average."""
+    """The simulation of a step with as many tokens as a step has on average; None before doctor has measured the machine."""
 
     def next_batch(self, label_scores: str) -> tuple[Batch | LabelWordBatch, Batch]:
         """The batch that the walker takes next, and the number of its tokens."""
@@ -108,7 +108,7 @@ def prepare(run: RunConfig) -> Ready:
     held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
     apart = rows.positions is None and measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
     lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
-    # held-out data is padded, and as long as what is learnt
+    # batches of held-out data are padded
     most = int(lengths_T.max()) if apart and held_out is None else longest
     foreseen = foresee(run, Shape(wide, most), measured)
     plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
