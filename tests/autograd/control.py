@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import model_class
-from blockwalk.numerics.row_tiles import FewShapes
+from blockwalk.numerics.row_tiles import NarrowProducts
 
 SEED = 11
 
@@ -58,7 +58,7 @@ def control(model, batch, layers, *, seeded: bool):
         last = SEED + len(layers) + 1
         hooks.append(layers[-1].register_forward_hook(lambda *_: torch.manual_seed(last) and None))
     torch.manual_seed(SEED)
-    with FewShapes():
+    with NarrowProducts():
         out = model(**batch, use_cache=False)
     for hook in hooks:
         hook.remove()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockwalk.numerics.row_tiles import FewShapes
+from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
@@ -116,7 +116,7 @@ def test_what_transformers_keeps_in_float32_is_computed_in_float32(plan: dict[st
     kept = {name for name, p in theirs.named_parameters() if p.dtype == torch.float32}
     assert any(name.endswith("gate.weight") for name in kept)
     batch = random_batch()
-    with torch.no_grad(), FewShapes():
+    with torch.no_grad(), NarrowProducts():
         expected = float(theirs(**batch, use_cache=False).loss)
     settings = dict(plan)
     lora = LoraSettings(rank=2, target_modules=("q_proj",)) if settings.pop("lora", False) else None

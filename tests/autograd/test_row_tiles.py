@@ -1,4 +1,5 @@
-"""Oracles: autograd through torch's own linear layer and attention, in float64 and unpadded; the kernel's counters for memory.
+"""Oracles: autograd through torch's own linear layer and attention, in float64 and unpadded; the kernel's counters for memory;
+what torch dispatches.
 
 Module: numerics/row_tiles.
 """
@@ -8,15 +9,34 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from blockwalk.numerics import row_tiles
-from blockwalk.numerics.row_tiles import FewShapes
+from blockwalk.numerics.row_tiles import NarrowProducts
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.walk.meter import _CPU_ATTENTION
+from blockwalk.walk.walker import Walker
+from tests.models import random_batch, tiny_model
 
 ROWS = (1, 8, 9, 31, 63, 64, 65, 100, 511, 513, 700)
+
+
+@pytest.fixture(params=["as this processor has it", "in 16 bits", "in float32"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with instructions for 16-bit products, and one without."""
+    kinds: dict[str, Callable[[torch.dtype], torch.dtype]] = {
+        "in 16 bits": lambda dtype: dtype,
+        "in float32": lambda dtype: torch.promote_types(dtype, torch.float32),
+    }
+    if kind := kinds.get(request.param):
+        monkeypatch.setattr(row_tiles, "multiplied_in", kind)
 
 
 def _close(found: torch.Tensor, wanted: torch.Tensor, rounding: float = 2**-8) -> None:
@@ -25,6 +45,7 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, rounding: float = 2**-8) -
     assert error <= 2 * rounding * wanted.double().abs().max(), (float(error), tuple(wanted.shape))
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("columns", [8, 320])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_are_those_of_the_whole_matrix(rows: int, columns: int) -> None:
@@ -49,10 +70,11 @@ def test_wider_numbers_keep_their_bits(dtype: torch.dtype) -> None:
     a_PI, b_IO, c_PO = (torch.randn(shape, dtype=dtype) for shape in ((77, 40), (40, 24), (77, 24)))
     assert torch.equal(row_tiles.product(a_PI, b_IO), a_PI @ b_IO)
     assert torch.equal(row_tiles.sum_of_outer(a_PI, c_PO), a_PI.t() @ c_PO)
-    with FewShapes():
+    with NarrowProducts():
         assert torch.equal(F.linear(a_PI, c_PO.t().contiguous()[:, :40]), F.linear(a_PI, c_PO.t().contiguous()[:, :40]))
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("rows", [5, 66, 600])
 def test_a_linear_layer_has_the_gradients_of_float64(rows: int) -> None:
     torch.manual_seed(rows)
@@ -61,7 +83,7 @@ def test_a_linear_layer_has_the_gradients_of_float64(rows: int) -> None:
     grad = torch.randn(2, rows, 288).bfloat16()
     narrow = [each.clone().requires_grad_() for each in given]
     wide = [each.double().requires_grad_() for each in given]
-    with FewShapes():
+    with NarrowProducts():
         F.linear(*narrow).backward(grad)
     F.linear(*wide).backward(grad.double())
     for found, wanted in zip(narrow, wide, strict=True):
@@ -77,6 +99,7 @@ def _padded(length: int) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("length", [9, 64, 70, 600])
 @pytest.mark.parametrize("mask", ["causal", "boolean", "additive", "one row"])
 def test_attention_of_a_filled_up_sequence_is_that_of_the_sequence(length: int, mask: str) -> None:
@@ -90,7 +113,7 @@ def test_attention_of_a_filled_up_sequence_is_that_of_the_sequence(length: int, 
     given = [torch.randn(2, heads, length, 16).bfloat16() for heads in (4, 2, 2)]
     grad = torch.randn(2, 4, length, 16).bfloat16()
     ours, theirs = ([each.clone().requires_grad_() for each in given] for _ in range(2))
-    with FewShapes():
+    with NarrowProducts():
         found = F.scaled_dot_product_attention(*ours, **settings, enable_gqa=True)
     wanted = F.scaled_dot_product_attention(*theirs, **settings, enable_gqa=True)
     assert found.shape == wanted.shape
@@ -161,6 +184,7 @@ def test_a_shape_is_kept_once() -> None:
     assert float(done.stdout) < 0.45, f"{done.stdout.strip()} MB for each shape"
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("trains", ["input", "weight"])
 def test_a_linear_layer_keeps_what_its_gradients_read(trains: str) -> None:
     """Closed form: dL/dx reads the weight alone, dL/dW the input alone."""
@@ -168,8 +192,39 @@ def test_a_linear_layer_keeps_what_its_gradients_read(trains: str) -> None:
     (x_PI if trains == "input" else weight_OI).requires_grad_()
     kept: list[torch.Size] = []
     with (
-        FewShapes(),
+        NarrowProducts(),
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda _: None),
     ):
         F.linear(x_PI, weight_OI)
     assert kept == [weight_OI.shape if trains == "input" else x_PI.shape]
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of whatever is multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func._overloadpacket
+        if packet in flop_registry or packet in _CPU_ATTENTION or packet is torch.ops.aten.addmm_:
+            self.dtypes |= {each.dtype for each in args if isinstance(each, torch.Tensor)} - {torch.bool}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype"),
+    [("plain", torch.bfloat16), ("mebp", torch.bfloat16), ("mezo", torch.bfloat16), ("mezo", torch.float16)],
+)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "gpt2"])
+def test_nothing_is_multiplied_in_numbers_that_the_processor_does_not_multiply(
+    kind: str, row: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused and plain attention, experts, layers that keep their weight as [in, out], adapters and losses."""
+    monkeypatch.setattr(row_tiles, "multiplied_in", lambda of: torch.promote_types(of, torch.float32))
+    lora = None if row == "mezo" else LoraSettings(rank=4)
+    walker = Walker(tiny_model(kind).to(dtype), method(row), lora=lora)
+    with Products() as products:
+        walker.step(random_batch())
+    assert products.dtypes == {torch.float32}

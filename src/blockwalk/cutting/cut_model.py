@@ -27,7 +27,7 @@ from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.documents import by_document
 from blockwalk.numerics.lazy_parameter import LazyParameter
-from blockwalk.numerics.row_tiles import few_shapes
+from blockwalk.numerics.row_tiles import narrow_products
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.plan import Plan
 
@@ -424,7 +424,7 @@ class CutModel:
         with ExitStack() as stack:
             stack.enter_context(self._seeded(seed))
             if not compiled:
-                stack.enter_context(few_shapes(hidden_BSD))
+                stack.enter_context(narrow_products(hidden_BSD))
                 stack.enter_context(call.apart)
             out = self._call_block(call.module, args, kwargs)
         if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
@@ -486,7 +486,7 @@ class CutModel:
         if not head:
             replaced.append((self.base.get_output_embeddings(), head_stub))
         passing = (self._seeded(seed), self._forwards(replaced), self._zeros_in_prologue(), self._mask_known(batch))
-        with ExitStack() as stack, few_shapes(hidden_BSD):
+        with ExitStack() as stack, narrow_products(hidden_BSD):
             for each in passing:
                 stack.enter_context(each)
             try:

@@ -26,6 +26,7 @@ from blockwalk.numerics.codecs.layout import Layout, name_of
 from blockwalk.numerics.device import chosen, is_cpu
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import perturbed
+from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import ByDevice
 from blockwalk.simulate.hardware import Hardware, Link
@@ -107,11 +108,7 @@ class Findings:
 
 
 def measure(
-    folder: StrPath = ".",
-    name: str = "here",
-    *,
-    walk: bool = True,
-    say: Callable[[str], object] = lambda _: None,
+    folder: StrPath = ".", name: str = "here", *, walk: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Findings:
     """Measure this machine.
 
@@ -190,7 +187,7 @@ def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    n = _MATRIX[device.type]
+    n, dtype = _MATRIX[device.type], multiplied_in(dtype) if is_cpu(device) else dtype
     a, b = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
     return 2 * n**3 / _best(lambda: a @ b.t(), device)
 
@@ -387,8 +384,8 @@ def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[st
         flags = set(processor().get("flags", "").split())
         if flags and "avx512f" not in flags:
             yield "no AVX-512: products take about twice as long as they might"
-        if flags and not {"avx512_bf16", "amx_bf16"} & flags:
-            yield "no bfloat16 instructions: compute_dtype float32 may be faster than bfloat16"
+        if multiplied_in(torch.bfloat16) == torch.float32:
+            yield "no bfloat16 instructions: products of bfloat16 are made in float32"
         if torch.get_num_threads() < (os.cpu_count() or 1):
             yield f"PyTorch uses {torch.get_num_threads()} of {os.cpu_count()} cores (OMP_NUM_THREADS)"
     elif hardware.host_to_device.bandwidth < 10e9:

@@ -19,6 +19,7 @@ from torch import Tensor
 from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import stochastic_round
+from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.numerics.updates import UPDATE_CHUNK, Rule, global_norm
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
@@ -88,6 +89,7 @@ def products() -> dict[str, Curve]:
     """Seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
 
     def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
+        dtype = multiplied_in(dtype)
         count = _pool(width * (TOKENS + width) * dtype.itemsize, POOL_BYTES)
         xs = [torch.ones(TOKENS, width, dtype=dtype) for _ in range(count)]
         ws = [torch.ones(width, width, dtype=dtype) for _ in range(count)]
@@ -102,6 +104,7 @@ def thin() -> dict[str, Curve]:
     """Seconds of an adapter's products x·Aᵀ, t·Bᵀ and tᵀ·y, their mean, by FLOPs of one."""
 
     def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
+        dtype = multiplied_in(dtype)
         x, t = torch.ones(TOKENS, width, dtype=dtype), torch.ones(TOKENS, RANK, dtype=dtype)
         a = torch.ones(RANK, width, dtype=dtype)
         taken = sum(typical(partial(torch.mm, *pair)) for pair in ((x, a.t()), (t, a), (t.t(), x)))
@@ -138,7 +141,7 @@ def attention() -> dict[str, float]:
     """FLOP/s of fused attention, forward and backward together."""
     rates = {}
     for dtype in DTYPES:
-        q = torch.ones(2, 8, 256, 64, dtype=dtype).requires_grad_()
+        q = torch.ones(2, 8, 256, 64, dtype=multiplied_in(dtype)).requires_grad_()
 
         def run(q: Tensor = q) -> None:
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)

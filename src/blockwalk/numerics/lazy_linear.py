@@ -50,13 +50,7 @@ def unread(weights: Iterable[Weight]) -> Iterator[None]:
         _unread.reset(token)
 
 
-def lazy_linear(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    *,
-    transposed: bool = False,
-) -> Tensor:
+def lazy_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
 
     Args:

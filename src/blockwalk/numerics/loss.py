@@ -41,12 +41,7 @@ CHUNK = 8192
 
 @torch.no_grad()
 def head_logits(
-    hidden_ND: Tensor,
-    head: Weight,
-    *,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
+    hidden_ND: Tensor, head: Weight, *, bias: Tensor | None = None, scale: float = 1.0, soft_cap: float | None = None
 ) -> Tensor:
     """soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap), float32 [N, V]; without a cap scale·(hidden·headᵀ + bias).
 
@@ -57,7 +52,7 @@ def head_logits(
     vocab_size = head.shape[0]
     logits_NV = torch.empty(len(hidden_ND), vocab_size, dtype=torch.float32, device=hidden_ND.device)
     for start, stop in spans(0, vocab_size, CHUNK):
-        logits_NV[:, start:stop] = hidden_ND @ head.rows(start, stop).T
+        logits_NV[:, start:stop] = row_tiles.product(hidden_ND, head.rows(start, stop).T)
     if bias is not None:
         logits_NV += bias
     if scale != 1.0:
@@ -305,13 +300,7 @@ def _kept(hidden_ND: Tensor, labels_N: Tensor, head: Weight, ignore_index: int) 
 
 
 def _gather(
-    layer: _Head,
-    h_fD: Tensor,
-    weight_vD: Tensor,
-    start: int,
-    place: int,
-    part: _Tokens,
-    sum_nD: Tensor | None,
+    layer: _Head, h_fD: Tensor, weight_vD: Tensor, start: int, place: int, part: _Tokens, sum_nD: Tensor | None
 ) -> None:
     """Take chunk ``place`` of the vocabulary, the rows from ``start``, into the tokens' sums; with ``sum_nD``,
     Σ_{j≠y} exp(l_j − maximum)·d_j·W_j is accumulated there."""

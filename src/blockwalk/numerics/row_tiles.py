@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices on a processor in tiles of a few fixed numbers of rows, whatever the number of tokens.
+"""Products of 16-bit matrices on a processor: in tiles of a few fixed numbers of rows, or in float32.
 
 oneDNN compiles a program for every shape of a 16-bit product and keeps it: 0.3 to 0.6 MB for each of a block's thirty
 products, and 3.4 MB more for attention's backward, at every new length of a batch. Here the rows of a product are split
@@ -6,6 +6,10 @@ into tiles whose sizes come from one short list, the last one filled up with zer
 Rows are independent of one another in a product, so no sum is split; where the sum itself runs over the tokens, the
 tiles' sums are added up in float32. Numbers in float32, and other devices, are left as they are: their
 libraries keep nothing.
+
+Most laptops' processors have no instructions for 16-bit products, and torch's own loops take 10 to 100 times as long as
+a library in float32. There every product, attention's too, is made of float32 copies, a part of the matrix at a time,
+and rounded once: a 16-bit product is added up in float32 as well, so the numbers are as good.
 """
 
 from __future__ import annotations
@@ -13,17 +17,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
+from contextvars import ContextVar, copy_context
+from functools import cache, lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from blockwalk.plan.sizes import ROW_TILE, UNTILED_ROWS, multiplied_rows
+from blockwalk.plan.sizes import DECODE_BYTES, ROW_TILE, UNTILED_ROWS, multiplied_rows, spans
 
+R = TypeVar("R")
 _SIZES = (512, 256, ROW_TILE)
 """The numbers of rows that a product is made in."""
 _NARROW = (torch.bfloat16, torch.float16)
@@ -33,18 +40,51 @@ _THIN_SIDE = 256
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own copy of what oneDNN keeps: half of the memory of a shape
 
 
+@cache
+def multiplied_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that this processor multiplies numbers of ``dtype`` in: float32 where it has no instructions for 16 bits."""
+    if dtype not in _NARROW:
+        return dtype
+    known = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
+    has = getattr(known, f"_is_mkldnn_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_supported", bool)
+    return dtype if has() else torch.float32
+
+
+_stands_for: ContextVar[str] = ContextVar("stands for", default="cpu")
+"""The device that a processor's tensors without data stand for."""
+
+
+def standing_for(device: str, work: Callable[[], R]) -> R:
+    """The answer of ``work``, in which products of a processor's tensors are made as those of ``device`` are."""
+    context = copy_context()
+    context.run(_stands_for.set, device)
+    return context.run(work)
+
+
+def narrow(tensor: Tensor) -> bool:
+    """Whether products of this tensor are made as this module makes them: in 16 bits, on a processor."""
+    return tensor.dtype in _NARROW and tensor.device.type == "cpu" == _stands_for.get()
+
+
 def keeps_shapes(tensor: Tensor) -> bool:
     """Whether a product of this tensor costs memory for each new shape."""
-    return tensor.device.type == "cpu" and tensor.dtype in _NARROW
+    return narrow(tensor) and multiplied_in(tensor.dtype) == tensor.dtype
+
+
+def _widened(tensor: Tensor) -> bool:
+    return narrow(tensor) and multiplied_in(tensor.dtype) != tensor.dtype
 
 
 def rows_of(tensor: Tensor, rows: int) -> int:
     """The number of rows that a matrix of ``tensor``'s kind has with its last tile filled up; one made so needs no copies."""
-    return multiplied_rows(rows, tensor.itemsize, tensor.device.type) if keeps_shapes(tensor) else rows
+    return multiplied_rows(rows, tensor.itemsize, tensor.device.type)
 
 
 def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None) -> None:
     """Write a·b (+ bias) into ``out_PO``, all of one dtype."""
+    if _widened(a_PI):
+        _in_float32(a_PI, b_IO, out_PO, bias_O)
+        return
     for a_pI, out_pO in _tiles(a_PI, out_PO):
         if bias_O is None:
             torch.mm(a_pI, b_IO, out=out_pO)
@@ -61,6 +101,9 @@ def product(a_PI: Tensor, b_IO: Tensor) -> Tensor:
 
 def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) -> None:
     """Add ``alpha``·a·b to ``out_PO``."""
+    if _widened(a_PI):
+        _in_float32(a_PI, b_IO, out_PO, out_PO, alpha)
+        return
     for a_pI, out_pO in _tiles(a_PI, out_PO, reads=True):
         out_pO.addmm_(a_pI, b_IO, alpha=alpha)
 
@@ -68,13 +111,38 @@ def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) 
 def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
     """aᵀ·b, [I, O]: a sum over the rows, by tiles where one side is thin, over rows filled up with zeros elsewhere."""
     if not keeps_shapes(a_PI):
-        return a_PI.t() @ b_PO
+        return product(a_PI.t(), b_PO)
     if min(a_PI.shape[1], b_PO.shape[1]) > _THIN_SIDE:
         missing = filled(len(a_PI), a_PI.dtype) - len(a_PI)
         a_PI, b_PO = (F.pad(each, (0, 0, 0, missing)) if missing else each for each in (a_PI, b_PO))
         return a_PI.t() @ b_PO
     parts = [a_pI.t() @ b_pO for a_pI, b_pO in zip(_cut(a_PI), _cut(b_PO), strict=True)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=torch.float32).to(a_PI.dtype)
+
+
+def _in_float32(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> None:
+    """Write ``onto`` ([O], or ``out_PO`` itself) + ``alpha``·a·b into ``out_PO``, a part of b and of the rows at a time."""
+    (rows, inner), columns = a_PI.shape, b_IO.shape[1]
+    for start, stop in spans(0, columns, _columns(inner)):
+        b_Io = b_IO[:, start:stop].float()
+        for first, last in spans(0, rows, _SIZES[0]):
+            a_pI, out_po = a_PI[first:last].float(), out_PO[first:last, start:stop]
+            if onto is None:
+                out_po.copy_(a_pI @ b_Io)
+            else:
+                above = out_po if onto is out_PO else onto[start:stop]
+                out_po.copy_(torch.addmm(above.float(), a_pI, b_Io, alpha=alpha))
+
+
+def _columns(inner: int) -> int:
+    """Columns of a matrix with so many rows that are copied to float32 at a time."""
+    return max(1, DECODE_BYTES["cpu"] // (2 * inner))
+
+
+def float32_bytes(like: Tensor, rows: int, inner: int, columns: int) -> int:
+    """Bytes of the float32 copies that a product of numbers as in ``like``, [rows, inner]·[inner, columns], is made of."""
+    rows, columns = min(rows, _SIZES[0]), min(columns, _columns(inner))
+    return 4 * (inner * columns + rows * (inner + columns)) if _widened(like) else 0
 
 
 def _cut(a_PI: Tensor) -> Iterator[Tensor]:
@@ -87,7 +155,7 @@ def _cut(a_PI: Tensor) -> Iterator[Tensor]:
 
 def filled(length: int, dtype: torch.dtype) -> int:
     """The number of tokens that a length is filled up to on a processor where it cannot be split."""
-    step = 1 if dtype not in _NARROW else 128 if length <= 1024 else 256
+    step = 1 if multiplied_in(dtype) not in _NARROW else 128 if length <= 1024 else 256
     return length + -length % step
 
 
@@ -166,12 +234,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up to one of few lengths.
 
@@ -182,7 +245,8 @@ def _attention(
     missing = filled(length, query.dtype) - length
     causal = kwargs.get("is_causal", args[1] if len(args) > 1 else False)
     if not missing or length <= UNTILED_ROWS or key.shape[-2] != length or (attn_mask is None and not causal):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+        whole: Tensor = _of_float32(F.scaled_dot_product_attention, query, key, value, attn_mask, *args, **kwargs)
+        return whole
     if attn_mask is not None:
         nothing = False if attn_mask.dtype == torch.bool else float("-inf")
         everything = True if attn_mask.dtype == torch.bool else 0.0
@@ -193,22 +257,43 @@ def _attention(
     return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)[..., :length, :]
 
 
-class FewShapes(TorchFunctionMode):
-    """A mode in which linear layers and attention, of any module, are computed in few shapes."""
+def _of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The answer of ``func``; where this processor multiplies in float32, made of float32 copies and rounded."""
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    dtype = given[0].dtype
+    if not _widened(given[0]) or any(type(each) not in (Tensor, torch.nn.Parameter) for each in given):
+        return func(*args, **kwargs)
+    wide = partial(tree_map, lambda each: each.float() if isinstance(each, Tensor) and each.dtype == dtype else each)
+    return func(*wide(args), **wide(kwargs)).to(dtype)
+
+
+class NarrowProducts(TorchFunctionMode):
+    """A mode in which linear layers, attention and other products of 16 bits, of any module, are made as here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = _INSTEAD.get(func)
-        if other is not None and isinstance(args[0] if args else None, Tensor) and keeps_shapes(args[0]):
+        if other is not None and isinstance(args[0] if args else None, Tensor) and narrow(args[0]):
             return other(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
+_PRODUCTS = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.baddbmm,
+    torch.addmm,
+    torch.mm,
+)
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
+    **{func: partial(_of_float32, func) for func in (*_PRODUCTS, F.grouped_mm, torch._grouped_mm, F.conv1d)},
 }
 
 
-def few_shapes(tensor: Tensor) -> AbstractContextManager[object]:
-    """The mode, where products of this tensor cost memory for each new shape."""
-    return FewShapes() if keeps_shapes(tensor) else nullcontext()
+def narrow_products(tensor: Tensor) -> AbstractContextManager[object]:
+    """The mode, where this tensor's products are made as here."""
+    return NarrowProducts() if narrow(tensor) else nullcontext()

@@ -71,12 +71,7 @@ class UnitCosts:
     """
 
     def __init__(
-        self,
-        model: StrPath | Any,
-        *,
-        lora: Adapters | StrPath | Any = None,
-        device: str = "cpu",
-        padded: bool = False,
+        self, model: StrPath | Any, *, lora: Adapters | StrPath | Any = None, device: str = "cpu", padded: bool = False
     ) -> None:
         given = load_config(model)
         self._class = model_class(given)
@@ -113,7 +108,8 @@ class UnitCosts:
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
-            found = _measure(self._cut(dtype), traits, shape, self.device, self._padded)
+            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded)
+            found = row_tiles.standing_for(self.device, work)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
             reason = str(error).partition("\n")[0]
@@ -422,10 +418,14 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
     cut.unbind(last)
     loss = replace(bench.loss(device), hidden_size=width, trains_head=trains_head)
     counted, done = flops(loss.rows), meter.work + loss.work(gradient=bench.backprop)
+    rows, columns = loss.chunks
+    copied = row_tiles.float32_bytes(hidden_BSD, rows, width, columns)
     if not bench.backprop:
-        return UnitCost(max(kept + shifted, meter.peak), 0, 0, *counted, done)
+        return UnitCost(max(kept + shifted + copied, meter.peak), 0, 0, *counted, done)
     taken = loss.memory
-    forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
+    sides = ((rows, columns), (columns, rows)) if trains_head else ((rows, columns),)
+    copied = max(copied, *(row_tiles.float32_bytes(hidden_BSD, *each, width) for each in sides))
+    forward = kept + shifted + taken.buffers + copied + (taken.head_rows if head.lora else 0)
     at_loss = forward + taken.gradient_buffers + taken.gradient
     at_end = kept + shifted + taken.gradient + hidden_bytes
     peak = max(at_loss, at_end, meter.peak) + copies
@@ -478,7 +478,8 @@ def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
     settings = {name: value for name, value in copy.deepcopy(config).to_dict().items() if name not in dropped}
     settings["dtype"] = str(config.dtype)
     adapter = asdict(lora) if is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
-    facts = [_SOURCES, settings, adapter, device, padded, torch.__version__, transformers.__version__]
+    here = [str(row_tiles.multiplied_in(dtype)) for dtype in (torch.bfloat16, torch.float16) if device == "cpu"]
+    facts = [_SOURCES, settings, adapter, device, here, padded, torch.__version__, transformers.__version__]
     return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
 
 

@@ -114,13 +114,7 @@ def encode_rows(
 
 
 def decode_rows(
-    buffer: Bytes,
-    layout: Layout,
-    start: int,
-    stop: int,
-    out: Tensor,
-    *,
-    columns: tuple[int, int] | None = None,
+    buffer: Bytes, layout: Layout, start: int, stop: int, out: Tensor, *, columns: tuple[int, int] | None = None
 ) -> Tensor:
     """Rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
 
@@ -257,13 +251,7 @@ def _encode_native(
 
 
 def _decode_native(
-    buffer: Tensor,
-    layout: Layout,
-    index: Tensor | None,
-    start: int,
-    first: int,
-    last: int,
-    out: Tensor,
+    buffer: Tensor, layout: Layout, index: Tensor | None, start: int, first: int, last: int, out: Tensor
 ) -> bool:
     """Decode with the C kernel where it can: False, and nothing written, where torch must."""
     codec = matrix_codec(layout.codec).native if layout.groups else None

@@ -72,11 +72,7 @@ class EncodedWeight:
     """
 
     def __init__(
-        self,
-        buffer: Bytes,
-        layout: Layout,
-        dtype: torch.dtype = torch.bfloat16,
-        span: tuple[int, int] | None = None,
+        self, buffer: Bytes, layout: Layout, dtype: torch.dtype = torch.bfloat16, span: tuple[int, int] | None = None
     ) -> None:
         if isinstance(buffer, Tensor):
             assert (buffer.dtype, buffer.shape) == (torch.uint8, (layout.nbytes,)), (buffer.dtype, buffer.shape, layout)

@@ -64,14 +64,7 @@ def _product_kernel(
     tl.store(out + at_m.to(tl.int64)[:, None] * out_stride + at_n[None, :], total.to(out.dtype.element_ty), mask=there)
 
 
-def product(
-    x_MK: Tensor,
-    buffer: Tensor,
-    layout: Layout,
-    bias_N: Tensor | None,
-    out_MN: Tensor,
-    by_rows: bool,
-) -> None:
+def product(x_MK: Tensor, buffer: Tensor, layout: Layout, bias_N: Tensor | None, out_MN: Tensor, by_rows: bool) -> None:
     """``out`` = x·Wᵀ + bias where ``by_rows``, else x·W, for W [R, D] encoded in ``buffer``, ``x`` contiguous."""
     (m, depth), n = x_MK.shape, out_MN.shape[1]
     with _on(x_MK):

@@ -308,12 +308,7 @@ def _adamw_kernel(
 
 
 def adamw(
-    param: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    numbers: Sequence[float],
-    rounding: Sequence[int],
+    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, numbers: Sequence[float], rounding: Sequence[int]
 ) -> None:
     """The operator ``adamw_``: ``numbers`` as the kernel takes them, from the decay to the rate."""
     size = 1024
