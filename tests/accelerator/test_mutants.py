@@ -14,6 +14,7 @@ from blockwalk.engine.spread import SpreadPart
 from blockwalk.numerics import loss
 from blockwalk.numerics.device import recorded
 from blockwalk.plan.methods import method
+from blockwalk.program.placements import Placements
 from blockwalk.tiers.host import HostTier
 from blockwalk.walk import lanes, walker
 from blockwalk.walk.lanes import Lanes, Mark
@@ -79,7 +80,9 @@ def test_weights_read_before_they_arrived(sim: Simulated, tmp_path: Path, monkey
             assert bucket is not None
             return bucket.clone()
 
-    expected = stored("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(Placements, "host_is_device", False)
+        expected = stored("cpu")
     assert torch.equal(stored("sim:1"), expected)
     monkeypatch.setattr(HostTier, "bucket", lambda self, unit: self._buckets[unit])
     assert not torch.equal(stored("sim:1"), expected)

@@ -150,7 +150,7 @@ def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
         "output_dir": "run",
         "lora": False,
     }
-    settings = {**run, "method": "zo2", "frozen": "host", "trainable": "host", "max_steps": 8}
+    settings = {**run, "method": "zo2", "frozen": "disk", "trainable": "disk", "max_steps": 8}
     most = ready.prepare(config.from_mapping(settings)).foreseen.program.peaks()[Pool.DEVICE]
     found = ready.prepare(config.from_mapping({**settings, "budget": most}))
     assert found.usual is not None

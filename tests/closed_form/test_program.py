@@ -128,14 +128,14 @@ def _without(program: Program, index: int) -> Program:
 
 
 def test_a_forward_that_does_not_wait_for_its_fetch_is_found() -> None:
-    program = compile(method("zo2"), toy(4, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8))
+    program = compile(method("zo2"), toy(4, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8), device="cuda")
     fetch = next(op.index for op in program.ops if op.kind is OpKind.FETCH)
     assert used_unfetched(program) == []
     assert any("does not wait" in line for line in used_unfetched(_without(program, fetch)))
 
 
 def test_a_slot_filled_too_early_is_found() -> None:
-    program = compile(method("zo2"), toy(4, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8))
+    program = compile(method("zo2"), toy(4, lora=False, tied=True), StepKind.TRAIN, Shape(1, 8), device="cuda")
     evict = next(op.index for op in program.ops if op.kind is OpKind.EVICT)
     assert shared_slots(program) == []
     assert shared_slots(_without(program, evict)) == [], "its lane's order is enough"
@@ -215,7 +215,7 @@ def test_flush_every_divides_the_bytes_stored() -> None:
     stored = 0
     for step in range(4):
         pending = Pending(step + 1, flush=step == 3)
-        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), pending=pending)
+        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), pending=pending, device="cuda")
         stored += program.bytes_by_lane().get(Lane.STORE, 0)
     assert stored == sum(block.nbytes() for block in model.blocks)
 
@@ -283,7 +283,7 @@ def test_trainables_smaller_than_a_block_stay_and_the_forecast_says_so() -> None
     for model, stays in ((adapted, True), (two, False)):
         trained = model.numel(trainable=True)
         assert trained < model.numel() / 10
-        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8))
+        program = compile(plan, model, StepKind.TRAIN, Shape(1, 8), device="cuda")
         travels = [op for op in program.ops if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE]
         assert bool(travels) != stays
         rows = {row.kind: row for row in Forecast(plan, model, (program,)).rows()}

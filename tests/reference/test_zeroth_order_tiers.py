@@ -16,15 +16,23 @@ from blockwalk import method
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
 from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
 from blockwalk.estimators.zeroth_order.step import Step
-from blockwalk.numerics.row_tiles import FewShapes
+from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.plan import Plan
-from blockwalk.program.program import Lane, Op, Pool, Shape, StepKind
+from blockwalk.program.placements import Placements
+from blockwalk.program.program import Lane, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
+
+
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host tier whose blocks visit slots, as they do where an accelerator computes."""
+    monkeypatch.setattr(Placements, "host_is_device", False)
+
 
 Run = tuple[list[tuple[float, float | None]], float, dict[str, torch.Tensor]]
 SCHEDULE = {"learning_rate": 3e-2, "schedule": "linear", "total_steps": 12, "warmup_steps": 3}
@@ -45,6 +53,7 @@ def assert_equal(found: Run, expected: Run) -> None:
     assert_same(found[2], expected[2])
 
 
+@pytest.mark.usefixtures("visits")
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -59,6 +68,7 @@ def test_streamed_weights_train_as_resident_ones(
     assert_equal(found, expected)
 
 
+@pytest.mark.usefixtures("visits")
 @pytest.mark.parametrize(
     ("resident", "settings"),
     [
@@ -78,6 +88,7 @@ def test_blocks_that_stay_train_as_those_that_stream(resident: int, settings: di
         assert program.slots == min(method("zo2", **settings).prefetch + 1, max(4 - resident, 0))
 
 
+@pytest.mark.usefixtures("visits")
 def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> None:
     """Also with gradients, and with weights of 8 bits that are decoded where they lie."""
     model, lora = tiny_model("llama", num_hidden_layers=3), LoraSettings(rank=2)
@@ -88,6 +99,20 @@ def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> No
             for resident in (0, 2, 3)
         ]
         assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("flush_every", [1, 4])
+@pytest.mark.parametrize("settings", [{}, {"frozen": "host"}, {"trainable": "host × bf16"}], ids=str)
+def test_a_processor_reads_the_host_tier_where_it_lies(settings: dict[str, Any], flush_every: int, tmp_path: Path) -> None:
+    """Oracle: the resident run, of which the programs differ in nothing that is done: no copy, no slot."""
+    model, codec = tiny_model("opt", tied=True), settings.get("trainable", "host").replace("host", "device")
+    expected = run("mezo", model, tmp_path / "mezo", trainable=codec)
+    changes = {**settings, "update": {"flush_every": flush_every}}
+    assert_equal(run("zo2", model, tmp_path / "zo2", **changes), expected)
+    with Walker(model, method("zo2", **changes), workdir=tmp_path / "w", device="cpu") as walker:
+        program = walker.program(StepKind.TRAIN, Shape(2, 8))
+        assert not {OpKind.FETCH, OpKind.STORE} & {op.kind for op in program.ops}
+        assert program.slots == len(walker.engine.buckets.streamed) == 0
 
 
 def run_from(folder: Path, name: str, lora: LoraSettings, resident: int, **settings: Any) -> list[float]:
@@ -129,7 +154,7 @@ def test_forwards_in_bfloat16_from_float32_masters(tmp_path: Path) -> None:
 
 
 def _float_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    with FewShapes():  # as the walk multiplies
+    with NarrowProducts():  # as the walk multiplies
         loss: torch.Tensor = model(**batch, use_cache=False).loss
     assert loss.dtype == torch.float32
     return loss
@@ -160,6 +185,7 @@ SLOT_RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("visits")
 @pytest.mark.parametrize("settings", SLOT_RUNS.values(), ids=SLOT_RUNS)
 def test_no_buffer_appears_after_the_first_step(settings: dict[str, Any], tmp_path: Path) -> None:
     """Oracle: the addresses after the first step, which has no update to apply yet; steps that apply and write back follow."""
@@ -310,6 +336,7 @@ def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
     estimator.engine.cut.bind(op.unit, values)
 
 
+@pytest.mark.usefixtures("visits")
 def test_program_bytes_are_the_buckets(tmp_path: Path) -> None:
     """Oracle: the buffers that exist. Slots, and what crosses a lane, are what the program says."""
     settings: dict[str, Any] = {"zo": {"kind": "hizoo", "hessian_codec": "bf16"}, "trainable": "host × fp8"}

@@ -15,7 +15,7 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.noise import numpy_words
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import fill_
-from blockwalk.numerics.row_tiles import FewShapes
+from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.placement import Codec
 from blockwalk.reference.mezo import own_loss, trainables
 from blockwalk.reference.zeroth_order import masters_of
@@ -32,7 +32,7 @@ def loss_with(model: nn.Module, values: dict[str, torch.Tensor], batch: Any) -> 
     for name, parameter in trainables(model):
         parameter.data.copy_(values[name])
     model.eval()
-    with torch.no_grad(), FewShapes():
+    with torch.no_grad(), NarrowProducts():
         return float(own_loss(model, batch))
 
 

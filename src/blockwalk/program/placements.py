@@ -9,14 +9,7 @@ from dataclasses import dataclass, field, replace
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
 from blockwalk.plan.plan import Plan
-from blockwalk.program.flat_layout import (
-    PARTS,
-    Buffers,
-    FlatLayout,
-    buffer_pools,
-    part_layout,
-    sharded_resident,
-)
+from blockwalk.program.flat_layout import PARTS, Buffers, FlatLayout, buffer_pools, part_layout, sharded_resident
 from blockwalk.program.program import POOLS, Bytes, Pool
 from blockwalk.program.residency import (
     bucket_bytes,
@@ -66,6 +59,12 @@ class Placements:
         """Units with trainable parameters."""
         return [u for u, unit in enumerate(self.model.units) if unit.numel(trainable=True)]
 
+    @property
+    def host_is_device(self) -> bool:
+        """True where trainables are on the device as they lie on the host tier, whole: on a processor, whose memory is both."""
+        host = self.plan.zeroth_order and self.plan.trainable.on_host
+        return host and self.device == "cpu" and self.ranks(StateKind.TRAINABLE) == 1
+
     # ---- what travels -----------------------------------------------------------------------------------------------
 
     def mapped(self, part: StateKind) -> bool:
@@ -96,10 +95,12 @@ class Placements:
         return self.mapped(part) or not self.fixed(unit, part)
 
     def fixed(self, unit: int, part: StateKind) -> bool:
-        """True where a part of a unit is on the device for good, whatever its tier: at both ends of the model, and of the
-        blocks that are kept. A file map stays one, and masters of backpropagation travel."""
-        travels = part is StateKind.TRAINABLE and not self.plan.zeroth_order
-        return unit in (0, self.last) or (unit in self.kept and not travels and not self.mapped(part))
+        """True where a part of a unit is on the device for good, whatever its tier: at both ends of the model, of the
+        blocks that are kept, and where host and device are one. A file map stays one, and masters of backpropagation travel."""
+        trainable = part is StateKind.TRAINABLE
+        travels = trainable and not self.plan.zeroth_order
+        kept = unit in self.kept and not travels and not self.mapped(part)
+        return unit in (0, self.last) or kept or (trainable and self.host_is_device)
 
     def parts(self, unit: int) -> list[StateKind]:
         """The parts of a unit that arrive when its turn comes: those that stream, and over ranks every one."""
