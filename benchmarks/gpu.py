@@ -26,17 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks import zo_runs
-from benchmarks.common import (
-    CACHE,
-    Bound,
-    finish,
-    interleaved,
-    machine,
-    median,
-    parser,
-    random_batch,
-    random_store,
-)
+from benchmarks.common import CACHE, Bound, finish, interleaved, machine, median, parser, random_batch, random_store
 from benchmarks.vs_peft import theirs
 
 from blockwalk import Walker, method

@@ -21,13 +21,7 @@ from blockwalk.numerics import native as native_code
 from blockwalk.numerics.noise import key as noise_key
 from blockwalk.numerics.noise import numpy_words
 from blockwalk.numerics.noise.key import NoiseKey, Window, Write
-from blockwalk.numerics.noise.noise import (
-    add_products_,
-    fill_,
-    perturbed,
-    random_uint16,
-    stochastic_round,
-)
+from blockwalk.numerics.noise.noise import add_products_, fill_, perturbed, random_uint16, stochastic_round
 from tests.support.native import by
 
 KEY = NoiseKey(seed=0, step=7, query=0, name="model.layers.0.self_attn.q_proj.weight")

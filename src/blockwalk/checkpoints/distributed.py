@@ -51,12 +51,7 @@ class Saver:
         self._pending: Future[None] | None = None
 
     def save(
-        self,
-        folder: StrPath,
-        steps_done: int,
-        *,
-        wait: bool = True,
-        beside: Mapping[str, str] | None = None,
+        self, folder: StrPath, steps_done: int, *, wait: bool = True, beside: Mapping[str, str] | None = None
     ) -> None:
         """Write a checkpoint to ``folder``, which must not be there yet.
 

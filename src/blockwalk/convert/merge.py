@@ -32,12 +32,7 @@ from blockwalk.tiers.protocols import WeightSource
 
 
 def merge(
-    model: StrPath,
-    adapter_dir: StrPath,
-    out_dir: StrPath,
-    *,
-    dtype: str = "",
-    progress: Progress | None = None,
+    model: StrPath, adapter_dir: StrPath, out_dir: StrPath, *, dtype: str = "", progress: Progress | None = None
 ) -> None:
     """Write a model with a LoRA adapter in PEFT's format merged into it, as a Hugging Face model folder, streaming.
 

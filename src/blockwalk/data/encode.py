@@ -251,11 +251,7 @@ class Answers:
 
 
 def encode(
-    records: Iterable[Record],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int | None,
-    format: Format | str | None = None,
+    records: Iterable[Record], tokenizer: Tokenizer, *, max_length: int | None, format: Format | str | None = None
 ) -> Encoded:
     """Encode records of one format but classification (``None``: that of the first record) for training.
 

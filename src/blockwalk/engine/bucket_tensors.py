@@ -148,11 +148,7 @@ class Initial:
     """The source of buckets at the start (a TensorSource): the model's weights, and the values that states begin with."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        source: TensorSource | None,
-        held: Mapping[str, Tensor],
-        begin: Mapping[str, float],
+        self, spec: ModelSpec, source: TensorSource | None, held: Mapping[str, Tensor], begin: Mapping[str, float]
     ) -> None:
         """``held`` are parameters that are in memory already; ``begin`` is the value that each state is filled with."""
         self._specs = {param.name: param for param in spec.params()}

@@ -16,11 +16,7 @@ Schedule = Callable[[int], float]
 
 
 def make_schedule(
-    name: str,
-    learning_rate: float,
-    warmup_steps: float = 0,
-    total_steps: int = 0,
-    min_ratio: float = 0.0,
+    name: str, learning_rate: float, warmup_steps: float = 0, total_steps: int = 0, min_ratio: float = 0.0
 ) -> Schedule:
     """The schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the warm-up, then stays (constant) or falls
     to ``min_ratio``·``learning_rate`` at ``total_steps`` along a line (linear) or half a cosine (cosine), and stays there.

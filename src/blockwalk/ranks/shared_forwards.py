@@ -20,15 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
-from blockwalk.plan.mesh import (
-    Coordinates,
-    Piece,
-    coordinates_of,
-    forwards_at,
-    make_axes,
-    micro_batches_at,
-    slice_of,
-)
+from blockwalk.plan.mesh import Coordinates, Piece, coordinates_of, forwards_at, make_axes, micro_batches_at, slice_of
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane
 from blockwalk.ranks.agreement import first_json

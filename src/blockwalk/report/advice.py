@@ -21,13 +21,7 @@ from blockwalk.simulate.planner import Task
 
 
 def task(
-    model: str,
-    lora: Adapters | None,
-    machine: Hardware,
-    shape: Shape,
-    *,
-    budget: int | None,
-    micro_batches: int = 1,
+    model: str, lora: Adapters | None, machine: Hardware, shape: Shape, *, budget: int | None, micro_batches: int = 1
 ) -> Task:
     """The planner's task for a model's folder or ``config.json``: the model as it is cut, and costs that are measured as the
     planner asks for them, without padding.

@@ -229,13 +229,7 @@ class _Loop:
     """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
 
     def __init__(
-        self,
-        run: RunConfig,
-        ready: Ready,
-        memory: PeakMemory,
-        stop: _Stop,
-        weights: str,
-        callbacks: Sequence[Callback],
+        self, run: RunConfig, ready: Ready, memory: PeakMemory, stop: _Stop, weights: str, callbacks: Sequence[Callback]
     ) -> None:
         self.config, self.ready, self.memory, self.stop, self.callbacks = run, ready, memory, stop, callbacks
         self.weights = weights

@@ -29,11 +29,7 @@ def direction_(z: Tensor, states: Mapping[str, Tensor], take: Take) -> None:
 
 
 def advance_(
-    zo: ZerothOrderSettings,
-    entry: Entry,
-    noise: Iterable[Tensor],
-    states: Mapping[str, Tensor],
-    take: Take,
+    zo: ZerothOrderSettings, entry: Entry, noise: Iterable[Tensor], states: Mapping[str, Tensor], take: Take
 ) -> None:
     """H ← (1 − α)·H + Σ (α·hᵢ/q)·zᵢ²·H."""
     hessian, grown = states["hessian"], take("grown").zero_()

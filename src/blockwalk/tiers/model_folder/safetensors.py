@@ -142,11 +142,7 @@ def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[s
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
-def save_model(
-    folder: StrPath,
-    model: nn.Module,
-    weights: Mapping[str, Value],
-) -> None:
+def save_model(folder: StrPath, model: nn.Module, weights: Mapping[str, Value]) -> None:
     """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
 
     Args:
