@@ -25,12 +25,7 @@ LIMITS = {"Qwen2.5-0.5B": 440, "Qwen2.5-3B": 560, "Qwen2.5-32B": 1600, "Llama-3-
 """Megabytes (10⁶) that each model must complete in. The last two need 18 and 40 GB of disk."""
 FULL = {"Qwen2.5-0.5B": 2500, "Qwen2.5-3B": 5000}
 """The same with all parameters trained; 18 bytes of disk a parameter."""
-SLIDE = {
-    "trainable": "disk × fp32",
-    "optimizer_state": "disk × fp32",
-    "gradient": "disk × fp32",
-    "recompute": "all",
-}
+SLIDE = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32", "recompute": "all"}
 """What makes ``plain`` a walk from disk."""
 
 

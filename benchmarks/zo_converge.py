@@ -75,10 +75,7 @@ CASES: dict[str, Case] = {
     "two-point": Case("mezo", 2, (3e-5, 6e-5, 1.2e-4), {"zo": {"epsilon": 1e-3}}),
     "q = 4": Case("mezo", 8, (1e-4, 2e-4, 4e-4), {"zo": {"epsilon": 1e-3, "queries": 4}}),
     "FZOO": Case(
-        "mezo",
-        9,
-        (3e-4, 1e-3, 3e-3),
-        {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}},
+        "mezo", 9, (3e-4, 1e-3, 3e-3), {"zo": {"kind": "fzoo", "queries": 8, "epsilon": 1e-3, "noise": "rademacher"}}
     ),
     "HiZOO": Case("mezo", 3, (3e-5, 6e-5, 1.2e-4), {"zo": {"kind": "hizoo", "epsilon": 1e-3, "hessian_alpha": 1e-8}}),
 }

@@ -66,10 +66,7 @@ def test_examples_lie_side_by_side() -> None:
     batch = padded([3, 40, 30, 33])
     found = side_by_side(batch, 2)
     assert found.keys() == {"input_ids", "position_ids", "labels"}
-    assert found["position_ids"].tolist() == [
-        [*range(3), *range(40), *[0] * 21],
-        [*range(30), *range(33), 0],
-    ]
+    assert found["position_ids"].tolist() == [[*range(3), *range(40), *[0] * 21], [*range(30), *range(33), 0]]
     assert found["input_ids"][0].tolist() == [*batch["input_ids"][0, :3], *batch["input_ids"][1], *[0] * 21]
     learnt = [-100, *batch["labels"][2, 1:30], -100, *batch["labels"][3, 1:33], -100]
     assert found["labels"][1].tolist() == learnt

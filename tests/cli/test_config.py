@@ -164,11 +164,7 @@ def test_a_file_that_cannot_be_read_is_named(load: Any, data: bytes, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--seed"], "--seed needs a value"),
-        (["--seed", "--lora"], "--seed needs"),
-    ],
+    ("flags", "message"), [(["--seed"], "--seed needs a value"), (["--seed", "--lora"], "--seed needs")]
 )
 def test_flags_that_are_none(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):

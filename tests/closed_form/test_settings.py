@@ -107,10 +107,7 @@ def test_adapters_are_read_as_every_other_setting() -> None:
             "prefix.init_weights is 'text'; it must be tokens, random or zero",
         ),
         ({"num_virtual_tokens": 5, "rank": 8}, "unknown setting 'prefix.rank'"),
-        (
-            {"target_modules": []},
-            "lora.target_modules is empty; name some, or set lora.options",
-        ),
+        ({"target_modules": []}, "lora.target_modules is empty; name some, or set lora.options"),
     ],
 )
 def test_adapters_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -250,10 +250,7 @@ def test_settings_take_sources_and_weights() -> None:
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def test_the_first_record_is_shown_with_what_is_learnt(
-    tokenizer: Any,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_record_is_shown_with_what_is_learnt(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     records = [Record({"prompt": "1+1=\n", "completion": "2"}, "x"), Record({"prompt": "b", "completion": "c"}, "x")]
     rows = encode(records, tokenizer, max_length=20)
     assert first_example(rows, tokenizer) == [("<s>1+1=\n", False), ("2</s>", True)]

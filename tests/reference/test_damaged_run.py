@@ -85,11 +85,7 @@ CASES = [(name, file) for name in RUNS for file in FILES if (name, file) != ("zo
 
 @pytest.mark.parametrize(("name", "file"), CASES)
 def test_the_checkpoint_before_a_damaged_one(
-    name: str,
-    file: str,
-    train: Train,
-    half: Callable[[str], tuple[Path, bytes]],
-    capsys: pytest.CaptureFixture[str],
+    name: str, file: str, train: Train, half: Callable[[str], tuple[Path, bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, expected = half(name)
     newest = folder / "checkpoint-000004"
@@ -119,11 +115,7 @@ def test_no_checkpoint_is_left(
 @pytest.mark.parametrize("damage", ["missing", "behind", "digit", "another run's"])
 @pytest.mark.parametrize("name", ["mezo", "zo2 disk"])
 def test_a_ledger_that_is_not_the_checkpoints(
-    name: str,
-    damage: str,
-    train: Train,
-    half: Callable[[str], tuple[Path, bytes]],
-    capsys: pytest.CaptureFixture[str],
+    name: str, damage: str, train: Train, half: Callable[[str], tuple[Path, bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the run with its ledger put back."""
     folder, expected = half(name)

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from blockwalk.plan.sizes import DECODE_BYTES, ROW_TILE, UNTILED_ROWS, multiplied_rows, spans
+from blockwalk.plan.sizes import ROW_TILE, UNTILED_ROWS, WIDENED_ROWS, multiplied_rows, spans, widened_columns
 
 R = TypeVar("R")
 _SIZES = (512, 256, ROW_TILE)
@@ -71,7 +71,8 @@ def keeps_shapes(tensor: Tensor) -> bool:
     return narrow(tensor) and multiplied_in(tensor.dtype) == tensor.dtype
 
 
-def _widened(tensor: Tensor) -> bool:
+def widened(tensor: Tensor) -> bool:
+    """Whether products of this tensor are made of float32 copies."""
     return narrow(tensor) and multiplied_in(tensor.dtype) != tensor.dtype
 
 
@@ -82,7 +83,7 @@ def rows_of(tensor: Tensor, rows: int) -> int:
 
 def mm(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, bias_O: Tensor | None = None) -> None:
     """Write a·b (+ bias) into ``out_PO``, all of one dtype."""
-    if _widened(a_PI):
+    if widened(a_PI):
         _in_float32(a_PI, b_IO, out_PO, bias_O)
         return
     for a_pI, out_pO in _tiles(a_PI, out_PO):
@@ -101,7 +102,7 @@ def product(a_PI: Tensor, b_IO: Tensor) -> Tensor:
 
 def add_product(out_PO: Tensor, a_PI: Tensor, b_IO: Tensor, alpha: float = 1.0) -> None:
     """Add ``alpha``·a·b to ``out_PO``."""
-    if _widened(a_PI):
+    if widened(a_PI):
         _in_float32(a_PI, b_IO, out_PO, out_PO, alpha)
         return
     for a_pI, out_pO in _tiles(a_PI, out_PO, reads=True):
@@ -123,26 +124,15 @@ def sum_of_outer(a_PI: Tensor, b_PO: Tensor) -> Tensor:
 def _in_float32(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, onto: Tensor | None = None, alpha: float = 1.0) -> None:
     """Write ``onto`` ([O], or ``out_PO`` itself) + ``alpha``·a·b into ``out_PO``, a part of b and of the rows at a time."""
     (rows, inner), columns = a_PI.shape, b_IO.shape[1]
-    for start, stop in spans(0, columns, _columns(inner)):
+    for start, stop in spans(0, columns, widened_columns(inner)):
         b_Io = b_IO[:, start:stop].float()
-        for first, last in spans(0, rows, _SIZES[0]):
+        for first, last in spans(0, rows, WIDENED_ROWS):
             a_pI, out_po = a_PI[first:last].float(), out_PO[first:last, start:stop]
             if onto is None:
                 out_po.copy_(a_pI @ b_Io)
             else:
                 above = out_po if onto is out_PO else onto[start:stop]
                 out_po.copy_(torch.addmm(above.float(), a_pI, b_Io, alpha=alpha))
-
-
-def _columns(inner: int) -> int:
-    """Columns of a matrix with so many rows that are copied to float32 at a time."""
-    return max(1, DECODE_BYTES["cpu"] // (2 * inner))
-
-
-def float32_bytes(like: Tensor, rows: int, inner: int, columns: int) -> int:
-    """Bytes of the float32 copies that a product of numbers as in ``like``, [rows, inner]·[inner, columns], is made of."""
-    rows, columns = min(rows, _SIZES[0]), min(columns, _columns(inner))
-    return 4 * (inner * columns + rows * (inner + columns)) if _widened(like) else 0
 
 
 def _cut(a_PI: Tensor) -> Iterator[Tensor]:
@@ -226,8 +216,13 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
+def _plain(tensor: Tensor) -> bool:
+    """Whether torch's functions are as they are for a tensor: for a parameter and one without data, and for no lazy matrix."""
+    return type(tensor) is Tensor or type(tensor).__torch_function__ is torch._C._disabled_torch_function_impl
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if type(weight) not in (Tensor, torch.nn.Parameter) or weight.dim() != 2 or x.dim() < 2:
+    if not _plain(weight) or weight.dim() != 2 or x.dim() < 2:
         return F.linear(x, weight, bias)
     out: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return out
@@ -261,7 +256,7 @@ def _of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The answer of ``func``; where this processor multiplies in float32, made of float32 copies and rounded."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     dtype = given[0].dtype
-    if not _widened(given[0]) or any(type(each) not in (Tensor, torch.nn.Parameter) for each in given):
+    if not widened(given[0]) or not all(map(_plain, given)):
         return func(*args, **kwargs)
     wide = partial(tree_map, lambda each: each.float() if isinstance(each, Tensor) and each.dtype == dtype else each)
     return func(*wide(args), **wide(kwargs)).to(dtype)

@@ -75,6 +75,21 @@ def multiplied_rows(rows: int, itemsize: int, device: str) -> int:
     return -(-rows // ROW_TILE) * ROW_TILE if tiled else rows
 
 
+WIDENED_ROWS = 512
+"""Rows of a product at a time, where a processor makes products of 16 bits of float32 copies."""
+
+
+def widened_columns(inner: int) -> int:
+    """The columns that are copied at a time of a matrix with ``inner`` rows: those of :data:`DECODE_BYTES` in 16 bits."""
+    return max(1, DECODE_BYTES["cpu"] // (2 * inner))
+
+
+def widened_bytes(rows: int, inner: int, columns: int) -> int:
+    """Bytes of the float32 copies that a product [rows, inner]·[inner, columns] is made of at a time, its result with them."""
+    rows, columns = min(rows, WIDENED_ROWS), min(columns, widened_columns(inner))
+    return 4 * (inner * columns + rows * (inner + columns))
+
+
 def side_by_side(sizes: Iterable[int], align: int) -> tuple[list[int], int]:
     """Places of parts of so many elements or bytes one after the other, each at a multiple of ``align``, and the end."""
     starts, end = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, multiplied_rows
+from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, multiplied_rows, widened_bytes
 from blockwalk.program.costs import Work, sizes
 
 
@@ -13,9 +13,11 @@ class LossMemory:
     """Bytes that one chunked cross-entropy takes beside its input: n tokens and v vocabulary rows a chunk."""
 
     buffers: int
-    """A chunk's hidden states and logits: all that a loss without gradient needs."""
+    """A chunk's hidden states and logits: all that a loss without gradient keeps."""
+    copies: int
+    """Float32 copies while the logits are multiplied."""
     gradient_buffers: int
-    """Sums, products and label rows of the gradient, while it is made."""
+    """Sums, products and label rows of the gradient, or copies in their place, while it is made."""
     gradient: int
     """dL/d(hidden)."""
     head_rows: int
@@ -33,6 +35,8 @@ class ChunkedLoss:
     soft_cap: bool
     device: str
     trains_head: bool = False
+    widened: bool = False
+    """True where products are made of float32 copies."""
 
     @property
     def chunks(self) -> tuple[int, int]:
@@ -55,11 +59,20 @@ class ChunkedLoss:
         wide = max(size, 4)
         narrow = size if size < wide else 0
         rows = max(n, v if self.trains_head else 0)
-        lift = min(LIFT, rows * width) * wide if narrow else 0
+        product, lift = rows * width * narrow, min(LIFT, rows * width) * wide if narrow else 0
         labels = 0 if self.trains_head else min(n, max(1, LIFT // width)) * width * (wide + narrow)
+        copies, added, of_head = (
+            widened_bytes(*sides) if self.widened else 0 for sides in ((n, width, v), (n, v, width), (v, n, width))
+        )
+        # buffers stay once they are taken: those of the first chunk are there when the next one is multiplied
+        before = product + lift if (n, v) != (self.tokens, self.vocab_size) else 0
+        taken = [before + copies, max(before, n * width * narrow) + added, product + lift + labels]
+        if self.trains_head:
+            taken.append(max(before, product) + of_head)
         return LossMemory(
             buffers=n * v * (wide + narrow + (wide if self.soft_cap else 0)) + n * width * size,
-            gradient_buffers=n * width * wide + rows * width * narrow + lift + labels,
+            copies=copies,
+            gradient_buffers=n * width * wide + max(taken),
             gradient=self.tokens * width * size,
             head_rows=v * width * size,
         )

@@ -416,20 +416,17 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
             seed_BSD = torch.zeros_like(normed_BSD)
             torch.autograd.grad(normed_BSD, [hidden_BSD], seed_BSD)
     cut.unbind(last)
-    loss = replace(bench.loss(device), hidden_size=width, trains_head=trains_head)
+    widened = row_tiles.widened(hidden_BSD)
+    loss = replace(bench.loss(device), hidden_size=width, trains_head=trains_head, widened=widened)
     counted, done = flops(loss.rows), meter.work + loss.work(gradient=bench.backprop)
-    rows, columns = loss.chunks
-    copied = row_tiles.float32_bytes(hidden_BSD, rows, width, columns)
-    if not bench.backprop:
-        return UnitCost(max(kept + shifted + copied, meter.peak), 0, 0, *counted, done)
     taken = loss.memory
-    sides = ((rows, columns), (columns, rows)) if trains_head else ((rows, columns),)
-    copied = max(copied, *(row_tiles.float32_bytes(hidden_BSD, *each, width) for each in sides))
-    forward = kept + shifted + taken.buffers + copied + (taken.head_rows if head.lora else 0)
+    forward = kept + shifted + taken.buffers + (taken.head_rows if head.lora else 0)
+    if not bench.backprop:
+        return UnitCost(max(kept + shifted + taken.copies, meter.peak), 0, 0, *counted, done)
     at_loss = forward + taken.gradient_buffers + taken.gradient
     at_end = kept + shifted + taken.gradient + hidden_bytes
     peak = max(at_loss, at_end, meter.peak) + copies
-    return UnitCost(max(forward, meter.peak - hidden_bytes), peak, 0, *counted, done)
+    return UnitCost(max(forward + taken.copies, meter.peak - hidden_bytes), peak, 0, *counted, done)
 
 
 def _scratch(bench: _Bench, device: str) -> int:
