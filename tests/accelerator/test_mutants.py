@@ -14,13 +14,13 @@ from blockwalk.engine.spread import SpreadPart
 from blockwalk.numerics import loss
 from blockwalk.numerics.device import recorded
 from blockwalk.plan.methods import method
-from blockwalk.program.placements import Placements
 from blockwalk.tiers.host import HostTier
 from blockwalk.walk import lanes, walker
 from blockwalk.walk.lanes import Lanes, Mark
 from tests.accelerator.device import Simulated
 from tests.accelerator.test_methods import Outcome, run, same
 from tests.models import random_batch, tiny_model
+from tests.support.visits import visited_host
 
 ORDERS = range(8)
 
@@ -80,8 +80,7 @@ def test_weights_read_before_they_arrived(sim: Simulated, tmp_path: Path, monkey
             assert bucket is not None
             return bucket.clone()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Placements, "host_is_device", False)
+    with visited_host():
         expected = stored("cpu")
     assert torch.equal(stored("sim:1"), expected)
     monkeypatch.setattr(HostTier, "bucket", lambda self, unit: self._buckets[unit])

@@ -15,7 +15,6 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from blockwalk.plan.placement import Codec
-from blockwalk.program.placements import Placements
 from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.host import HostTier
@@ -25,6 +24,7 @@ from blockwalk.walk.walker import Walker
 from tests.closed_form.test_store import Dictionary
 from tests.models import random_batch, tiny_model
 from tests.support.tier_tests import UnitTierTests, WeightSourceTests
+from tests.support.visits import visited_host
 from tests.support.writable import writable_store
 
 
@@ -102,9 +102,9 @@ def spec_of(tensors: Mapping[str, torch.Tensor]) -> ModelSpec:
     return ModelSpec("toy", first, tuple(blocks), last, 8, 8)
 
 
-def test_a_run_trains_on_a_tier_that_it_has_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@visited_host()
+def test_a_run_trains_on_a_tier_that_it_has_never_seen(tmp_path: Path) -> None:
     """Oracle: ``mezo``, whose weights never leave the device, bit for bit; what moved counts the tier's own steps."""
-    monkeypatch.setattr(Placements, "host_is_device", False)
     found = []
     for name in ("mezo", "zo2"):
         plan = method(name, optimizer={"name": "sgd", "learning_rate": 3e-2})

@@ -82,7 +82,9 @@ def check(world: int, cases: list[Case], meshes: list[dict[str, Any]], tmp_path:
             assert found["losses"] == expected["losses"], where
             assert found["entries"] == expected["entries"], where
             assert found["lines"] == expected["lines"], where
-            assert found["evaluated"] == expected["evaluated"], where
+            # each rank evaluates its share of the rows, and float32 products of fewer rows round differently on some processors
+            assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-7), where
+            assert found["evaluated"] == answers[0][number]["evaluated"], where
             assert_same(found["weights"], expected["weights"])
 
 
@@ -142,7 +144,7 @@ def test_a_rank_with_whole_weights_keeps_them_where_it_likes(tmp_path: Path) -> 
     alone = walk(("zo2", "llama", {**OWN[0], "gradient_accumulation_steps": 2}), {}, tmp_path / "alone")
     for found in run_ranks(2, _own_places, tmp_path / "ranks"):
         assert found["lines"] == alone["lines"]
-        assert found["evaluated"] == alone["evaluated"]
+        assert found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-7)
         assert_same(found["weights"], alone["weights"])
 
 

@@ -4,6 +4,7 @@ weights live, in whatever codec, however rarely they are written back."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,19 @@ from blockwalk.estimators.zeroth_order.step import Step
 from blockwalk.numerics.row_tiles import NarrowProducts
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.plan import Plan
-from blockwalk.program.placements import Placements
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
+from tests.support.visits import visited_host
 
 
 @pytest.fixture
-def visits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host tier whose blocks visit slots, as they do where an accelerator computes."""
-    monkeypatch.setattr(Placements, "host_is_device", False)
+def visits() -> Iterator[None]:
+    with visited_host():
+        yield
 
 
 Run = tuple[list[tuple[float, float | None]], float, dict[str, torch.Tensor]]
@@ -103,7 +104,9 @@ def test_adapters_train_alike_over_frozen_blocks_that_stay(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("flush_every", [1, 4])
 @pytest.mark.parametrize("settings", [{}, {"frozen": "host"}, {"trainable": "host × bf16"}], ids=str)
-def test_a_processor_reads_the_host_tier_where_it_lies(settings: dict[str, Any], flush_every: int, tmp_path: Path) -> None:
+def test_a_processor_reads_the_host_tier_where_it_lies(
+    settings: dict[str, Any], flush_every: int, tmp_path: Path
+) -> None:
     """Oracle: the resident run, of which the programs differ in nothing that is done: no copy, no slot."""
     model, codec = tiny_model("opt", tied=True), settings.get("trainable", "host").replace("host", "device")
     expected = run("mezo", model, tmp_path / "mezo", trainable=codec)

@@ -275,8 +275,9 @@ class Walker:
 
     def evaluate(self, batch: Batch, *, batches: int = 1) -> EvalResult:
         """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with the same
-        batch, each walks its share of the sequences, and all get the same answer: one process's. Each visit of a block computes
-        the batch in ``batches`` parts, so that its weights are fetched and decoded once for all of them."""
+        batch, each walks its share of the sequences, and all get the same answer: one process's, but for the rounding of
+        products with fewer rows. Each visit of a block computes the batch in ``batches`` parts, so that its weights are fetched
+        and decoded once for all of them."""
         return EvalResult(math.fsum(self._evaluated(batch, batches)), loss_tokens(batch))
 
     def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
