@@ -38,7 +38,7 @@ from transformers import (
 
 import blockwalk
 from blockwalk.integrations import BlockwalkTrainer
-from blockwalk.report.html import Series, chart
+from blockwalk.report.html import Series, chart, standalone
 
 TINY, CARDS = ROOT / "examples" / "tiny-llama", ROOT / "examples" / "data" / "cards_train.jsonl"
 DIFFERENCE = 1e-3
@@ -119,13 +119,9 @@ def picture_of(curves: dict[str, list[float]]) -> str:
     """The curves as an SVG image, the first of them broad, so that the second is seen to lie on it."""
     series = [Series(name, tuple((i + 1.0, loss) for i, loss in enumerate(losses))) for name, losses in curves.items()]
     drawn = chart("Training loss", series)
-    picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    picture = picture.replace(
+    return standalone(drawn).replace(
         'stroke="#1f6feb" stroke-width="1.5"', 'stroke="#1f6feb" stroke-width="5" stroke-opacity=".35"'
     )
-    style = "<style>text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}</style>"
-    style += '<rect width="640" height="240" fill="#fff"/>'
-    return picture.replace(">", f">{style}", 1) + "\n"
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from blockwalk import Walker, method
 from blockwalk.plan.choices import LoraSettings
-from blockwalk.report.html import Series, chart
+from blockwalk.report.html import Series, chart, standalone
 from blockwalk.system import atomic_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,11 +170,8 @@ def main() -> None:
     if arguments.plot:
         series = [Series(n, tuple(zip(c["forwards"], c["accuracy"], strict=True))) for n, c in curves.items()]
         drawn = chart("Next-token accuracy against forward passes", series, from_zero=False)
-        picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-        style = "<style>text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}</style>"
-        style += '<rect width="640" height="240" fill="#fff"/>'
-        picture = picture.replace(">", f">{style}", 1).replace(">step 0<", ">0 forwards<")
-        arguments.plot.write_text(picture + "\n", encoding="utf-8")
+        picture = standalone(drawn).replace(">step 0<", ">0 forwards<")
+        arguments.plot.write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

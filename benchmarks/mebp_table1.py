@@ -3,9 +3,10 @@
 Random weights at true dimensions, batch 1, LoRA rank 8 on all linear layers, AdamW. Each model runs in a process of its
 own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole process. The time stands beside two LoRA
 forwards of the same lazily decoded weights, MeZO's step, taken in turn in the same process; MeZO's memory (``zo2`` from the
-same files) is that of another process.
+same files) is that of another process. ``--blocks`` adds table 2, the share of decoding in forwards and in backwards, and
+figure 2, seconds and memory of each block (``--plot``: drawn for the last model).
 
-    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks] [--dora]
+    python benchmarks/mebp_table1.py [--model Qwen2.5-0.5B ...] [--seq 256] [--steps 5] [--blocks] [--plot NAME] [--dora]
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 NONE, INF = float("nan"), float("inf")
 PUBLISHED = {
     ("Qwen2.5-0.5B", 256): (320, 1.44, 370, 1.44), ("Qwen2.5-1.5B", 256): (460, 1.66, 410, 1.5),
     ("Qwen2.5-3B", 256): (662, 1.75, 445, 1.5), ("Gemma3-1B", 256): (569, 1.94, 450, 1.5),
-    ("Gemma3-4B", 256): (1029, 1.70, 540, 1.5), ("Qwen2.5-1.5B", 1024): (994, 1.89, 610, 1.6),
+    ("Gemma3-4B", 256): (1029, 1.70, 540, 1.5), ("Qwen2.5-1.5B", 128): (405, 1.44, 405, 1.5),
+    ("Qwen2.5-1.5B", 512): (625, 1.78, 625, 1.6), ("Qwen2.5-1.5B", 1024): (994, 1.89, 610, 1.6),
 }  # fmt: skip
 """Published MB and MeBP/MeZO seconds (Song and Tang 2025, tables 1 and 3; iPhone 15 Pro Max), and our bounds for both."""
 MIXTURES = {("Mixtral-8x7B", 256): (NONE, NONE, 900, INF), ("Qwen3-30B-A3B", 256): (NONE, NONE, 900, INF)}
@@ -59,6 +63,7 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
 
     imported = process_bytes()
     from benchmarks.common import median, random_batch, random_store
+    from benchmarks.step_profile import step_profile
 
     from blockwalk import Walker, method
     from blockwalk.plan.choices import LoraSettings
@@ -78,55 +83,15 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
             walker.evaluate(batch)
             forwards.append(time.perf_counter() - began)
         peak = memory.highest
-        kinds = block_seconds(walker, random_batch(vocab, 1, sequence)) if blocks else {}
+        parts = step_profile(walker, random_batch(vocab, 1, sequence)) if blocks else []
         return {
             "model": name, "sequence": sequence, "trainable": walker.spec.numel(trainable=True),
             "peak_MB": peak / 1e6, "import_torch_MB": imported / 1e6, "seconds": median(trained),
             "mezo_seconds": median(forwards),
             "ratio": median([a / b for a, b in zip(trained, forwards, strict=True)]),
-            "block_forward_ms": 1e3 * kinds.get("FORWARD", 0.0),
-            "block_backward_ms": 1e3 * kinds.get("BACKWARD", 0.0),
-            "decode_share": decode_share(walker, random_batch(vocab, 1, sequence)) if blocks else None,
+            "parts": [asdict(part) for part in parts],
             "threads": torch.get_num_threads(),
         }  # fmt: skip
-
-
-def block_seconds(walker: Any, batch: Any) -> dict[str, float]:
-    """Median host seconds of a block's FORWARD and BACKWARD in one step, from the walker's own timeline."""
-    from benchmarks.common import median
-
-    walker.timeline = []
-    walker.step(batch)
-    spans = [(op.kind, ended - began) for _, ops in walker.timeline for op, began, ended in ops]
-    walker.timeline = None
-    return {kind: median([s for k, s in spans if k == kind]) for kind in ("FORWARD", "BACKWARD")}
-
-
-def decode_share(walker: Any, batch: Any) -> float:
-    """The share of a step's seconds spent in decoding 4-bit weights, by timing the decoder's calls."""
-    from blockwalk.numerics.codecs.weights import EncodedWeight
-
-    spent = 0.0
-    originals = {name: getattr(EncodedWeight, name) for name in ("rows", "columns", "gather")}
-
-    def timed(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            nonlocal spent
-            began = time.perf_counter()
-            out = function(*args)
-            spent += time.perf_counter() - began
-            return out
-
-        return call
-
-    for name, function in originals.items():
-        setattr(EncodedWeight, name, timed(function))
-    try:
-        seconds = walker.step(batch).seconds
-    finally:
-        for name, function in originals.items():
-            setattr(EncodedWeight, name, function)
-    return spent / float(seconds)
 
 
 def in_own_process(name: str, sequence: int, steps: int, *flags: str) -> dict[str, Any]:
@@ -148,6 +113,7 @@ def main() -> None:
         print(json.dumps(measure(*of, blocks=arguments.blocks, dora=arguments.dora)))
         return
     from benchmarks.common import Bound, finish, random_store
+    from benchmarks.step_profile import Part, in_words, picture
 
     from blockwalk.plan.placement import Codec
 
@@ -168,11 +134,15 @@ def main() -> None:
               f" {row['seconds']:>7.2f} {row['mezo_seconds']:>7.2f} {row['ratio']:>6.2f} {published[1]:>9} {published[3]:>6}",
               flush=True)  # fmt: skip
         if arguments.blocks:
-            print(f"{'':>14} a block: forward {row['block_forward_ms']:.1f} ms, backward {row['block_backward_ms']:.1f} ms;"
-                  f" decoding {100 * row['decode_share']:.0f}% of the step")  # fmt: skip
+            for line in in_words([Part(**part) for part in row["parts"]]):
+                print(f"{'':>14} {line}", flush=True)
         bounds.append(Bound(f"{name} at {sequence}: peak MB", row["peak_MB"], published[2]))
         bounds.append(Bound(f"{name} at {sequence}: peak over MeZO's", row["peak_MB"] / row["mezo_MB"], AGAINST_MEZO))
         bounds.append(Bound(f"{name} at {sequence}: seconds over two forwards", row["ratio"], published[3]))
+    if arguments.plot:
+        parts = [Part(**part) for part in figures[-1]["parts"]]
+        for value, title in (("seconds", "Seconds"), ("peak_MB", "Peak MB of the process")):
+            (ROOT / "benchmarks" / "results" / f"{arguments.plot}_{value}.svg").write_text(picture(title, value, parts))
     finish(arguments, figures, bounds)
 
 
@@ -183,7 +153,10 @@ def options() -> argparse.Namespace:
     made.add_argument("--model", nargs="*", help="names in benchmarks/common.py; all published ones unless given")
     made.add_argument("--seq", type=int, default=256)
     made.add_argument("--steps", type=int, default=5)
-    made.add_argument("--blocks", action="store_true", help="time per block, and the share of decoding")
+    made.add_argument("--blocks", action="store_true", help="seconds, decoding and memory of each block")
+    made.add_argument(
+        "--plot", metavar="NAME", help="with --blocks: draws results/NAME_seconds.svg and NAME_peak_MB.svg"
+    )
     made.add_argument("--dora", action="store_true", help="DoRA in place of LoRA, beside the same bounds")
     made.add_argument("--mezo", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -123,17 +123,34 @@ def test_a_run_is_foreseen_at_the_lengths_of_its_data(
 
 @pytest.mark.parametrize(
     ("settings", "tokens"),
-    [({}, 336), ({"data.packing": True, "data.max_length": 512}, 408), ({"data.eval": "data.jsonl"}, 408)],
+    [({}, 336), ({"data.packing": True, "data.max_length": 512}, 408), ({"data.eval": "data.jsonl"}, 336)],
 )
 def test_where_padding_is_walked_it_is_foreseen(
     settings: dict[str, Any], tokens: int, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, tokens to a row: the examples lie side by side; rows of documents, and held-out batches, are padded."""
+    """By hand, tokens to a row: the examples lie side by side; rows of documents are padded."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31]))
     run = {"model": str(tiny_run.model), "data.train": "data.jsonl", "batch_size": 4, "output_dir": "run"}
     found = ready.prepare(config.from_mapping({**run, "method": "mebp", "lora.rank": 4, "max_steps": 8, **settings}))
     assert found.foreseen.program.shape == Shape(4, tokens)
+
+
+@pytest.mark.parametrize(("batches", "micro_batches"), [(1, 1), (4, 4), (100, 16)])
+def test_an_evaluation_is_foreseen_as_it_visits_blocks(
+    batches: int, micro_batches: int, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: padded batches of two, the longest of 400 tokens and its end; a visit has no more than there are records."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in [400, *[300] * 31]))
+    run = {"model": str(tiny_run.model), "data.train": "data.jsonl", "batch_size": 4, "output_dir": "run"}
+    run |= {"data.eval": "data.jsonl", "eval_batch_size": 2, "eval_batches": batches, "method": "mebp", "lora.rank": 4}
+    found = ready.prepare(config.from_mapping({**run, "max_steps": 8})).foreseen
+    assert found.visit is not None
+    assert (found.visit.shape, found.visit.step_kind) == (Shape(2, 408), StepKind.EVALUATE)
+    assert sum(op.kind is OpKind.LOSS for op in found.visit.ops) == micro_batches
+    assert (found.fullest is found.visit) == (batches > 1)
+    assert ("an evaluation's peak" in str(found)) == (batches > 1)
 
 
 def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(

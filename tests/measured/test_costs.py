@@ -81,6 +81,29 @@ def test_predicted_peak_and_flops_are_those_of_real_steps(kind: str, dtype: str,
     assert sum(op.flops for op in program.ops) == pytest.approx(once, rel=1e-3)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("zeroth")])
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("opt", "bfloat16")])
+def test_predicted_peak_of_an_evaluation_of_several_batches(kind: str, dtype: str, case: str) -> None:
+    """Oracle: the meter. A block computes four batches at its turn."""
+    name, lora, changes = CASES[case]
+    plan, settings, shape = method(name, **changes), config(kind, dtype), Shape(4, 64)
+    costs = UnitCosts(settings, lora=lora)(plan, shape)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
+    ids = torch.randint(3, 3000, (16, 64))
+    batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    scratch._SHARED.arena = scratch.ScratchArena()
+    with Walker(model, plan, lora=lora) as walker:
+        program = compile(plan, walker.spec, StepKind.EVALUATE, shape, costs=costs, batches=4)
+        with Meter() as meter:
+            for _ in range(2):  # buffers that are kept are there from the first one's end
+                walker.evaluate(batch, batches=4)
+        held = resident(plan, walker.spec).get(Pool.DEVICE, 0) + program.slots * program.slot_bytes
+    assert program.peaks()[Pool.DEVICE] - held == pytest.approx(meter.peak, rel=0.03)
+
+
 def test_a_second_question_is_answered_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the first answer; measuring again would fail here."""
     from blockwalk.walk import unit_costs as costs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings, Timing
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The costs of a run's training step."""
+    """The costs of a run's training step, and the memory of its evaluations."""
 
     plan: Plan
     model: ModelSpec
@@ -54,10 +54,17 @@ class Forecast:
     device: str = "cpu"
     costs: Costs = NO_COSTS
     """The measured costs that the programs were compiled with."""
+    visit: Program | None = None
+    """The largest visit of held-out data: all its batches at each unit's turn."""
 
     @property
     def program(self) -> Program:
         return self.programs[0]
+
+    @property
+    def fullest(self) -> Program:
+        """Of a step and a visit of held-out data the one that holds more tensors."""
+        return max(filter(None, (self.program, self.visit)), key=process_memory.tensors)
 
     def simulated(self) -> Simulation | None:
         """The step on this machine; None where doctor has not measured it."""
@@ -67,17 +74,17 @@ class Forecast:
         return simulate(self.programs, self.plan, self.model, here, self.costs)
 
     def host_bytes(self) -> int:
-        """Bytes of tensors in a processor's own memory at a step's peak."""
-        peaks = self.program.peaks()
+        """Bytes of tensors in a processor's own memory at the peak."""
+        peaks = self.fullest.peaks()
         return peaks[Pool.HOST] + (peaks[Pool.DEVICE] if self.device == "cpu" else 0)
 
     def process_bytes(self, before: int, opened: int | None = None) -> int:
-        """Bytes of the whole process at a step's peak, on a processor, where it held ``before`` without the model and
-        ``opened`` with it."""
+        """Bytes of the whole process at its peak, on a processor, where it held ``before`` without the model and ``opened``
+        with it."""
         here = hardware.of_this_machine(self.device)
-        most = process_memory.process_peak(self.program, self.plan, here, self.model, process=before)
+        most = process_memory.process_peak(self.fullest, self.plan, here, self.model, process=before)
         if opened is not None:
-            opened += process_memory.step_growth(self.program, self.plan, here, self.model)
+            opened += process_memory.step_growth(self.fullest, self.plan, here, self.model)
         return max(most, opened or 0)
 
     def overview(self, steps: int, usual: Simulation | None = None) -> Iterator[str]:
@@ -148,13 +155,14 @@ class Forecast:
         yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
         if plan.resident > 0:
             yield f"  {plan.resident} of {len(self.model.blocks)} blocks stay on the device for good"
-        yield f"  tensors at a step's peak: {', '.join(self.pools())}"
+        whose = "a step" if self.fullest is self.program else "an evaluation"
+        yield f"  tensors at {whose}'s peak: {', '.join(self.pools())}"
         if plan.budget is not None:
             yield f"  budget: {human_bytes(plan.budget)}" + (" on the device" if self.device != "cpu" else "")
 
     def pools(self) -> Iterator[str]:
-        """The tensors' bytes at a step's peak, by where they lie: a processor's device and host are one memory."""
-        peaks = self.program.peaks()
+        """The tensors' bytes at the peak, by where they lie: a processor's device and host are one memory."""
+        peaks = self.fullest.peaks()
         if self.device == "cpu":
             yield f"memory {human_bytes(peaks.pop(Pool.DEVICE, 0) + peaks.pop(Pool.HOST, 0))}"
         names = {Pool.MAPPED: "file maps (pages that the kernel may drop)"}
@@ -188,17 +196,25 @@ class Forecast:
         )
 
 
-def foresee(run: RunConfig, shape: Shape, measured: UnitCosts) -> Forecast:
+def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shape, int] | None = None) -> Forecast:
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
-    weight is touched. Its plan says how many blocks stay on the device."""
-    from blockwalk.program.compile import compile_ranks
+    weight is touched. Its plan says how many blocks stay on the device.
+
+    Args:
+        visit: the shape of a batch of held-out data, and how many of them a visit of a block computes.
+    """
+    from blockwalk.program.compile import compile, compile_ranks
     from blockwalk.program.resident_blocks import settled
 
     device, room = measured.device, page_cache(Path(run.output_dir))
     model, costs = model_spec(run.model, measured), measured(run.plan, shape)
     plan = settled(run.plan, model, shape, costs, device=device, page_cache=room)
     programs = compile_ranks(plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
-    return Forecast(plan, model, programs, device, costs)
+    held_out = None
+    if visit is not None:
+        given: Any = {"costs": measured(run.plan, visit[0]), "batches": visit[1], "device": device}
+        held_out = compile(plan, model, StepKind.EVALUATE, visit[0], **given)
+    return Forecast(plan, model, programs, device, costs, held_out)
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:

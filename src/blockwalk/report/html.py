@@ -107,7 +107,11 @@ def curves(folder: str | Path) -> str:
     """The losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
     losses = _losses(whole_lines(run / "metrics.jsonl"), whole_lines(run / "evaluations.jsonl"))
-    drawn = chart("Loss", losses, from_zero=False)
+    return standalone(chart("Loss", losses, from_zero=False))
+
+
+def standalone(drawn: str) -> str:
+    """A :func:`chart` as a file of its own."""
     picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     style = "text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}"
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'

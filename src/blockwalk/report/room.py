@@ -50,7 +50,7 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
             each = f" for each of {ranks} ranks" if ranks > 1 else ""
             raise DoesNotFit(
                 f"the run needs more than {human_bytes(held + tensors)} of memory{each} ({human_bytes(held)} that the process"
-                f" holds already, {human_bytes(tensors)} of tensors at a step's peak), and {limit.where} allows"
+                f" holds already, {human_bytes(tensors)} of tensors at the peak), and {limit.where} allows"
                 f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
                 " another tier (frozen: disk × int4a)"
                 + next_plan(run, max(limit.nbytes // ranks - held, 1), forecast.program.shape, device=forecast.device)

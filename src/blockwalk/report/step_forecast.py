@@ -64,8 +64,8 @@ class StepForecast:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the foreseen tensors on the device and the host at a step's peak."""
-        return process_memory.tensors(self.forecast.program)
+        """Bytes of the foreseen tensors on the device and the host at the peak."""
+        return process_memory.tensors(self.forecast.fullest)
 
     def lines(self) -> Iterator[str]:
         """The forecast as lines of text, memory first."""

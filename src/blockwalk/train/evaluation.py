@@ -16,6 +16,7 @@ from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.tasks import ANSWER_TOKENS
 from blockwalk.plan.run_config import DataSettings
+from blockwalk.program.program import Shape
 from blockwalk.walk.walker import Walker
 
 
@@ -79,6 +80,12 @@ class HeldOut:
     def encoded(self) -> Encoded:
         """Every sequence that is measured."""
         return self.rows if isinstance(self.rows, Encoded) else self.rows.rows
+
+    def visit(self, world: int) -> tuple[Shape, int]:
+        """The largest visit of a block: the shape of a rank's part of a batch, and how many batches there are."""
+        rows, multiple = min(len(self.encoded), self.batch_size * self.batches), self.settings.padding_multiple
+        longest, batches = int(np.diff(self.encoded.starts).max()), -(-rows // self.batch_size)
+        return Shape(-(-rows // (batches * world)), -(-longest // multiple) * multiple), batches
 
     def notes(self) -> list[str]:
         """One sentence for each thing that a user should know of: records that were cut or dropped."""

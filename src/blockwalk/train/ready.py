@@ -108,9 +108,8 @@ def prepare(run: RunConfig) -> Ready:
     held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
     apart = rows.positions is None and measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
     lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
-    # batches of held-out data are padded
-    most = int(lengths_T.max()) if apart and held_out is None else longest
-    foreseen = foresee(run, Shape(wide, most), measured)
+    fullest = Shape(wide, int(lengths_T.max()) if apart else longest)
+    foreseen = foresee(run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None)
     plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
     usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
     return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual)
