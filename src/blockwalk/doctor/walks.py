@@ -39,7 +39,8 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[str, tuple[tuple[int, in
 }
 """Method, whether adapters are trained, settings and batches of each kind of walk (``simulate.process_memory.KINDS``)."""
 
-STEPS = 5
+STEPS, MORE = 5, 3
+"""Of the small model, whose best counts, and of a larger one at each batch."""
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """Variables that torchrun gives a rank: a walk in a process of its own must not have them."""
@@ -122,7 +123,7 @@ def walk(kind: str, folder: str) -> Found:
         with _opened(kind, Path(folder), "small") as walker:
             shape = Shape(1, 8)
             _program(walker, shape)  # what foreseeing itself brings is there before bytes are counted
-            held, seconds = process_bytes(), _steps(walker, shape)
+            held, seconds = process_bytes(), _steps(walker, shape, STEPS)
             program = _program(walker, shape)
             held -= tensors(program) - transients(program)
             model = Hardware("none", device_bytes=1, flops={"float32": 1.0})
@@ -134,7 +135,7 @@ def walk(kind: str, folder: str) -> Found:
         name, batches = WALKS[kind][-1]
         with _opened(kind, Path(folder), name) as walker:
             for shape in (Shape(*each) for each in batches):
-                _steps(walker, shape)
+                _steps(walker, shape, MORE)
                 program = _program(walker, shape)
                 beside.append((transients(program), memory.take() - tensors(program) - base))
     return Found(held, base - held, tuple(beside), seconds / operations)
@@ -156,12 +157,12 @@ def _program(walker: Walker, shape: Shape) -> Program:
     return walker.program(StepKind.TRAIN, shape, foresee=True)
 
 
-def _steps(walker: Walker, shape: Shape) -> float:
+def _steps(walker: Walker, shape: Shape, steps: int) -> float:
     """The best step's seconds."""
     import torch
 
     ids, taken = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence)), []
-    for _ in range(STEPS):
+    for _ in range(steps):
         began = time.perf_counter()
         walker.step({"input_ids": ids, "labels": ids.clone()})
         taken.append(time.perf_counter() - began)

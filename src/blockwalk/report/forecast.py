@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def fullest(self) -> Program:
-        """Of a step and a visit of held-out data the one that holds more tensors."""
+        """The program that holds more tensors: a step or a visit of held-out data."""
         return max(filter(None, (self.program, self.visit)), key=process_memory.tensors)
 
     def simulated(self) -> Simulation | None:
