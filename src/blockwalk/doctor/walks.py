@@ -40,7 +40,7 @@ WALKS: dict[str, tuple[str, bool, dict[str, Any], tuple[str, tuple[tuple[int, in
 """Method, whether adapters are trained, settings and batches of each kind of walk (``simulate.process_memory.KINDS``)."""
 
 STEPS, MORE = 5, 3
-"""Of the small model, whose best counts, and of a larger one at each batch."""
+"""Steps of the small model, whose best counts, and of a larger one at each batch."""
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """Variables that torchrun gives a rank: a walk in a process of its own must not have them."""
