@@ -106,7 +106,7 @@ class Engine:
             self._compile()
         self._slack: Slack | None = None
         if device.type == "cpu":  # forwards alone leave few holes, and ranks wait for the one that faults its pages in
-            self._slack = Slack() if self._differentiates else Slack(share=1.0, spare=0.5)
+            self._slack = Slack() if self._differentiates else Slack(share=1.0, spare=1.0)
         give_back()
 
     def _compile(self) -> None:

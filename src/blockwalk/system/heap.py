@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 SLACK = 24 << 20
 """Bytes that anonymous memory may grow by before free heap is given back, at least."""
-MARGIN = 5 << 20
+MARGIN = 15 << 20
 """Bytes that anonymous memory may grow by beyond a block's working set, at least. If free heap were given back sooner, each
 block would fault its own pages in again (a 0.5B step: 150,000 page faults and 0.7 s of the kernel's time; 8,000 and 0.1 s
 when they are kept)."""
