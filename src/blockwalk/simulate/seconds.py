@@ -26,8 +26,8 @@ from blockwalk.simulate.process_memory import found_for, walk_kind
 NO_COSTS = Costs()
 
 REFAULTED = 0.3
-"""The fraction of a streamed block's heap that page-faults again, about, where the heap is trimmed every few blocks
-(:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Fitted: with it 300 steps of SmolLM2 were foreseen within 0.4%."""
+"""The fraction of a streamed block's heap that page-faults again, counted when the heap was trimmed every third or fourth block
+(:mod:`blockwalk.system.heap`, ``docs/tricks.md``). Trims are rarer since, and it was not counted again."""
 
 TRAFFIC = 4
 """Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
