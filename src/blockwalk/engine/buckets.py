@@ -83,9 +83,7 @@ class Buckets:
         else:
             self._fill(source)
         self.slots = Slots([largest] * places.slot_count, self.device)
-        self._resident_tensors = {
-            unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()
-        }
+        self._tensors = {unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
 
     def _room(self, unit: int) -> int:
         """Bytes of a slot that a unit takes."""
@@ -160,7 +158,9 @@ class Buckets:
     def fetch(self, unit: int, slot: int) -> None:
         """Bring a streamed unit, or this process's slice of it, into a slot."""
         self.slots.await_vacant(slot)
-        self.slots.enter(unit, slot, self._room(unit))
+        slot_P = self.slots.enter(unit, slot, self._room(unit))
+        bucket = self._slices[unit].bucket if self.sliced(unit) else self.units[unit]
+        self._tensors[unit] = tensors_in(bucket, slot_P)
         self._steps[unit] = self.tier.read_unit(unit, self._moved(unit))
 
     def store(self, unit: int) -> None:
@@ -199,9 +199,7 @@ class Buckets:
 
     def tensors(self, unit: int) -> BucketTensors:
         """A unit's trainables where they lie on the device: resident, or in the slot that it was fetched into."""
-        if unit in self._resident_tensors:
-            return self._resident_tensors[unit]
-        return tensors_in(self._slices[unit].bucket if self.sliced(unit) else self.units[unit], self._in_slot(unit))
+        return self._tensors[unit]
 
     def sliced(self, unit: int) -> bool:
         """Whether this process holds no more than a slice of the unit's bucket."""
