@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.program.program import Pool, Shape, StepKind
+from blockwalk.tiers import scratch_maps
 from blockwalk.tiers.scratch_maps import SavedTensors, ScratchMaps
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -100,3 +101,25 @@ def test_a_small_view_that_a_graph_saves_does_not_keep_what_it_is_a_view_of(tmp_
     loss.backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, torch.cat([torch.full((256,), 8.0), torch.zeros(256)]))
+
+
+def never_written() -> int:
+    """Bytes of dirty pages of files that this process had dropped before the kernel wrote them."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["cancelled_write_bytes"])
+
+
+def test_what_graphs_saved_goes_before_the_kernel_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: /proc/self/io. Maps are used again while they are fresh; older ones are dropped with what is dirty in them."""
+    saved, numbers = SavedTensors(ScratchMaps(tmp_path)), torch.arange(4 << 20, dtype=torch.int32)
+    saved.rewind()
+    place = saved.write(numbers).data_ptr()
+    saved.rewind()
+    assert saved.write(numbers).data_ptr() == place
+    before = never_written()
+    monkeypatch.setattr(scratch_maps, "_FRESH", 0.0)
+    saved.rewind()
+    if never_written() == before:
+        pytest.skip("the folder for temporary files is on a file system without dirty pages of files")
+    assert never_written() - before >= numbers.nbytes
+    assert saved.write(numbers).equal(numbers)

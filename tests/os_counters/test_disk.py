@@ -122,7 +122,7 @@ def test_views_cost_no_anonymous_memory(tmp_path: Path) -> None:
 def test_written_pages_are_the_files(tmp_path: Path) -> None:
     """Oracle: the file's bytes, read by another descriptor, and its blocks on the disk."""
     path = tmp_path / "scratch"
-    file = MappedFile(path, writable=True, length=3 * PAGE)
+    file = MappedFile(path, length=3 * PAGE)
     assert path.stat().st_blocks * 512 >= 3 * PAGE, "the room is reserved, not promised"
     view_ND = file.view(PAGE, 4 * 12, torch.float32, (3, 4))
     view_ND.copy_(torch.arange(12.0).view(3, 4))
@@ -167,8 +167,6 @@ def test_what_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="empty"):
         MappedFile(tmp_path / "empty")
-    with pytest.raises(ValueError, match="writable=True"):
-        MappedFile(tmp_path / "new", length=PAGE)
     with pytest.raises(FileNotFoundError):
         MappedFile(tmp_path / "absent")
     assert len(os.listdir("/proc/self/fd")) == before

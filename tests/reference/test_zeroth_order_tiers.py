@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from blockwalk import method
+from blockwalk.engine.bucket_tensors import BucketTensors, tensors_in
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
 from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
 from blockwalk.estimators.zeroth_order.step import Step
@@ -22,6 +23,7 @@ from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Shape, StepKind
 from blockwalk.reference.zeroth_order import masters_of, spsa_step
+from blockwalk.tiers.block_store.store import StoredUnit
 from blockwalk.tiers.host import HostTier, Staged
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -337,6 +339,24 @@ def test_a_block_perturbed_once_for_all_micro_batches(
 def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
     values = estimator._values(op.unit, estimator._perturbation(op, state), state)
     estimator.engine.cut.bind(op.unit, values)
+
+
+def test_a_unit_is_laid_out_once_a_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the program's fetches. Each perturbed parameter is looked up several times a forward; when each look made all of
+    its unit's tensors anew, OPT-125M lost 26 ms of a step of 1.4 s."""
+    made: list[str] = []
+
+    def counted(unit: StoredUnit, bytes_P: torch.Tensor) -> BucketTensors:
+        made.append(unit.name)
+        return tensors_in(unit, bytes_P)
+
+    monkeypatch.setattr("blockwalk.engine.buckets.tensors_in", counted)
+    with Walker(tiny_model("opt"), method("zo2", trainable="disk"), workdir=tmp_path, device="cpu") as walker:
+        walker.step(random_batch())
+        made.clear()
+        walker.step(random_batch())
+        fetched = [op for op in walker.program(StepKind.TRAIN, Shape(2, 16)).ops if op.kind is OpKind.FETCH]
+        assert len(made) == len(fetched) > 0
 
 
 @pytest.mark.usefixtures("visits")

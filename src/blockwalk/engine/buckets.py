@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
-from blockwalk.engine.bucket_tensors import (
-    STATE,
-    BucketTensor,
-    BucketTensors,
-    Initial,
-    fill,
-    tensors_in,
-    trainable_spec,
-)
+from blockwalk.engine.bucket_tensors import STATE, BucketTensor, Initial, fill, tensors_in, trainable_spec
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slices import BucketSlices
@@ -83,7 +75,8 @@ class Buckets:
         else:
             self._fill(source)
         self.slots = Slots([largest] * places.slot_count, self.device)
-        self._tensors = {unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
+        self.tensors = {unit: tensors_in(self.units[unit], bytes_P) for unit, bytes_P in self._resident.items()}
+        """Each unit's trainables where they lie on the device: resident, or in the slot that it was last fetched into."""
 
     def _room(self, unit: int) -> int:
         """Bytes of a slot that a unit takes."""
@@ -153,14 +146,14 @@ class Buckets:
         return {}  # an estimator binds them, perturbed
 
     def value(self, name: str) -> Value:
-        return self.tensors(self.home[name])[name][""].value
+        return self.tensors[self.home[name]][name][""].value
 
     def fetch(self, unit: int, slot: int) -> None:
         """Bring a streamed unit, or this process's slice of it, into a slot."""
         self.slots.await_vacant(slot)
         slot_P = self.slots.enter(unit, slot, self._room(unit))
         bucket = self._slices[unit].bucket if self.sliced(unit) else self.units[unit]
-        self._tensors[unit] = tensors_in(bucket, slot_P)
+        self.tensors[unit] = tensors_in(bucket, slot_P)
         self._steps[unit] = self.tier.read_unit(unit, self._moved(unit))
 
     def store(self, unit: int) -> None:
@@ -196,10 +189,6 @@ class Buckets:
                 self._durable.write_unit(unit, bytes_P.cpu(), self._steps[unit])
 
     # ---- what is there ----------------------------------------------------------------------------------------------
-
-    def tensors(self, unit: int) -> BucketTensors:
-        """A unit's trainables where they lie on the device: resident, or in the slot that it was fetched into."""
-        return self._tensors[unit]
 
     def sliced(self, unit: int) -> bool:
         """Whether this process holds no more than a slice of the unit's bucket."""

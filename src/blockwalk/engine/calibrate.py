@@ -72,7 +72,7 @@ class Calibrated:
         self._done, self._rounded = 0, dict[str, Value]()
         ends = [0, *accumulate(len(ids) for ids in sequences)]
         shape = (2, ends[-1], cut.spec().hidden_size)
-        self._hidden = MappedFile(folder / "hidden", writable=True, length=4 * math.prod(shape))
+        self._hidden = MappedFile(folder / "hidden", length=4 * math.prod(shape))
         whole_2TD = self._hidden.view(0, self._hidden.nbytes, torch.float32, shape)
         self._hidden_2SD = [whole_2TD[:, a:b] for a, b in pairwise(ends)]
 

@@ -25,8 +25,8 @@ from blockwalk.system.atomic_files import naming
 from blockwalk.system.paths import StrPath
 
 PAGE = mmap.PAGESIZE
-_WILLNEED, _DONTNEED, _POPULATE_READ = 3, 4, 22
-"""madvise(2): the first two are the same numbers on Linux and macOS, the third is Linux's alone (5.14)."""
+_WILLNEED, _DONTNEED, _HUGEPAGE, _POPULATE_READ = 3, 4, 14, 22
+"""madvise(2): the first two are the same numbers on Linux and macOS, the others are Linux's alone (the last since 5.14)."""
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -44,26 +44,20 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 class MappedFile:
-    """A file as one tensor of bytes, mapped, shared with the file: read-only, or read and write.
-
-    ``length`` creates the file, or resizes it, to that many bytes, with the disk space reserved (a full disk is an
-    OSError here, not a SIGBUS later). Writing to a view of a read-only map kills the process.
+    """A file as one tensor of bytes, mapped, shared with the file. Writing to a view of a read-only map kills the process.
 
     Args:
         path: the file.
-        writable: whether views may be written; the kernel writes dirty pages back when it likes.
-        length: bytes; needs ``writable``.
+        length: bytes of a file to be written: it is created, or resized, with the disk space reserved (a full disk is an
+            OSError here, not a SIGBUS later); the kernel writes dirty pages back when it likes. None is a file to be read.
 
     Raises:
-        ValueError: the file is empty, or ``length`` without ``writable``.
+        ValueError: the file is empty.
     """
 
-    def __init__(self, path: StrPath, *, writable: bool = False, length: int | None = None) -> None:
+    def __init__(self, path: StrPath, *, length: int | None = None) -> None:
         self.path = Path(path)
-        if length is not None and not writable:
-            raise ValueError("a length creates the file, which needs writable=True")
-        flags = os.O_RDWR | (os.O_CREAT if length is not None else 0) if writable else os.O_RDONLY
-        self._fd = os.open(self.path, flags, 0o644)
+        self._fd = os.open(self.path, os.O_RDONLY if length is None else os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if length is not None:
                 with naming(self.path, length):
@@ -73,11 +67,13 @@ class MappedFile:
             self.nbytes = os.fstat(self._fd).st_size
             if self.nbytes == 0:
                 raise ValueError(f"{self.path} is empty: nothing to map")
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            access = mmap.ACCESS_READ if length is None else mmap.ACCESS_WRITE
             bytes_P = np.frombuffer(mmap.mmap(self._fd, self.nbytes, access=access), dtype=np.uint8)
             with warnings.catch_warnings():  # torch warns that writing to a read-only array is undefined: we know
                 warnings.simplefilter("ignore")
                 self._bytes_P: Tensor | None = torch.from_numpy(bytes_P)
+            if length is not None:  # where the file system has large pages (ext4 since 6.16), a page fault brings 2 MB
+                _advise(bytes_P.ctypes.data, self.nbytes, _HUGEPAGE)
         except BaseException:
             os.close(self._fd)
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class ScratchMaps:
         handle, path = tempfile.mkstemp(prefix=".scratch-", suffix=PARTIAL, dir=self.folder)
         os.close(handle)
         try:
-            return MappedFile(path, writable=True, length=nbytes)
+            return MappedFile(path, length=nbytes)
         finally:
             os.unlink(path)
 
@@ -103,8 +104,8 @@ class Activations:
         buffer = self._buffers.get(key)
         nbytes = hidden_BSD.nbytes
         if buffer is None or buffer.numel() < nbytes:
-            on_disk = self._tier is Tier.DISK
-            (buffer,) = [self._scratch.bytes(nbytes)] if on_disk else host_buffers([nbytes], self._device)
+            made = host_buffers([nbytes], self._device) if self._tier is Tier.HOST else [self._scratch.bytes(nbytes)]
+            (buffer,) = made
             self._buffers[key] = buffer
         target = buffer[:nbytes].view(hidden_BSD.dtype).view(hidden_BSD.shape)
         target.copy_(hidden_BSD, non_blocking=self._tier is Tier.HOST)
@@ -130,6 +131,10 @@ class Activations:
 
 _PIECE = 8 << 20
 """Bytes of the file maps that saved tensors are written to, one after the other."""
+_FRESH = 20.0
+"""Seconds for which these maps are used again. Linux writes out what has been dirty for 30, though nobody will read it from the
+disk: of SmolLM2's graphs 1.4 GB each time, in 5 s in which one of two cores did nothing else (docs/tricks.md). The dirty pages
+of an unlinked file that is closed are never written."""
 _SMALL = 512
 """Bytes of memory below which a saved tensor stays there. It lies among a block's temporaries, in whose place those of the next
 block then have no room: at 4096, where norms' statistics stayed, the heap grew by 30 MB over SmolLM2's forward."""
@@ -147,12 +152,14 @@ class SavedTensors:
     def __init__(self, scratch: ScratchMaps) -> None:
         self._scratch = scratch
         self._maps: list[Tensor] = []
-        self._place = (0, 0)
+        self._place, self._since = (0, 0), 0.0
         self._written: dict[object, tuple[StorageWeakRef, Tensor]] = {}
 
     def rewind(self) -> None:
-        """Begin a new step: everything that was written may be overwritten."""
+        """Begin a new step: everything that was written may be overwritten, or goes with its map."""
         self._place = (0, 0)
+        if time.monotonic() > self._since + _FRESH:
+            self._maps, self._since = [], time.monotonic()
 
     def write(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map already is

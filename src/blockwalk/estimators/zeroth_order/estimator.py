@@ -312,7 +312,7 @@ class ZerothOrder:
         return matrix, vector
 
     def _perturbed(self, name: str, perturbation: Perturbation) -> PerturbedWeight:
-        states = self.engine.buckets.tensors(self.engine.buckets.home[name])[name]
+        states = self.engine.buckets.tensors[self.engine.buckets.home[name]][name]
         beside = {state: states[state] for state in self.plan.kind.states}
         dtype, direction_ = self.engine.used_as(name), self.rule.kind.direction_
         noise, rounding = perturbation.noise(self.rule.draws, name), perturbation.rounding(name)
@@ -390,7 +390,7 @@ class ZerothOrder:
             ranges = buckets.ranges(op.unit, UPDATE_ELEMENTS[self.engine.device.type])
             apply_all_(self.rule, entries, ranges, self.slice_scratch)
         else:
-            apply_all_(self.rule, entries, buckets.tensors(op.unit).items(), self.scratch)
+            apply_all_(self.rule, entries, buckets.tensors[op.unit].items(), self.scratch)
         buckets.advance(op.unit, self.steps)
 
 

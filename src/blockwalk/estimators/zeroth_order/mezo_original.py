@@ -92,7 +92,7 @@ class MezoOriginal(ZerothOrder):
     def __init__(self, engine: Engine, objective: Objective | None = None, ranks: SharedForwards | None = None) -> None:
         super().__init__(engine, objective, ranks)
         buckets = engine.buckets
-        self._parameters = {n: buckets.tensors(buckets.home[n])[n][""].tensor for n in order_of(engine.cut)}
+        self._parameters = {n: buckets.tensors[buckets.home[n]][n][""].tensor for n in order_of(engine.cut)}
         """All trainables in the order of the draws; bound for good."""
 
     def _reserve(self) -> None:

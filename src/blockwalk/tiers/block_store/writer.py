@@ -121,7 +121,7 @@ def write_store(
             copy_model_files(copy_from, folder)
         written = []
         for number, unit in enumerate(units):
-            with MappedFile(folder / unit.file, writable=True, length=unit.area_offset(generations)) as file:
+            with MappedFile(folder / unit.file, length=unit.area_offset(generations)) as file:
                 header = UnitHeader(number, generations, 0, 1, 0, unit.nbytes).pack()
                 file.bytes_P[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
                 params = []
