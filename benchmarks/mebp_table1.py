@@ -1,7 +1,8 @@
 """MeBP's table 1 on this machine: peak memory and seconds a step of exact LoRA gradients with 4-bit weights on disk.
 
 Random weights at true dimensions, batch 1, LoRA rank 8 on all linear layers, AdamW. Each model runs in a process of its
-own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole process. The time stands beside two LoRA
+own; memory is the peak of RssAnon + RssShmem + VmSwap + VmPTE of that whole process, which reads a tokenizer of as many entries
+as the model has, and lets go of it before it opens the model, as a run does. The time stands beside two LoRA
 forwards of the same lazily decoded weights, MeZO's step, taken in turn in the same process; MeZO's memory (``zo2`` from the
 same files) is that of another process. ``--blocks`` adds table 2, the share of decoding in forwards and in backwards, and
 figure 2, seconds and memory of each block (``--plot``: drawn for the last model).
@@ -16,6 +17,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ AGAINST_MEZO = 1.2
 
 def mezo_peak(name: str, sequence: int) -> float:
     """Peak bytes of two steps of MeZO on the same files, in this process."""
-    from benchmarks.common import random_batch, random_store
+    from benchmarks.common import random_batch, random_store, read_tokenizer
 
     from blockwalk import Walker, method
     from blockwalk.plan.choices import LoraSettings
@@ -49,9 +51,11 @@ def mezo_peak(name: str, sequence: int) -> float:
     from blockwalk.system.process_memory import PeakMemory
 
     store, plan = random_store(name, Codec.INT4), method("zo2", frozen="disk × int4", trainable="disk × fp32")
-    with PeakMemory(0.003) as memory, Walker(store, plan, lora=LoraSettings(rank=8), device="cpu") as walker:
-        for step in range(2):
-            walker.step(random_batch(walker.spec.vocab_size, 1, sequence, seed=step))
+    with PeakMemory(0.003) as memory:
+        read_tokenizer(store)
+        with Walker(store, plan, lora=LoraSettings(rank=8), device="cpu") as walker:
+            for step in range(2):
+                walker.step(random_batch(walker.spec.vocab_size, 1, sequence, seed=step))
     return memory.highest
 
 
@@ -62,7 +66,7 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
     from blockwalk.system.process_memory import PeakMemory, process_bytes
 
     imported = process_bytes()
-    from benchmarks.common import median, random_batch, random_store
+    from benchmarks.common import median, random_batch, random_store, read_tokenizer
     from benchmarks.step_profile import step_profile
 
     from blockwalk import Walker, method
@@ -70,7 +74,9 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
     from blockwalk.plan.placement import Codec
 
     store, lora = random_store(name, Codec.INT4), LoraSettings(rank=8, options={"use_dora": True} if dora else {})
-    with PeakMemory(0.003) as memory, Walker(store, method("mebp"), lora=lora, device="cpu") as walker:
+    with PeakMemory(0.003) as memory, ExitStack() as opened:
+        read_tokenizer(store)
+        walker = opened.enter_context(Walker(store, method("mebp"), lora=lora, device="cpu"))
         vocab = walker.spec.vocab_size
         trained: list[float] = []
         forwards: list[float] = []
@@ -112,7 +118,7 @@ def main() -> None:
         of = (arguments.model[0], arguments.seq, arguments.steps)
         print(json.dumps(measure(*of, blocks=arguments.blocks, dora=arguments.dora)))
         return
-    from benchmarks.common import Bound, finish, random_store
+    from benchmarks.common import Bound, finish, random_store, with_tokenizer
     from benchmarks.step_profile import Part, in_words, picture
 
     from blockwalk.plan.placement import Codec
@@ -124,7 +130,7 @@ def main() -> None:
     print(f"{'model':<14} {'seq':>5} {'trained':>8} {'peak MB':>8} {'(above torch)':>13} {'MeZO MB':>8} {'published':>9}"
           f" {'bound':>6} {'s/step':>7} {'MeZO s':>7} {'ratio':>6} {'published':>9} {'bound':>6}")  # fmt: skip
     for name, sequence in cases:
-        random_store(name, Codec.INT4)
+        with_tokenizer(random_store(name, Codec.INT4), name)
         row = in_own_process(name, sequence, arguments.steps, *flags)
         row |= in_own_process(name, sequence, arguments.steps, "--mezo")
         figures.append(row)

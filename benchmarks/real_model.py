@@ -16,7 +16,6 @@ import math
 import random
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PEAK_MB, GROWTH, SETTLED = 520, 0.03, 20
-TEXT = 40 << 20
-"""Characters of text that a tokenizer is trained on."""
 EVERY = 0.02
 """Seconds between two looks at the process tree."""
 
@@ -118,38 +115,18 @@ def steps(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def installed_text(size: int) -> str:
-    """The first so many characters of the Python sources that are installed here."""
-    parts: list[str] = []
-    for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
-        for path in sorted(Path(root).rglob("*.py")):
-            parts.append(path.read_text(encoding="utf-8", errors="ignore"))
-            size -= len(parts[-1])
-            if size <= 0:
-                return "".join(parts)
-    return "".join(parts)
-
-
 def made(name: str, longest: int) -> tuple[Path, Path]:
     """A block store of random weights with a tokenizer, and records for it; made once."""
-    from benchmarks.common import random_store
-    from benchmarks.common_models import MODELS
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from benchmarks.common import installed_text, random_store, with_tokenizer
+    from tokenizers import Tokenizer
 
     from blockwalk.plan.placement import Codec
 
-    store = random_store(name, Codec.INT4A)
-    records, entries = store.with_name(f"{store.name}-{longest}.jsonl"), MODELS[name]["vocab_size"]
+    store = with_tokenizer(random_store(name, Codec.INT4A), name)
+    records = store.with_name(f"{store.name}-{longest}.jsonl")
     if not records.exists():
-        text = installed_text(TEXT)
-        trained = Tokenizer(models.BPE())
-        trained.pre_tokenizer, trained.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=entries, min_frequency=1, special_tokens=["<|endoftext|>"])
-        trained.train_from_iterator(text.splitlines(), trainer)
-        fast: Any = PreTrainedTokenizerFast
-        fast(tokenizer_object=trained, eos_token="<|endoftext|>").save_pretrained(store)
-        ids, drawn = trained.encode(text[: 1 << 21]).ids, random.Random(0)
+        trained = Tokenizer.from_file(str(store / "tokenizer.json"))
+        ids, drawn = trained.encode(installed_text(1 << 21)).ids, random.Random(0)
         lengths = [drawn.randint(32, longest) for _ in range(256)]
         starts = [drawn.randrange(len(ids) - longest) for _ in lengths]
         rows = [{"text": trained.decode(ids[at : at + size])} for at, size in zip(starts, lengths, strict=True)]

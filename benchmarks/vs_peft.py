@@ -5,7 +5,8 @@ checkpointing), turn by turn: seconds and peak memory of two processes that take
     python benchmarks/vs_peft.py --model FOLDER --data gsm8k_train.jsonl --batch 4 --seq 512 --steps 30
 
 With ``--data`` the model is the one in a folder and both learn the same batches of its records, cut at ``--seq`` tokens and
-padded to the longest; else weights and tokens are random.
+padded to the longest; else weights and tokens are random, and both read a tokenizer of as many entries as the model has: ours
+lets go of it before it opens the model, as a run does, transformers' Trainer keeps it.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ def batches(
 
 def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) -> Callable[[int], float]:
     """A function that takes one step and answers its loss."""
-    from benchmarks.common import random_store
+    from benchmarks.common import random_store, read_tokenizer
 
     from blockwalk import Walker, method
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.placement import Codec
 
-    model = name if data else random_store(name, Codec.INT4)
+    model = Path(name) if data else random_store(name, Codec.INT4)
+    read_tokenizer(model)
     walker = Walker(model, method("mebp"), lora=LoraSettings(rank=RANK), device="cpu")
     given = batches(name, walker.spec.vocab_size, batch, sequence, data)
     return lambda step: walker.step(given(step)).loss
@@ -65,11 +67,12 @@ def theirs(
 ) -> Callable[[int], float]:
     """The control: everything in the device's memory in bfloat16, transformers' own forward, torch's AdamW."""
     import torch
-    from benchmarks.common import model_config
+    from benchmarks.common import CACHE, MODELS, model_config
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(name if data else CACHE / f"tokenizer-{MODELS[name]['vocab_size']}")
     if data:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
     else:
@@ -92,6 +95,7 @@ def theirs(
         optimizer.zero_grad()
         return float(loss.detach())
 
+    step.tokenizer = tokenizer  # type: ignore[attr-defined]  # kept, as Trainer keeps it
     return step
 
 
@@ -110,7 +114,7 @@ def serve(side: str, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    from benchmarks.common import Bound, finish, median, parser, random_store
+    from benchmarks.common import Bound, finish, median, parser, random_store, with_tokenizer
 
     from blockwalk.plan.placement import Codec
 
@@ -126,7 +130,7 @@ def main() -> None:
         serve(arguments.serve, arguments)
         return
     if arguments.data is None:
-        random_store(arguments.model, Codec.INT4)
+        with_tokenizer(random_store(arguments.model, Codec.INT4), arguments.model)
     command = [sys.executable, __file__, *sys.argv[1:], "--serve"]
     sides = {
         side: subprocess.Popen([*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

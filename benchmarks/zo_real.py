@@ -1,11 +1,13 @@
 """Zeroth order on a real model and two real tasks: accuracy, forward passes, seconds and memory beside exact LoRA.
 
 The model is SmolLM2-135M-Instruct (any causal model's folder or GGUF file will do), the tasks the seven intents of Snips and a
-pair of Banking77's (a question about a rate, or about a fee), posed as prompts whose last word is ranked. Every case trains
-on the same batches, in float32 and by one thread; the first line of each task is the model as it came. A forward pass is
-counted on one batch: two for each pair of two-point SPSA, N + 1 for FZOO; exact gradients count four (the forward, its
-recomputation, and a backward of twice a forward). Seconds are those that the processor spent on the steps (other work on the
-machine does not count), memory is the private memory of the process at its peak.
+pair of Banking77's (a question about a rate, or about a fee), posed as prompts whose last word is ranked. Tasks of MeZO's may
+be named as well (``--task sst2 rte``): records lie in DATA/TASK/train.jsonl and validation.jsonl, with the fields that the
+hub's have, and 1,000 are drawn for training. Every case trains on the same batches, in float32 and by one thread; the first
+line of each task is the model as it came. A forward pass is counted on one batch: two for each pair of two-point SPSA, N + 1
+for FZOO; exact gradients count four (the forward, its recomputation, and a backward of twice a forward). Seconds are those
+that the processor spent on the steps (other work on the machine does not count), memory is the private memory of the process
+at its peak.
 
 Learning rates stand in the table below; those of zeroth order have not been searched for yet (``--rate``). Every run is written
 to ``--results`` when it ends, and one that is there is not repeated.
@@ -30,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import machine, parser
 from benchmarks.real_model import tree_bytes
 
+from blockwalk.plan.run_config import DataSettings
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/zo_real.json"
 
@@ -43,15 +47,16 @@ class Posed:
     words: dict[Any, str]
     field: str = "label"
 
-    def write(self, data: Path, folder: Path) -> tuple[str, str]:
-        """The records of these classes, numbered in the order of the words, as files for training and for evaluation."""
+    def write(self, data: Path, folder: Path) -> DataSettings:
+        """The records of these classes, numbered in the order of the words, written to ``folder`` as the settings name them."""
         numbers = {value: number for number, value in enumerate(self.words)}
         for part in ("train", "heldout"):
             records = map(json.loads, (data / self.folder / f"{part}.jsonl").read_text().splitlines())
             kept = ((r["text"], numbers[r[self.field]]) for r in records if r[self.field] in numbers)
             lines = [json.dumps({"text": text, "label": label}) for text, label in kept]
             (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
-        return str(folder / "train.jsonl"), str(folder / "heldout.jsonl")
+        learnt, held, words = str(folder / "train.jsonl"), str(folder / "heldout.jsonl"), tuple(self.words.values())
+        return DataSettings(learnt, held, template=self.template, label_words=words, max_length=96)
 
 
 TASKS = {
@@ -60,6 +65,14 @@ TASKS = {
     "rate or fee": Posed("banking77", "{text}\nThis is about the {label}", {
         "exchange_rate": "rate", "exchange_charge": "fee"}, "category"),
 }  # fmt: skip
+
+
+def data_of(task: str, data: Path, folder: Path) -> DataSettings:
+    """The settings of one of :data:`TASKS`, or of one of MeZO's, whose records lie in ``data``."""
+    if task in TASKS:
+        return TASKS[task].write(data, folder)
+    files = (str(data / task / f"{part}.jsonl") for part in ("train", "validation"))
+    return DataSettings(*files, task=task, task_eval=0, max_length=512)
 
 
 @dataclass(frozen=True)
@@ -109,24 +122,19 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
 
     from blockwalk import Walker, method
     from blockwalk.data.batching import Batches
-    from blockwalk.data.corpus import asks_of
-    from blockwalk.data.encode import encode_choices, load_tokenizer
-    from blockwalk.data.sources import read_records
+    from blockwalk.data.corpus import training_set
+    from blockwalk.data.encode import Encoded, load_tokenizer
     from blockwalk.plan.choices import LoraSettings
-    from blockwalk.plan.run_config import DataSettings
     from blockwalk.train.evaluation import HeldOut
 
     torch.set_num_threads(1)
-    case, posed = CASES[run.case], TASKS[run.task]
+    case = CASES[run.case]
     with tempfile.TemporaryDirectory() as folder:
-        learnt, held = posed.write(Path(data), Path(folder))
-        words = tuple(posed.words.values())
-        settings = DataSettings(learnt, held, template=posed.template, label_words=words, max_length=96)
-        tokenizer, template = load_tokenizer(Path(model)), asks_of(settings)
-        assert template is not None
-        rows = encode_choices(read_records(learnt), tokenizer, template, max_length=96)
+        settings, tokenizer = data_of(run.task, Path(data), Path(folder)), load_tokenizer(Path(model))
+        rows = training_set(settings, tokenizer)
+        assert isinstance(rows, Encoded)
         found = HeldOut.read(settings, tokenizer, batch_size=32, limit=run.held_out)
-    batches = Batches(rows.answered(), run.batch, seed=run.seed, padding_multiple=8)
+    batches = Batches(rows, run.batch, seed=run.seed, padding_multiple=8)
     given = {key: value for key, value in case.settings.items() if key != "optimizer"}
     optimizer = {"learning_rate": run.rate, **case.settings.get("optimizer", {})}
     given = {"compute_dtype": "float32", "frozen": "device", "seed": run.seed, **given}
@@ -163,9 +171,9 @@ def train(run: Run, model: str, data: str) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--model", required=True)
-    options.add_argument("--data", required=True, help="the folder of snips and banking77")
+    options.add_argument("--data", required=True, help="the folder of snips and banking77, sst2, rte ...")
     options.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    options.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
+    options.add_argument("--task", nargs="+", default=list(TASKS), help="of these two, or of MeZO's")
     options.add_argument("--seeds", type=int, nargs="+", default=[0])
     options.add_argument("--forwards", type=int, default=160, help="forward passes of a run")
     options.add_argument("--batch", type=int, default=8)

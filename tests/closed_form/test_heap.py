@@ -76,3 +76,20 @@ def test_what_the_first_blocks_leave_for_good_is_not_taken_for_what_a_block_need
     assert there.kept == 420 * MB
     assert there.peak <= there.kept + 40 * MB + heap.MARGIN + 3 * 2 * MB, (there.peak - there.kept) / MB
     assert there.trims < 40, "the heap is not given back after every block"
+
+
+def test_a_step_of_other_lengths_begins_with_no_heap_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks need 40 MB; what one of a step leaves serves its others, and is all holes to the next step's."""
+    peaks = {}
+    for anew in (False, True):
+        there = Heap(monkeypatch)
+        slack = heap.Slack()
+        for step in range(20):
+            for block in range(10):
+                slack.bound(anew=anew and block == 0)
+                there.block(40 * MB, holes=there.free if block == 0 else 0)
+            if step == 2:
+                there.peak = 0
+        peaks[anew] = there.peak - there.kept
+        assert there.trims <= 20, "once a step"
+    assert peaks == {False: 80 * MB, True: 40 * MB}

@@ -100,15 +100,41 @@ def test_columns_are_named_anew(tmp_path: Path) -> None:
             '{\n "a": 1\n}',
             "d.json line 1: not JSON: .*an object on each line is expected, or one array of objects",
         ),
-        ("d.json", '[{"a": 1},', "d.json: no JSON array of objects: .*line 1 column 11"),
+        ("d.json", '[{"a": 1},', "d.json cannot be read as json: .*line 1 column 11"),
         ("d.json", "[1]", "d.json record 1: expected a JSON object, not int"),
         ("d.csv", "text,label\na,b,c\n", "d.csv record 1: 1 cells more than the header has; quote texts with commas"),
+        ("d.csv", "text\n\xff\n", "d.csv cannot be read as csv: .*codec can't decode byte 0xff"),
+        ("d.txt", "\xff", "d.txt cannot be read as txt: .*codec can't decode byte 0xff"),
+        ("d.parquet", "PAR1abc", "d.parquet cannot be read as parquet: .*7 bytes"),
     ],
 )
 def test_a_broken_file_is_named_with_what_is_expected(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         list(read_records(tmp_path / name))
+
+
+def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what a stand-in for the hub was asked, and the rows that it gave."""
+    datasets, asked = pytest.importorskip("datasets"), []
+
+    def load(name: str, subset: str | None, *, split: str) -> Any:
+        asked.append((name, subset, split))
+        if name == "nobody/nothing":
+            raise ConnectionError("the hub\nis not there")
+        return datasets.Dataset.from_dict({"text": ["a", "b"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    first, second = read_records("owner/cards", split="test", subset="easy", columns=["prompt=text"])
+    assert asked == [("owner/cards", "easy", "test")]
+    assert (first.text("prompt"), second.where) == ("a", "owner/cards[test] row 2")
+    expected = (
+        r"nobody/nothing: neither a file nor a data set that the hub gave \(split 'train' .* the hub is not there"
+    )
+    with pytest.raises(ValueError, match=expected):
+        next(read_records("nobody/nothing"))
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------

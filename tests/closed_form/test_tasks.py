@@ -215,6 +215,15 @@ def test_f1_over_classes() -> None:
     assert macro_f1([0, 0, 1], [0, 1, 1], 3) == pytest.approx((2 / 3 + 2 / 3 + 0) / 3)
 
 
+def test_f1_over_classes_is_scikit_learns() -> None:
+    """Oracle: scikit-learn, which the ``evaluate`` package's F1 calls, over draws in which classes are missing too."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    for seed in range(20):
+        chosen, targets = np.random.default_rng(seed).integers(0, 4, (2, 12)).tolist()
+        expected = metrics.f1_score(targets, chosen, labels=range(5), average="macro", zero_division=0)
+        assert macro_f1(chosen, targets, 5) == pytest.approx(expected)
+
+
 def test_every_task_is_in_the_help_text_and_the_page() -> None:
     from blockwalk.cli import settings_help
 

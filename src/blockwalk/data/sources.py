@@ -51,15 +51,25 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
         if not files:
             raise ValueError(f"{path}: no {', '.join(SUFFIXES[:-1])} file in this folder")
         for file in files:
-            yield from _READERS[file.suffix](file)
+            yield from _of_file(file)
     elif path.is_file():
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}")
-        yield from _READERS[path.suffix](path)
+        yield from _of_file(path)
     elif path.suffix in SUFFIXES or path.is_absolute() or str(source).count("/") > 1:
         raise ValueError(f"{source}: no such file")
     else:
         yield from _read_hub(str(source), split, subset)
+
+
+def _of_file(path: Path) -> Iterator[Record]:
+    """Records of one file. Raises ValueError where its reader cannot read it; the message names the file."""
+    try:
+        yield from _READERS[path.suffix](path)
+    except (csv.Error, ValueError) as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {error}") from None
 
 
 def _read_json(path: Path) -> Iterator[Record]:
@@ -68,11 +78,8 @@ def _read_json(path: Path) -> Iterator[Record]:
             pass
         file.seek(0)
         if character == b"[":
-            try:
-                found = json.load(file)
-            except ValueError as error:
-                raise ValueError(f"{path}: no JSON array of objects: {error}") from None
-            yield from (_record(fields, f"{path} record {number}") for number, fields in enumerate(found, start=1))
+            found = enumerate(json.load(file), start=1)
+            yield from (_record(fields, f"{path} record {number}") for number, fields in found)
             return
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -94,16 +101,14 @@ def _record(fields: Any, where: str) -> Record:
 
 def _read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_CELL)
-    number = 0
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            for number, fields in enumerate(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1):
-                if None in fields:
-                    raise ValueError(f"{len(fields[None])} cells more than the header has; quote texts with commas")
-                cells = {name: cell for name, cell in fields.items() if cell is not None}
-                yield Record(cells, f"{path} record {number}")
-    except (csv.Error, ValueError) as error:
-        raise ValueError(f"{path} record {max(number, 1)}: {error}") from None
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        for number, fields in enumerate(csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ","), 1):
+            where = f"{path} record {number}"
+            if None in fields:
+                raise ValueError(
+                    f"{where}: {len(fields[None])} cells more than the header has; quote texts with commas"
+                )
+            yield Record({name: cell for name, cell in fields.items() if cell is not None}, where)
 
 
 def _read_text(path: Path) -> Iterator[Record]:

@@ -105,7 +105,7 @@ class Engine:
         if plan.compile:
             self._compile()
         self._slack: Slack | None = None
-        if device.type == "cpu":  # forwards alone leave few holes, and ranks wait for the one that faults its pages in
+        if device.type == "cpu":  # forwards alone leave few holes
             self._slack = Slack() if self._differentiates else Slack(share=1.0, spare=1.0)
         give_back()
 
@@ -125,13 +125,13 @@ class Engine:
 
     def prepare(self, op: Op) -> Work:
         """The work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
-        slack."""
+        slack. Ranks keep theirs: all would wait for the one that faults its pages in again."""
         if op.kind is OpKind.REDUCE:
             return self.gradients.reduce(op)
         if op.part is not None:
             return self.homes[op.part].prepare(op)
-        if self._slack is not None and self._groups is None:
-            self._slack.bound()
+        if self._slack is not None and self.plan.mesh.world == 1:
+            self._slack.bound(anew=op.unit == 0 and self._differentiates)
         works = [home.prepare(op) for home in self.homes.values()]
 
         def work() -> None:

@@ -100,15 +100,16 @@ class Slack:
         count = len(self._left)
         return sorted(self._left)[int((count - 1) * self._share)] if count else 0
 
-    def bound(self) -> None:
-        """Give free heap back if anonymous memory has grown, since the last time, by more than a block needs."""
+    def bound(self, *, anew: bool = False) -> None:
+        """Give free heap back if anonymous memory has grown, since the last time, by more than a block needs; or ``anew``,
+        before a step whose batch has other lengths: its blocks would find no room among the last one's."""
         if (trim := _trimmer()) is None:
             return
         grown = _anonymous_bytes() - self._floor
         if self._is_fresh:
             self._left.append(grown)
         working_set = self._working_set
-        self._is_fresh = grown > max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
+        self._is_fresh = anew or grown > max(SLACK, working_set + max(MARGIN, int(working_set * self._spare)))
         if self._is_fresh:
             trim(0)
             floor = _anonymous_bytes()

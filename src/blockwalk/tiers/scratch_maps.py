@@ -104,8 +104,8 @@ class Activations:
         buffer = self._buffers.get(key)
         nbytes = hidden_BSD.nbytes
         if buffer is None or buffer.numel() < nbytes:
-            made = host_buffers([nbytes], self._device) if self._tier is Tier.HOST else [self._scratch.bytes(nbytes)]
-            (buffer,) = made
+            on_host = self._tier is Tier.HOST
+            buffer = host_buffers([nbytes], self._device)[0] if on_host else self._scratch.bytes(nbytes)
             self._buffers[key] = buffer
         target = buffer[:nbytes].view(hidden_BSD.dtype).view(hidden_BSD.shape)
         target.copy_(hidden_BSD, non_blocking=self._tier is Tier.HOST)
