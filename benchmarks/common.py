@@ -134,7 +134,7 @@ def read_tokenizer(store: Path) -> None:
 
     with large_returned():
         tokenizer = load_tokenizer(store)
-    tokenizer(installed_text(1 << 19))
+    tokenizer(installed_text(1 << 17))  # 30,000 tokens, as a call of 256 records has
     del tokenizer
     give_back()
 
