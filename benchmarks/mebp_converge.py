@@ -2,10 +2,10 @@
 
 The model is SmolLM2-135M-Instruct (any causal model's folder will do), the text GSM8K's questions with their solutions; LoRA of
 rank 16 on every linear layer, AdamW for exact gradients, the estimators' own updates for the others, the same batches for all.
-A forward pass is counted on one batch: two for MeZO and KZOO (MeZO whose seeds come from a pool), N + 1 for FZOO, 2q + 1 for
-HiZOO, four for exact gradients (the forward, its recomputation, and a backward of twice a forward). Accuracy is the share of
-held-out tokens that the model ranks first, by transformers and PEFT with the saved adapter. Seconds are those that the
-processor spent on the steps.
+A forward pass is counted on one batch: two for MeZO, with seeds from a pool as without, 2q for KZOO (MeZO of q directions),
+N + 1 for FZOO, 2q + 1 for HiZOO, four for exact gradients (the forward, its recomputation, and a backward of twice a forward).
+Accuracy is the share of held-out tokens that the model ranks first, by transformers and PEFT with the saved adapter. Seconds
+are those that the processor spent on the steps.
 
 Each method runs at each of its ``rates`` for ``--sweep-forwards``; the one with the lowest held-out loss then runs for
 ``--forwards``, and where it ends above that loss, because so long a run diverges, the next one does. Every run is written to
@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = {
     "exact (MeBP)": Case("mebp", 4, (2e-4, 1e-3), {"optimizer.name": "adamw"}),
     "MeZO": Case("mezo", 2, (1e-3, 3e-3), {"zo.epsilon": 1e-2}),
-    "KZOO": Case("mezo", 2, (1e-3, 3e-3), {"zo.epsilon": 1e-2, "zo.seed_pool": 4096}),
+    "MeZO, seeds of a pool": Case("mezo", 2, (1e-3, 3e-3), {"zo.epsilon": 1e-2, "zo.seed_pool": 4096}),
+    "KZOO": Case("mezo", 8, (1e-3, 3e-3), {"zo.epsilon": 1e-2, "zo.queries": 4}),
     "FZOO": Case(
         "mezo", 9, (3e-3, 1e-2), {"zo.kind": "fzoo", "zo.queries": 8, "zo.epsilon": 1e-2, "zo.noise": "rademacher"}
     ),

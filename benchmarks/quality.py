@@ -44,52 +44,65 @@ CODECS = {
 }  # fmt: skip
 
 
-def is_end(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) or name.endswith("lm_head")
+def is_end(name: str) -> bool:
+    return ("embed" in name and not is_position(name)) or name.startswith("lm_head")
 
 
-def is_first_or_last(name: str, module: nn.Module) -> bool:
-    return ".layers.0." in name or f".layers.{LAYERS - 1}." in name
+def is_position(name: str) -> bool:
+    return "position" in name
 
 
-def is_down(name: str, module: nn.Module) -> bool:
-    return name.endswith(("down_proj", "o_proj"))
+def is_router(name: str) -> bool:
+    return name.endswith((".gate.weight", ".router.weight"))
 
 
-EXEMPT: dict[str, Callable[[str, nn.Module], bool]] = {
-    "embedding and head": is_end,
-    "and the first and last block": lambda n, m: is_end(n, m) or is_first_or_last(n, m),
-    "and what is added to the stream": lambda n, m: is_end(n, m) or is_down(n, m),
+def is_down(name: str) -> bool:
+    return "down_proj" in name or "o_proj" in name
+
+
+EXEMPT: dict[str, Callable[[str, torch.Tensor], bool]] = {
+    "embedding and head": lambda n, w: is_end(n),
+    "and the first and last block": lambda n, w: is_end(n) or ".layers.0." in n or f".layers.{LAYERS - 1}." in n,
+    "and what is added to the stream": lambda n, w: is_end(n) or is_down(n),
+    "positions": lambda n, w: is_position(n),
+    "gates of one row": lambda n, w: len(w) == 1,
 }
 """Matrices that stay in 8 bits, beside the codec's row."""
 LAYERS = 0
+Chosen = Callable[[str, torch.Tensor], tuple[Codec, int]]
 
 
-def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with a weight that a codec encodes; a tied head once, as the embedding."""
-    seen = set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and id(module.weight) not in seen:
-            seen.add(id(module.weight))
-            yield name, module
+def matrices(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that a store encodes, and routers, which it does not; a tied head once, as the embedding."""
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if is_router(name) or (isinstance(owner, nn.Linear | nn.Embedding) and parameter.ndim == 2):
+            yield name, parameter.data
+        elif ".experts." in name and parameter.ndim == 3:
+            yield name, parameter.data.flatten(0, 1)
+
+
+def put(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    for name, weight in weights.items():
+        parameter = model.get_parameter(name)
+        parameter.data.copy_(weight.view_as(parameter))
 
 
 @contextmanager
-def rounded(model: nn.Module, codec_of: Callable[[str, nn.Module], tuple[Codec, int]]) -> Iterator[float]:
+def rounded(model: nn.Module, codec_of: Chosen, routers: bool = False) -> Iterator[float]:
     """The model with its matrices encoded and decoded, for a time; bits a weight."""
-    kept, nbytes, count = [], 0, 0
-    for name, module in matrices(model):
-        codec, size = codec_of(name, module)
-        weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
-        kept.append((module, weight))
+    kept, nbytes, count = {}, 0, 0
+    for name, weight in matrices(model):
+        if is_router(name) and not routers:
+            continue
+        codec, size = codec_of(name, weight)
+        kept[name] = weight.clone()
         layout = Layout(tuple(weight.shape), codec, group_size=size)
         buffer = encode_rows(weight, torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0)
-        made = decode_rows(buffer, layout, 0, layout.rows, torch.empty_like(weight))
-        module.weight.data = made  # type: ignore[union-attr]
+        put(model, {name: decode_rows(buffer, layout, 0, layout.rows, torch.empty_like(weight))})
         nbytes, count = nbytes + buffer.numel(), count + weight.numel()
     yield 8 * nbytes / count
-    for module, weight in kept:
-        module.weight.data = weight  # type: ignore[union-attr]
+    put(model, kept)
 
 
 @contextmanager
@@ -98,15 +111,12 @@ def bitsandbytes_nf4(model: nn.Module) -> Iterator[float]:
     over a matrix's rows end to end; it is given a group a row: without a GPU 0.50.2 decodes rows of 352 columns wrongly."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    kept = []
-    for _, module in matrices(model):
-        weight: torch.Tensor = module.weight.data  # type: ignore[assignment]
-        kept.append((module, weight))
+    kept = {name: weight.clone() for name, weight in matrices(model) if not is_router(name)}
+    for name, weight in kept.items():
         made = dequantize_4bit(*quantize_4bit(weight.view(-1, 64), blocksize=64, quant_type="nf4"))
-        module.weight.data = made.view_as(weight)  # type: ignore[union-attr]
+        put(model, {name: made.view_as(weight)})
     yield 4.5
-    for module, weight in kept:
-        module.weight.data = weight  # type: ignore[union-attr]
+    put(model, kept)
 
 
 @contextmanager
@@ -116,15 +126,13 @@ def calibrated(model: nn.Module, folder: Path, sequences: list[torch.Tensor], co
     from blockwalk.tiers.block_store.store import BlockStore
 
     pack(folder / "model", folder / f"{codec}", codec, sequences=sequences)
-    store, kept = BlockStore(folder / f"{codec}"), []
-    for name, module in matrices(model):
-        kept.append((module, module.weight.data))
-        module.weight.data = torch.empty_like(module.weight.data)  # type: ignore[arg-type, union-attr]
-        store.read_into(f"{name}.weight", module.weight.data)  # type: ignore[arg-type]
-    stored = sum(store.stored_as(f"{name}.weight").nbytes for name, _ in matrices(model))
-    yield 8 * stored / sum(module.weight.numel() for _, module in matrices(model))  # type: ignore[operator, union-attr]
-    for module, weight in kept:
-        module.weight.data = weight  # type: ignore[union-attr]
+    store = BlockStore(folder / f"{codec}")
+    kept = {name: weight.clone() for name, weight in matrices(model) if not is_router(name)}
+    for name in kept:
+        store.read_into(name, model.get_parameter(name).data)
+    stored = sum(store.stored_as(name).nbytes for name in kept)
+    yield 8 * stored / sum(weight.numel() for weight in kept.values())
+    put(model, kept)
 
 
 def fold(model: Any) -> None:
@@ -213,16 +221,19 @@ def main() -> None:
         print(f"{name:52}{bits:7.2f}{loss:9.4f}{loss - plain:+9.4f}", flush=True)
 
     for name, row in CODECS.items():
-        measure(name, rounded(model, lambda n, m, row=row: row))
+        measure(name, rounded(model, lambda n, w, row=row: row))
     for name in ("int4, 32", "int4a, 32"):
         for exempt, chosen in EXEMPT.items():
-            measure(
-                f"{name}; int8: {exempt}",
-                rounded(model, lambda n, m, e=chosen, r=CODECS[name]: (Codec.INT8, 32) if e(n, m) else r),
-            )
+            if any(chosen(*matrix) for matrix in matrices(model)):
+                measure(
+                    f"{name}; int8: {exempt}",
+                    rounded(model, lambda n, w, e=chosen, r=CODECS[name]: (Codec.INT8, 32) if e(n, w) else r),
+                )
+        if any(is_router(matrix) for matrix, _ in matrices(model)):
+            measure(f"{name}; and the routers, too", rounded(model, lambda n, w, r=CODECS[name]: r, routers=True))
     measure(
         "int4, 32; embedding and head alone",
-        rounded(model, lambda n, m: (Codec.INT4, 32) if is_end(n, m) else (Codec.FP32, 32)),
+        rounded(model, lambda n, w: (Codec.INT4, 32) if is_end(n) else (Codec.FP32, 32)),
     )
     try:
         measure("bitsandbytes' nf4, 64", bitsandbytes_nf4(model))

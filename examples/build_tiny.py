@@ -1,9 +1,10 @@
 """Make ``examples/tiny-llama/`` and ``examples/data/``: a small Llama of our own, its tokenizer and its data sets.
 
-    python examples/build_tiny.py [--steps 1500] [--out examples]
+    python examples/build_tiny.py [--steps 1500] [--out examples] [--family llama]
 
 Seeded: on one kind of machine the same files come out again. Under fifteen minutes on two cores. The model is trained in
-float32 with ``method: plain`` on documents of ``tiny_language.py`` and saved in bfloat16.
+float32 with ``method: plain`` on documents of ``tiny_language.py`` and saved in bfloat16. Other families learn the same
+language: ``opt`` has learned positions, ``qwen2_moe`` has routers and gates of one row (``benchmarks/quality.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import tiny_language
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import blockwalk
 from blockwalk.data.batching import Batch, Batches
@@ -70,29 +71,36 @@ def build_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model() -> LlamaForCausalLM:
-    """2.6 million parameters; every dimension is a multiple of 64, so that any codec's groups fit."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "opt": {"ffn_dim": 512, "word_embed_proj_dim": 192},
+    "qwen2_moe": {
+        "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def build_model(family: str = "llama") -> PreTrainedModel:
+    """2.6 million parameters (the Llama); every dimension is a multiple of 64, so that any codec's groups fit."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=6,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            initializer_range=0.04,
-        )
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **{"init_std" if family == "opt" else "initializer_range": 0.04},
+        **FAMILIES[family],
     )
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
-def train(model: LlamaForCausalLM, batches: Iterator[Batch], steps: int, folder: Path) -> None:
+def train(model: PreTrainedModel, batches: Iterator[Batch], steps: int, folder: Path) -> None:
     """Train with everything resident, the plain row of the table, and save in bfloat16."""
     plan = blockwalk.method(
         "plain",
@@ -115,7 +123,7 @@ def train(model: LlamaForCausalLM, batches: Iterator[Batch], steps: int, folder:
                 seconds = time.perf_counter() - started
                 print(f"step {result.step}/{steps}: loss {result.loss:.4f}, {seconds:.0f} s", flush=True)
         walker.save_pretrained(exact)
-        LlamaForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def language(count: int) -> list[str]:
@@ -148,8 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500, help=f"training steps of {BATCH_SIZE} documents")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder to write into")
+    parser.add_argument("--family", default="llama", choices=FAMILIES)
     options = parser.parse_args()
-    data, folder = options.out / "data", options.out / "tiny-llama"
+    data, folder = options.out / "data", options.out / f"tiny-{options.family}"
 
     write_data(data)
     tokenizer = build_tokenizer(tokenizer_documents())
@@ -157,7 +166,7 @@ def main() -> None:
     documents = language(options.steps * BATCH_SIZE)
     records = (Record({"text": text}, f"document {i}") for i, text in enumerate(documents))
     rows = encode(records, tokenizer, max_length=64, format=Format.TEXT)
-    train(build_model(), Batches(rows, BATCH_SIZE, padding_multiple=8), options.steps, folder)
+    train(build_model(options.family), Batches(rows, BATCH_SIZE, padding_multiple=8), options.steps, folder)
 
 
 if __name__ == "__main__":

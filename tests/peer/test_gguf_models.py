@@ -212,8 +212,10 @@ def test_a_file_that_cannot_be_read_gets_one_line(
     spoil(path)
     Path("data.jsonl").write_text('{"text": "abc"}\n')
     assert main.main(["train", "--model", "tiny.gguf", "--data.train", "data.jsonl"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = capsys.readouterr().err
     assert re.search(message, error), error
+    assert error.count("\n") == 1, error
+    assert "tiny.gguf" in error
     assert not Path("runs").exists() or not list(Path("runs").rglob("*.*"))
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftConfig
 
+from blockwalk.cli import main
 from blockwalk.cutting.skeleton import build_skeleton, load_config
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.models import hub as hub_files
 from blockwalk.models.folder import checkpoint_files, model_folder, repository, require_config, require_weights
 from blockwalk.plan.methods import method
+from blockwalk.report import card
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.walk.walker import Walker
@@ -99,6 +102,45 @@ def test_any_part_of_a_gguf_brings_the_others(
         source.weights(["model.norm.weight"])["model.norm.weight"], gguf_files.tiny("llama").model.norm.weight
     )
     assert not any(path.endswith("other.gguf") for path in hub.asked)
+
+
+def test_an_adapter_names_the_file_of_its_base(
+    hub: Hub, repos: dict[str, dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: PEFT and huggingface_hub, which read what it is to be put on; a repository alone would not say which."""
+    pytest.importorskip("gguf", reason="needs the gguf package")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "stands-for"))
+    (folder := tmp_path / "several").mkdir()
+    for name, kind in (("a.gguf", "Q8_0"), ("b.gguf", "F32")):
+        gguf_files.write(folder / name, gguf_files.tiny("llama"), kind)
+    monkeypatch.setitem(repos, "ours/several", {"main": folder})
+    (data := tmp_path / "data.jsonl").write_text('{"text": "abc abc"}\n' * 4)
+    arguments = [
+        "--model",
+        "ours/several/b.gguf@main",
+        "--data.train",
+        str(data),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    assert main.main(["train", *arguments, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"]) == 0
+    found = PeftConfig.from_pretrained(str(tmp_path / "run" / "adapter"))
+    assert (found.base_model_name_or_path, found.revision) == ("ours/several/b.gguf", "main")
+    written = card.write(tmp_path / "run") / "README.md"
+    assert ModelCard(written.read_text()).data["base_model"] == "ours/several"
+    assert (
+        main.main(
+            [
+                "merge",
+                found.base_model_name_or_path,
+                str(written.parent),
+                str(tmp_path / "merged"),
+                "--dtype",
+                "float32",
+            ]
+        )
+        == 0
+    )
 
 
 def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:

@@ -91,8 +91,10 @@ def test_every_form_is_read_as_it_lies(kind: str, family: str, made: Folders) ->
     assert torch.equal(arrived.rows(0, weight.shape[0]), model.state_dict()[name].flatten(1))
     files = [load_file(path) for path in folder.glob("*.safetensors")]
     stem = name.removesuffix(".weight") + ("_" if kind == "mxfp4" else ".")
-    left_out = ("weight_shape", "input_scale", "quant_state.bitsandbytes__nf4")
-    left_out += ("bias",) if kind == "mxfp4" else () if "act" in kind.split()[-1] else ("g_idx",)
+    left_out = ("weight_shape", "input_scale", "quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+    left_out += (
+        ("bias",) if kind == "mxfp4" else () if KINDS[kind][0].get("desc_act") or "actorder" in kind else ("g_idx",)
+    )
     bytes_read = sum(
         t.nbytes for part in files for key, t in part.items() if key.startswith(stem) and not key.endswith(left_out)
     )
@@ -131,14 +133,14 @@ def test_the_weights_are_those_that_transformers_decodes(kind: str, made: Folder
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_what_bitsandbytes_writes(nested: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True)])
+def test_what_bitsandbytes_writes(kind: str, nested: bool, tmp_path: Path) -> None:
     """Oracle: bitsandbytes, which quantises, saves and decodes."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the extra quantisers")
     from transformers import BitsAndBytesConfig
 
     quantised_files.tiny("bitsandbytes").save_pretrained(tmp_path / "dense")  # type: ignore[operator]
-    form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested)
+    form = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested)
     model = theirs(tmp_path / "dense", quantization_config=form)
     model.save_pretrained(tmp_path / "model")
     assert any("nested" in key for key in load_file(tmp_path / "model" / "model.safetensors")) == nested
@@ -319,8 +321,8 @@ def test_a_file_that_was_cut_off(made: Folders, tmp_path: Path, capsys: pytest.C
     shutil.copytree(made("gptq")[0], folder)
     path = folder / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    arguments = ["merge", str(folder), str(tmp_path), str(tmp_path / "out"), "--dtype", "bfloat16"]
-    assert main.main(arguments) == 2
+    assert main.main(["pack", str(folder), str(tmp_path / "out"), "--codec", "int8"]) == 2
+    assert re.search(rf"{path} is truncated: .*\n$", capsys.readouterr().err)
     with pytest.raises(ValueError, match=rf"{path} is truncated: .* ends at byte \d+, the file has \d+"):
         CheckpointFolder(folder, build_skeleton(folder))
     assert not (tmp_path / "out").exists()

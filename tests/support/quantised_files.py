@@ -28,13 +28,13 @@ def scales_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.rand(shape) * 0.02 + 0.002).to(dtype)
 
 
-def packed_in_32(codes: torch.Tensor, dim: int, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
-    """Eight codes of four bits along ``dim`` in one int32: code ``order[i]`` of them at bit 4·i (``pack`` of AutoGPTQ and
-    AutoAWQ, whose order is their ``order_map``)."""
-    codes = codes.transpose(0, dim)
-    out = torch.zeros(len(codes) // 8, *codes.shape[1:], dtype=torch.int32)
-    for i, place in enumerate(order):
-        out |= codes[place::8] << 4 * i
+def packed_in_32(codes: torch.Tensor, dim: int, order: tuple[int, ...] = (), bits: int = 4) -> torch.Tensor:
+    """The codes of ``bits`` bits along ``dim``, as many as fit, in one int32: code ``order[i]`` of them at bit bits·i (``pack``
+    of AutoGPTQ and AutoAWQ, whose order is their ``order_map``)."""
+    codes, each = codes.transpose(0, dim), 32 // bits
+    out = torch.zeros(len(codes) // each, *codes.shape[1:], dtype=torch.int32)
+    for i, place in enumerate(order or range(each)):
+        out |= codes[place::each] << bits * i
     return out.transpose(0, dim).contiguous()
 
 
@@ -42,15 +42,20 @@ def spread(block_values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return block_values.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
 
 
-def fp8(rows: int, columns: int, block: tuple[int, int] = (64, 32)) -> Made:
-    codes = (torch.randn(rows, columns) * 64).to(torch.float8_e4m3fn)
+def fp8(rows: int, columns: int, block: tuple[int, int] = (64, 32), dtype: torch.dtype = torch.float8_e4m3fn) -> Made:
+    codes = (torch.randn(rows, columns) * 64).to(dtype)
     scales = scales_of(rows // block[0], columns // block[1]) / 64
     return {".weight": codes, ".weight_scale_inv": scales}, codes.float() * spread(scales, *block)
 
 
-def bitsandbytes(rows: int, columns: int, nested: bool = False) -> Made:
-    codes, levels = drawn(16, rows * columns), torch.tensor(LEVELS)
-    said: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [rows, columns]}
+FP4 = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
+"""The levels of bitsandbytes' FP4 that are not negative (its ``get_4bit_type``: twelfths, of which the greatest is 12)."""
+
+
+def bitsandbytes(rows: int, columns: int, nested: bool = False, kind: str = "nf4") -> Made:
+    levels = torch.tensor(LEVELS if kind == "nf4" else [*FP4, *(-level for level in FP4)])
+    codes = drawn(16, rows * columns)
+    said: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [rows, columns]}
     scales = scales_of(rows * columns // 64)
     tensors: Tensors = {".absmax": scales}
     if nested:
@@ -60,20 +65,20 @@ def bitsandbytes(rows: int, columns: int, nested: bool = False) -> Made:
         scales = map_of[eight.int()] * outer.repeat_interleave(256)[: len(scales)] + 0.015625
         tensors = {".absmax": eight, ".nested_absmax": outer, ".nested_quant_map": map_of}
     tensors |= {"": (codes[::2] << 4 | codes[1::2]).to(torch.uint8).unsqueeze(1), ".quant_map": levels}
-    tensors[".quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    tensors[f".quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
     weights = levels[codes] * scales.repeat_interleave(64)
     return {f".weight{leaf}": tensor for leaf, tensor in tensors.items()}, weights.view(rows, columns)
 
 
-def gptq(rows: int, columns: int, *, desc_act: bool = False, less: int = 1, size: int = 32) -> Made:
+def gptq(rows: int, columns: int, *, desc_act: bool = False, less: int = 1, size: int = 32, bits: int = 4) -> Made:
     group_of = torch.arange(columns, dtype=torch.int32) // size
     if desc_act:
         group_of = group_of[torch.randperm(columns)]
-    codes, zeros = drawn(16, columns, rows), drawn(16, columns // size, rows)
+    codes, zeros = drawn(1 << bits, columns, rows), drawn(1 << bits, columns // size, rows)
     scales = scales_of(columns // size, rows, dtype=torch.float16)
     tensors = {
-        ".qweight": packed_in_32(codes, 0),
-        ".qzeros": packed_in_32(zeros, 1),
+        ".qweight": packed_in_32(codes, 0, bits=bits),
+        ".qzeros": packed_in_32(zeros, 1, bits=bits),
         ".scales": scales,
         ".g_idx": group_of,
     }
@@ -90,16 +95,19 @@ def awq(rows: int, columns: int, size: int = 32) -> Made:
     return tensors, weights.t().contiguous()
 
 
-def compressed(rows: int, columns: int, *, symmetric: bool = True, actorder: bool = False, size: int = 32) -> Made:
-    """pack-quantized: codes −8 to 7, stored with 8 added; zero points likewise, packed along the rows. ``actorder``: columns
-    name their groups."""
-    codes, zeros = drawn(16, rows, columns) - 8, drawn(16, rows, columns // size) - 8
+def compressed(
+    rows: int, columns: int, *, symmetric: bool = True, actorder: bool = False, size: int = 32, bits: int = 4
+) -> Made:
+    """pack-quantized: codes of four bits, −8 to 7, stored with 8 added; zero points likewise, packed along the rows; other
+    widths by their own half. ``actorder``: columns name their groups."""
+    half = 1 << bits - 1
+    codes, zeros = drawn(2 * half, rows, columns) - half, drawn(2 * half, rows, columns // size) - half
     zeros *= not symmetric
     scales = scales_of(rows, columns // size)
-    tensors = {".weight_packed": packed_in_32(codes + 8, 1), ".weight_scale": scales}
+    tensors = {".weight_packed": packed_in_32(codes + half, 1, bits=bits), ".weight_scale": scales}
     tensors[".weight_shape"] = torch.tensor([rows, columns])
     if not symmetric:
-        tensors[".weight_zero_point"] = packed_in_32(zeros + 8, 0)
+        tensors[".weight_zero_point"] = packed_in_32(zeros + half, 0, bits=bits)
     if not actorder:
         return tensors, (codes - zeros.repeat_interleave(size, 1)).float() * spread(scales, 1, size)
     group_of = tensors[".weight_g_idx"] = (torch.arange(columns, dtype=torch.int32) // size)[torch.randperm(columns)]
@@ -145,12 +153,28 @@ _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 _GROUP = {"num_bits": 4, "strategy": "group", "group_size": 32}
 KINDS: dict[str, tuple[dict[str, Any], Callable[..., Made]]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 32]}, fp8),
+    "fp8 e5m2": (
+        {"quant_method": "fp8", "weight_block_size": [64, 32]},
+        lambda rows, columns: fp8(rows, columns, dtype=torch.float8_e5m2),
+    ),
     "bitsandbytes": (_BNB, bitsandbytes),
     "bitsandbytes nested": (
         {**_BNB, "bnb_4bit_use_double_quant": True},
         lambda rows, columns: bitsandbytes(rows, columns, nested=True),
     ),
+    "bitsandbytes fp4": (
+        {**_BNB, "bnb_4bit_quant_type": "fp4"},
+        lambda rows, columns: bitsandbytes(rows, columns, kind="fp4"),
+    ),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq),
+    "gptq 2": (
+        {"quant_method": "gptq", "bits": 2, "group_size": 32, "desc_act": True},
+        lambda rows, columns: gptq(rows, columns, desc_act=True, bits=2),
+    ),
+    "gptq 8": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False},
+        lambda rows, columns: gptq(rows, columns, bits=8),
+    ),
     "gptq desc_act": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
         lambda rows, columns: gptq(rows, columns, desc_act=True),
@@ -169,7 +193,16 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., Made]]] = {
         _ct("pack-quantized", **_GROUP, symmetric=False, actorder="group"),
         lambda rows, columns: compressed(rows, columns, symmetric=False, actorder=True),
     ),
+    "compressed-tensors int2": (
+        _ct("pack-quantized", **_GROUP | {"num_bits": 2}, symmetric=False),
+        lambda rows, columns: compressed(rows, columns, symmetric=False, bits=2),
+    ),
+    "compressed-tensors int8 packed": (
+        _ct("pack-quantized", **_GROUP | {"num_bits": 8}),
+        lambda rows, columns: compressed(rows, columns, bits=8),
+    ),
     "compressed-tensors int8": (_ct("int-quantized", strategy="channel"), compressed_int8),
+    "compressed-tensors naive": (_ct("naive-quantized", strategy="channel"), compressed_int8),
     "compressed-tensors int8 asymmetric": (
         _ct("int-quantized", strategy="channel", symmetric=False),
         lambda rows, columns: compressed_int8(rows, columns, zero=-3),

@@ -45,7 +45,11 @@ CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer saved in a model's folder."""
+    """The tokenizer saved in a model's folder.
+
+    Raises:
+        ValueError: there is none, or none that transformers reads.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
@@ -53,7 +57,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{path}: no tokenizer could be loaded: {error}") from error
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{path}: no tokenizer could be loaded: {said}; read are tokenizer.json and the other files that"
+            " transformers saves of one, and a GGUF file's own: put those of the model there"
+        ) from error
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:

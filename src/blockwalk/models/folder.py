@@ -100,9 +100,10 @@ def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def repository(name: StrPath) -> tuple[str, str | None]:
-    """The name that an adapter gives its base, and the revision: of a hub's repository, or the path as it is and None."""
+    """The name that an adapter gives its base, and the revision: of a hub's repository, with the GGUF file in it that was
+    named, or the path as it is and None."""
     found = _of_hub(name)
-    return (found["repo"], found["revision"]) if found else (os.fspath(name), None)
+    return (found["repo"] + (found["file"] or ""), found["revision"]) if found else (os.fspath(name), None)
 
 
 def file_of(name: StrPath, file: str) -> Path:

@@ -34,7 +34,7 @@ def write(folder: str | Path) -> Path:
     library = "peft" if adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
     if not Path(model).exists():  # a name that the hub knows
-        head["base_model"], _ = repository(model)
+        head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures(run))
     sources = ", ".join(f"`{source}`" for source in ([train] if isinstance(train, str) else train))

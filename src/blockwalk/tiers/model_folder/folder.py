@@ -50,7 +50,7 @@ class CheckpointFolder:
             stored |= _READERS[Path(name).suffix](self.path / name, model)
             self._files[name] = MappedFile(self.path / name)
         stored = quantised.joined(self.path, stored)
-        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(model, stored, self._view, str(self.path))
+        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(model, stored, self._view, str(path))
 
     def _bytes(self, stored: StoredTensor) -> Bytes:
         if stored.parts:
