@@ -57,7 +57,7 @@ def is_router(name: str) -> bool:
 
 
 def is_down(name: str) -> bool:
-    return "down_proj" in name or "o_proj" in name
+    return any(f".{part}" in name for part in ("down_proj", "o_proj", "out_proj", "fc2"))
 
 
 EXEMPT: dict[str, Callable[[str, torch.Tensor], bool]] = {

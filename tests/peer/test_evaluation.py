@@ -17,6 +17,7 @@ from blockwalk.program.program import Lane
 from blockwalk.train.evaluation import HeldOut
 from tests.closed_form import test_data
 from tests.models import tiny_model
+from tests.ranks.processes import run_ranks
 
 tokenizer = test_data.tokenizer
 
@@ -95,10 +96,13 @@ def test_prompts_of_unequal_length_are_continued_as_by_themselves(kind: str) -> 
     assert written.tolist() == alone
 
 
-def test_generated_answers_are_scored(tokenizer: Any) -> None:
-    """A model of bytes that was never trained, and the texts that transformers decodes of it as right answers: all are found,
-    whatever the batches; another answer scores what its words share."""
+def answering(tokenizer: Any) -> tuple[Any, tuple[np.ndarray, ...], list[str]]:
+    """A model of bytes that was never trained, prompts, and what transformers lets it answer. It ends a line where it would say
+    Y, which only the first answer does."""
     model = tiny_model("llama", vocab_size=len(tokenizer)).eval()
+    line_end, letter = (tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in ("a\n", "Y"))
+    with torch.no_grad():
+        model.lm_head.weight[[line_end, letter]] = model.lm_head.weight[[letter, line_end]]
     prompts = tuple(
         np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in ("Q: 1?", "Question: 23?", "Why")
     )
@@ -108,9 +112,17 @@ def test_generated_answers_are_scored(tokenizer: Any) -> None:
             torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0),
             max_new_tokens=50,
             do_sample=False,
-            eos_token_id=[2, tokenizer("\n", add_special_tokens=False)["input_ids"][-1]],
+            eos_token_id=[2, line_end],
         )[0, len(prompt) :]
         written.append(tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0])
+    assert len(written[0]) < len(written[1]) - 20
+    return model, prompts, written
+
+
+def test_generated_answers_are_scored(tokenizer: Any) -> None:
+    """A model of bytes that was never trained, and the texts that transformers decodes of it as right answers: all are found,
+    whatever the batches; another answer scores what its words share."""
+    model, prompts, written = answering(tokenizer)
     rows = random_rows([4, 4, 4], [1, 1, 1], vocab=len(tokenizer))
     right = [(each,) for each in written]
     wrong = ("nothing of it",)
@@ -122,3 +134,27 @@ def test_generated_answers_are_scored(tokenizer: Any) -> None:
             assert found.exact_match == pytest.approx(np.mean([exact_match(text, a) for text, a in texts]))
             assert found.f1 == pytest.approx(np.mean([token_f1(text, a) for text, a in texts]))
     assert found.exact_match == pytest.approx(2 / 3)
+
+
+def _ask(rank: int, method: str, mesh: dict[str, int], asked: Answers, tokenizer: Any) -> tuple[Any, set[int]]:
+    model, _, _ = answering(tokenizer)
+    plan = blockwalk.method(method, mesh={"world": 2, **mesh}, compute_dtype="float32")
+    with blockwalk.Walker(model, plan, device="cpu") as walker:
+        walked, own = set(), walker.next_logits
+        walker.next_logits = lambda batch: walked.add(len(batch["input_ids"])) or own(batch)  # type: ignore[method-assign, func-returns-value]
+        found = HeldOut(asked, 2, DataSettings(), tokenizer=tokenizer).evaluate(walker)
+    return (found.f1, found.exact_match), walked
+
+
+@pytest.mark.parametrize(("method", "mesh"), [("mezo", {"data": 2}), ("mezo", {"perturb": 2}), ("zero3", {})])
+def test_ranks_share_the_questions(method: str, mesh: dict[str, int], tokenizer: Any) -> None:
+    """In batches of two each rank walks one question, and both know the figures of all: what transformers answers is right,
+    once with the last answer wrong. A batch's answers end at different places; gathered blocks are gathered to its last."""
+    _, prompts, written = answering(tokenizer)
+    rows = random_rows([4, 4, 4], [1, 1, 1], vocab=len(tokenizer))
+    for last, exact in ((written[2], 1.0), ("nothing of it", 2 / 3)):
+        asked = Answers(rows, prompts, ((written[0],), (written[1],), (last,)))
+        f1 = np.mean([1.0, 1.0, token_f1(written[2], (last,))])
+        for figures, walked in run_ranks(2, _ask, method, mesh, asked, tokenizer):
+            assert figures == (pytest.approx(f1), pytest.approx(exact))
+            assert walked == {1}

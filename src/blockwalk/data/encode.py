@@ -57,11 +57,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(
-            f"{path}: no tokenizer could be loaded: {said}; read are tokenizer.json and the other files that"
-            " transformers saves of one, and a GGUF file's own: put those of the model there"
-        ) from error
+        read = "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
+        raise ValueError(f"{path}: no tokenizer could be loaded ({read}): {' '.join(str(error).split())}") from error
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:

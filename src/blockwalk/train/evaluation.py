@@ -148,18 +148,20 @@ class HeldOut:
 
     def _generated(self, walker: Walker, asked: Answers, watch: Callable[[int], None]) -> tuple[float, float]:
         """F1 and exact match of answers that the walker writes, greedily, to the end of a line; prompts of like length go
-        together."""
+        together, and ranks share them."""
         line_end = self.tokenizer("a\n", add_special_tokens=False)["input_ids"][-1]
         stops = {line_end, self.tokenizer.eos_token_id} - {None}
         order = sorted(range(len(asked)), key=lambda row: len(asked.prompts[row]))
-        f1, exact = [], []
+        ranks, right = walker.ranks, []
         for start in range(0, len(order), self.batch_size):
             watch(start)
-            rows = order[start : start + self.batch_size]
-            ids_BS, mask_BS = left_padded([asked.prompts[row] for row in rows], asked.rows.pad_id)
-            written_BS = walker.generate(ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops)
-            for row, ids in zip(rows, written_BS[:, ids_BS.shape[1] :].tolist(), strict=True):
+            rows, said = order[start : start + self.batch_size], []
+            each = -(-len(rows) // ranks.world)
+            own = (rows * ranks.world)[ranks.rank * each :][:each]  # as many on each: the last ones may be asked twice
+            ids_BS, mask_BS = left_padded([asked.prompts[row] for row in own], asked.rows.pad_id)
+            written_BS = walker.generate(ids_BS, ANSWER_TOKENS, attention_mask=mask_BS, stop_ids=stops, shared=True)
+            for row, ids in zip(own, written_BS[:, ids_BS.shape[1] :].tolist(), strict=True):
                 answer = self.tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0]
-                f1.append(token_f1(answer, asked.answers[row]))
-                exact.append(exact_match(answer, asked.answers[row]))
-        return sum(f1) / len(f1), sum(exact) / len(exact)
+                said += [token_f1(answer, asked.answers[row]), exact_match(answer, asked.answers[row])]
+            right += [score for part in ranks.exchange(said) for score in part][: 2 * len(rows)]
+        return math.fsum(right[::2]) / len(order), math.fsum(right[1::2]) / len(order)

@@ -17,6 +17,7 @@ from blockwalk.cutting.skeleton import load_config
 from blockwalk.data.encode import Tokenizer
 from blockwalk.engine.engine import Engine
 from blockwalk.models.folder import model_folder
+from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.system.paths import StrPath
 
 
@@ -25,6 +26,7 @@ class Speaks(Protocol):
 
     device: torch.device
     engine: Engine
+    ranks: SharedForwards
 
     def next_logits(self, batch: Mapping[str, Any]) -> Tensor: ...
 
@@ -38,6 +40,7 @@ def generate(
     stop_ids: Iterable[int] = (),
     seed: int = 0,
     attention_mask: Tensor | None = None,
+    shared: bool = False,
 ) -> Tensor:
     """Continue prompts, a token a walk, with a key-value cache on the device: a method of the walker.
 
@@ -49,6 +52,7 @@ def generate(
         stop_ids: tokens that end a sequence; one that has ended repeats the first of them.
         seed: of the draws.
         attention_mask: int64 [B, S], 0 where a prompt is padding; none is unless given.
+        shared: ranks continue prompts of their own, as many each, and walk together until the last of all has ended.
 
     Returns:
         Prompts and continuations, int64 [B, S + new].
@@ -69,7 +73,7 @@ def generate(
     cache = {} if prefixed else {"past_key_values": DynamicCache(config=module.config), "use_cache": True}
     if padded := attention_mask is not None and not bool(attention_mask.all()):
         if prefixed:  # one by one: PEFT takes no positions, and padding would move the text away from the prefix
-            settings: dict[str, Any] = {"temperature": temperature, "stop_ids": sorted(stop_ids)}
+            settings: dict[str, Any] = {"temperature": temperature, "stop_ids": sorted(stop_ids), "shared": shared}
             written = [
                 generate(self, ids[mask.bool()][None], max_new_tokens, seed=seed + i, **settings)[0, int(mask.sum()) :]
                 for i, (ids, mask) in enumerate(zip(input_ids, attention_mask, strict=True))
@@ -99,7 +103,8 @@ def generate(
             fed_BS = torch.where(stopped_B.unsqueeze(1), stops[:1], fed_BS)
             stopped_B |= torch.isin(fed_BS.squeeze(1), stops)
         written_BS = torch.cat([written_BS, fed_BS], dim=1)
-        if len(stops) and bool(stopped_B.all()):
+        ended = len(stops) > 0 and bool(stopped_B.all())
+        if all(each for (each,) in self.ranks.exchange([ended])) if shared else ended:
             break
     return written_BS
 
