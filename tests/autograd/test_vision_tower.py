@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from blockwalk import Walker, method
 from blockwalk.cutting.adapters import load_adapter
@@ -43,15 +43,25 @@ KINDS: dict[str, dict[str, Any]] = {
         "text_config": {"intermediate_size_mlp": 48, "num_local_experts": 2, "interleave_moe_layer_step": 2},
         "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     },
+    "phi4_multimodal": {
+        "vision_config": {**VISION, "crop_size": 32},
+        "audio_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2, "nemo_conv_channels": 8,
+            "ext_pw_out_channel": 32,
+        },
+    },
 }  # fmt: skip
 """The parts of a configuration in which kinds of models differ; their text is TEXT."""
 
 
 def make(kind: str = "gemma3") -> Any:
     torch.manual_seed(0)
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    own = {**KINDS[kind], "text_config": {**TEXT, **special, **KINDS[kind].get("text_config", {})}}
-    config = AutoConfig.for_model(kind, **own)
+    text = {**TEXT, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **KINDS[kind].get("text_config", {})}
+    if (
+        kind == "phi4_multimodal"
+    ):  # its text stands in no part by itself, and its towers inside one that every text passes
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **text, **KINDS[kind])).float()
+    config = AutoConfig.for_model(kind, **{**KINDS[kind], "text_config": text})
     return AutoModelForImageTextToText.from_config(config).float()
 
 
@@ -93,7 +103,9 @@ def test_adapters_of_a_model_with_a_vision_tower(
     assert not gradients
 
 
-@pytest.mark.parametrize(("kind", "adapted"), [("mistral3", 14), ("qwen2_5_vl", 14), ("llama4", 8)])
+@pytest.mark.parametrize(
+    ("kind", "adapted"), [("mistral3", 14), ("qwen2_5_vl", 14), ("llama4", 8), ("phi4_multimodal", 8)]
+)
 def test_a_model_with_pictures_learns_text(kind: str, adapted: int, tmp_path: Path) -> None:
     """Oracle: PEFT's gradients, in transformers' whole class, which the saved adapter fits; the linear layers of the text but
     those where a mixture's experts stand in any layer."""
@@ -104,7 +116,9 @@ def test_a_model_with_pictures_learns_text(kind: str, adapted: int, tmp_path: Pa
         walker.step(batch)
         walker.save_pretrained(tmp_path / "adapter")
         gradients = walker.gradients(batch)
-        assert not [p.name for p in walker.spec.params() if "vision" in p.name or "visual" in p.name]
+        assert not [
+            p.name for p in walker.spec.params() if any(tower in p.name for tower in ("vision", "visual", "extend"))
+        ]
     assert len(gradients) == 2 * adapted
     control = load_adapter(model, tmp_path / "adapter").train()
     control(**batch, use_cache=False).loss.backward()

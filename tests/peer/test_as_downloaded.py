@@ -27,6 +27,14 @@ def safetensors(folder: Path, model: nn.Module, size: str = "5GB") -> Path:
     return folder
 
 
+def mixed(folder: Path, model: nn.Module) -> Path:
+    """Norms in float32, all else as it is."""
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.float()
+    return safetensors(folder, model)
+
+
 def pickled(folder: Path, model: nn.Module) -> Path:
     model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
@@ -42,6 +50,7 @@ def gguf(folder: Path, model: nn.Module, kind: str) -> Path:
 KINDS: dict[str, Any] = {
     "safetensors": safetensors,
     "safetensors in parts": lambda folder, model: safetensors(folder, model, "100KB"),
+    "safetensors of two dtypes": mixed,
     "torch.save": pickled,
     **{
         f"GGUF {kind}": lambda folder, model, kind=kind: gguf(folder, model, kind)

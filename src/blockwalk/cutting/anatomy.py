@@ -29,6 +29,8 @@ class Anatomy:
     """Modules outside the layers that are called after the last layer only."""
     head: str | None
     """The output embedding, or None."""
+    idle: tuple[str, ...]
+    """Modules of several parts outside the layers of which nothing is called, such as a vision tower; outermost only."""
     head_custom: bool = True
     """False where logits = cap·tanh(scale·(W·h + b)/cap) and the loss is the shifted cross-entropy of these."""
     soft_cap: float | None = None
@@ -98,6 +100,8 @@ class CallTrace:
     before: list[str] = field(default_factory=list)
     """Names of the pieces called before the first layer."""
     after: list[str] = field(default_factory=list)
+    alive: set[str] = field(default_factory=set)
+    """Names of all modules that are called, and of those around them."""
 
 
 def watch(
@@ -116,7 +120,11 @@ def watch(
         if name not in seen:
             seen.append(name)
 
-    called = [(module, partial(layer_called, name)) for name, module in layers.items()]
+    def called_at_all(name: str, _module: nn.Module, _args: Any) -> None:
+        trace.alive |= {name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)}
+
+    called = [(module, partial(called_at_all, name)) for name, module in model.named_modules()]
+    called += [(module, partial(layer_called, name)) for name, module in layers.items()]
     called += [(module, partial(piece_called, name)) for name, module in pieces(model, layers)]
     handles = [module.register_forward_pre_hook(hook) for module, hook in called]
     return handles + [module.register_forward_hook(layer_answered) for module in layers.values()]
@@ -138,12 +146,15 @@ def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace)
     whole: Any = model
     head_module = whole.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
+    alive, inside = {*trace.alive, ""}, tuple(f"{name}." for name in trace.calls)
+    dead = (n for m, n in names.items() if n not in alive and n.rpartition(".")[0] in alive and any(m.children()))
     return Anatomy(
         layer_parents=parents,
         returns=trace.returns,
         prologue=tuple(trace.before),
         epilogue=tuple(name for name in trace.after if name not in trace.before),
         head=names.get(head_module) if head_module is not None else None,
+        idle=tuple(name for name in dead if not name.startswith(inside)),
     )
 
 

@@ -49,8 +49,8 @@ class Units:
     pieces: list[Part]
     """Outermost modules outside the layers."""
     idle: tuple[str, ...]
-    """Those of them with modules of their own that a pass over text never calls, such as a vision tower, by name. Their
-    parameters belong to no unit: they are neither read nor held."""
+    """Modules outside the layers that a pass over text never calls, such as a vision tower, by name. Their parameters belong
+    to no unit: they are neither read nor held."""
     places: list[dict[str, list[ParameterPlace]]]
     """Each unit's parameters: canonical name → places. A tied parameter is the prologue's and has a place in the epilogue
     too."""
@@ -79,15 +79,13 @@ def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], st
     named = ((name, canonical(name), module) for name, module in model.named_modules())
     found = [item for item in named if item[1].rpartition(".")[0] in anatomy.layer_parents]
     layers = [Part(name, plain, index, module) for index, (name, plain, module) in enumerate(found, 1)]
-    others, idle = [], []
+    others = []
     for name, module in pieces(model, {part.name: part.module for part in layers}):
-        late = canonical(name) in anatomy.epilogue
-        others.append(Part(name, canonical(name), len(layers) + 1 if late else 0, module))
-        called = late or canonical(name) in anatomy.prologue
-        called = called or name.startswith("prompt_encoder.")  # PEFT's, outside the model
-        again = name == "word_embeddings" and hasattr(model, "peft_config")  # PEFT's second name of the embedding
-        if not called and (again or next(module.children(), None) is not None):
-            idle.append(name)
+        unit = len(layers) + 1 if canonical(name) in anatomy.epilogue else 0
+        others.append(Part(name, canonical(name), unit, module))
+    idle = [name for name, _ in model.named_modules() if canonical(name) in anatomy.idle]
+    if hasattr(model, "peft_config"):
+        idle.append("word_embeddings")  # its second name of the embedding
     return Units(layers, others, tuple(idle), [{} for _ in range(len(layers) + 2)])
 
 
