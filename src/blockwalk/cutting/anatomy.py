@@ -23,8 +23,6 @@ class Anatomy:
     """Containers whose children are the decoder layers."""
     returns: Mapping[str, int]
     """Layer class → length of the tuple that it returns, 0 where it returns the hidden state itself."""
-    prologue: tuple[str, ...]
-    """Modules outside the layers that are called before the first layer."""
     epilogue: tuple[str, ...]
     """Modules outside the layers that are called after the last layer only."""
     head: str | None
@@ -97,36 +95,24 @@ class CallTrace:
     calls: list[str] = field(default_factory=list)
     """Names of the layers, in the order of their calls."""
     returns: dict[str, int] = field(default_factory=dict)
-    before: list[str] = field(default_factory=list)
-    """Names of the pieces called before the first layer."""
-    after: list[str] = field(default_factory=list)
-    alive: set[str] = field(default_factory=set)
-    """Names of all modules that are called, and of those around them."""
+    late: dict[str, bool] = field(default_factory=dict)
+    """By the name of each module that is called: whether its first call came after a layer's."""
 
 
 def watch(
     model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hook every layer and piece so that the next run fills ``trace``; the caller removes the handles."""
+    """Hook every module so that the next run fills ``trace``; the caller removes the handles."""
 
-    def layer_called(name: str, _module: nn.Module, _args: Any) -> None:
-        trace.calls.append(name)
+    def called(name: str, _module: nn.Module, _args: Any) -> None:
+        trace.late.setdefault(name, bool(trace.calls))
+        if name in layers:
+            trace.calls.append(name)
 
     def layer_answered(module: nn.Module, _args: Any, output: Any) -> None:
         trace.returns[type(module).__name__] = len(output) if isinstance(output, tuple | list) else 0
 
-    def piece_called(name: str, _module: nn.Module, _args: Any) -> None:
-        seen = trace.after if trace.calls else trace.before
-        if name not in seen:
-            seen.append(name)
-
-    def called_at_all(name: str, _module: nn.Module, _args: Any) -> None:
-        trace.alive |= {name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)}
-
-    called = [(module, partial(called_at_all, name)) for name, module in model.named_modules()]
-    called += [(module, partial(layer_called, name)) for name, module in layers.items()]
-    called += [(module, partial(piece_called, name)) for name, module in pieces(model, layers)]
-    handles = [module.register_forward_pre_hook(hook) for module, hook in called]
+    handles = [module.register_forward_pre_hook(partial(called, name)) for name, module in model.named_modules()]
     return handles + [module.register_forward_hook(layer_answered) for module in layers.values()]
 
 
@@ -146,13 +132,13 @@ def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace)
     whole: Any = model
     head_module = whole.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    alive, inside = {*trace.alive, ""}, tuple(f"{name}." for name in trace.calls)
+    alive = {name.rsplit(".", depth)[0] for name in trace.late for depth in range(name.count(".") + 1)}
+    inside = tuple(f"{name}." for name in trace.calls)
     dead = (n for m, n in names.items() if n not in alive and n.rpartition(".")[0] in alive and any(m.children()))
     return Anatomy(
         layer_parents=parents,
         returns=trace.returns,
-        prologue=tuple(trace.before),
-        epilogue=tuple(name for name in trace.after if name not in trace.before),
+        epilogue=tuple(name for name, _ in pieces(model, layers) if trace.late.get(name)),
         head=names.get(head_module) if head_module is not None else None,
         idle=tuple(name for name in dead if not name.startswith(inside)),
     )
