@@ -96,7 +96,7 @@ class CallTrace:
     """Names of the layers, in the order of their calls."""
     returns: dict[str, int] = field(default_factory=dict)
     late: dict[str, bool] = field(default_factory=dict)
-    """By the name of each module that is called: whether its first call came after a layer's."""
+    """Name of each module that is called → whether its first call came after a layer's."""
 
 
 def watch(
