@@ -240,6 +240,7 @@ def speed(work: Work, rounds: int, figures: Figures) -> list[Bound]:
         taken["2 by themselves"].append(median([each["seconds"] for each in run_ranks(2, alone, work, timeout=300)]))
         for name, mesh in meshes.items():
             taken[name].append(run_ranks(2, steps, work, mesh, {}, timeout=300)[0]["seconds"])
+        print("  " + ", ".join(f"{name} {each[-1]:.2f}" for name, each in taken.items()), flush=True)
     figures["seconds a step"] = {name: median(each) for name, each in taken.items()}
     one = median(taken["1 rank"])
     figures["speed-up that the cores give at most"] = 2 * one / median(taken["2 by themselves"])
