@@ -115,32 +115,14 @@ def test_an_adapter_names_the_file_of_its_base(
         gguf_files.write(folder / name, gguf_files.tiny("llama"), kind)
     monkeypatch.setitem(repos, "ours/several", {"main": folder})
     (data := tmp_path / "data.jsonl").write_text('{"text": "abc abc"}\n' * 4)
-    arguments = [
-        "--model",
-        "ours/several/b.gguf@main",
-        "--data.train",
-        str(data),
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    assert main.main(["train", *arguments, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"]) == 0
-    found = PeftConfig.from_pretrained(str(tmp_path / "run" / "adapter"))
+    run = tmp_path / "run"
+    named = ["--model", "ours/several/b.gguf@main", "--data.train", str(data), "--output_dir", str(run)]
+    assert main.main(["train", *named, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"]) == 0
+    found = PeftConfig.from_pretrained(str(run / "adapter"))
     assert (found.base_model_name_or_path, found.revision) == ("ours/several/b.gguf", "main")
-    written = card.write(tmp_path / "run") / "README.md"
-    assert ModelCard(written.read_text()).data["base_model"] == "ours/several"
-    assert (
-        main.main(
-            [
-                "merge",
-                found.base_model_name_or_path,
-                str(written.parent),
-                str(tmp_path / "merged"),
-                "--dtype",
-                "float32",
-            ]
-        )
-        == 0
-    )
+    assert ModelCard((card.write(run) / "README.md").read_text()).data["base_model"] == "ours/several"
+    merged = [str(tmp_path / "merged"), "--dtype", "float32"]
+    assert main.main(["merge", found.base_model_name_or_path, str(run / "adapter"), *merged]) == 0
 
 
 def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:
