@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.loss import IGNORE, chunked_cross_entropy, chunked_losses
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
-
-IGNORED = -100
 
 
 @dataclass
@@ -57,7 +55,7 @@ def reference(
     logits_NV = (leaves[0] @ leaves[1].t() + leaves[2]).to(torch.promote_types(hidden_ND.dtype, torch.float32)) * scale
     if cap is not None:
         logits_NV = torch.tanh(logits_NV / cap) * cap
-    loss = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="sum", ignore_index=IGNORED)
+    loss = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="sum", ignore_index=IGNORE)
     return Reference(loss.detach(), *torch.autograd.grad(loss * factor, leaves))
 
 
@@ -74,7 +72,7 @@ def random_case(
     head_VD = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
     bias_V = torch.randn(vocab, generator=generator, dtype=torch.float64)
     labels_N = torch.randint(0, vocab, (tokens,), generator=generator)
-    labels_N[torch.randperm(tokens, generator=generator)[:ignored]] = IGNORED
+    labels_N[torch.randperm(tokens, generator=generator)[:ignored]] = IGNORE
     return hidden_ND.to(dtype), labels_N, head_VD.to(dtype), bias_V.to(dtype)
 
 
@@ -101,12 +99,11 @@ def test_any_shape_and_any_chunks(
     two = chunked_cross_entropy(
         hidden_ND, labels_N, Rows(head_VD), grad_scale=0.3, head_grad=head_grad, bias_grad=bias_grad, **options
     )
-    alone = chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=None, **options)
-    assert alone.grad_hidden_ND is None
-    for result in (one, two, alone):
-        assert result.tokens == int((labels_N != IGNORED).sum())
-        assert result.loss_sum.dtype == torch.float64
-        torch.testing.assert_close(result.loss_sum, theirs.loss_sum, rtol=1e-12, atol=1e-13)
+    (losses_N,) = chunked_losses([(hidden_ND, labels_N)], Rows(head_VD), **options)
+    assert not losses_N[labels_N == IGNORE].any()
+    for loss_sum in (one.loss_sum, two.loss_sum, losses_N.sum()):
+        assert loss_sum.dtype == torch.float64
+        torch.testing.assert_close(loss_sum, theirs.loss_sum, rtol=1e-12, atol=1e-13)
     for result in (one, two):
         torch.testing.assert_close(result.grad_hidden_ND, theirs.hidden_ND, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(head_grad - 1, theirs.head_VD, rtol=1e-9, atol=1e-12)
@@ -232,11 +229,11 @@ def test_the_loss_of_the_models_themselves(kind: str, extra: dict[str, float], t
 
     head.register_forward_pre_hook(keep)
     ids_BS = torch.randint(1, 97, (2, 11))
-    labels_BS = ids_BS.masked_fill(torch.rand(2, 11) < 0.3, IGNORED)
+    labels_BS = ids_BS.masked_fill(torch.rand(2, 11) < 0.3, IGNORE)
     loss = model(input_ids=ids_BS, labels=labels_BS, use_cache=False).loss
     loss.backward()
     assert seen[0].grad is not None
-    tokens = int((labels_BS[:, 1:] != IGNORED).sum())
+    tokens = int((labels_BS[:, 1:] != IGNORE).sum())
     ours = chunked_cross_entropy(
         seen[0].detach()[:, :-1].reshape(-1, 32),
         labels_BS[:, 1:].reshape(-1),
@@ -255,9 +252,9 @@ def test_no_label_that_counts() -> None:
     hidden_ND, _, head_VD, bias_V = random_case(6, 4, 10)
     head_grad = torch.full_like(head_VD, 2.0)
     ours = chunked_cross_entropy(
-        hidden_ND, torch.full((6,), IGNORED), Rows(head_VD), grad_scale=1.0, bias=bias_V, head_grad=head_grad
+        hidden_ND, torch.full((6,), IGNORE), Rows(head_VD), grad_scale=1.0, bias=bias_V, head_grad=head_grad
     )
-    assert (float(ours.loss_sum), ours.tokens) == (0.0, 0)
+    assert float(ours.loss_sum) == 0.0
     assert torch.equal(ours.grad_hidden_ND, torch.zeros_like(hidden_ND))
     assert torch.equal(head_grad, torch.full_like(head_VD, 2.0))
 
@@ -274,8 +271,6 @@ def test_what_it_refuses() -> None:
         chunked_cross_entropy(hidden_ND, labels_N[:5], Rows(head_VD), grad_scale=1.0)
     with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND.float(), labels_N, Rows(head_VD), grad_scale=1.0)
-    with pytest.raises(AssertionError, match="only the loss"):
-        chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=None, head_grad=torch.zeros(10, 4))
     with pytest.raises(AssertionError, match=r"accumulated in torch\.float64"):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=torch.zeros(10, 4))
     with pytest.raises(AssertionError):
@@ -331,11 +326,13 @@ def test_chunks_of_real_models_stay_within_the_budget(hidden: int, vocab: int, t
 
 
 def test_a_loss_alone_reads_the_head_once() -> None:
-    """Oracle: the loss that comes with a gradient, to the last bit, and the vocabulary: a head that is decoded or perturbed
-    when it is read is made once, however many chunks of tokens there are."""
+    """Oracle: the loss that comes with a gradient, and each batch's by itself, to the last bit, and the vocabulary: a head that
+    is decoded or perturbed when it is read is made once, however many batches and chunks of tokens there are."""
     generator = torch.Generator().manual_seed(0)
-    hidden_ND = torch.randn(1500, 768, generator=generator)
-    labels_N = torch.randint(0, 4000, (1500,), generator=generator)
+    batches = [
+        (torch.randn(tokens, 768, generator=generator), torch.randint(0, 4000, (tokens,), generator=generator))
+        for tokens in (1500, 37, 700)
+    ]
     read: list[int] = []
 
     class Counted(Rows):
@@ -344,10 +341,12 @@ def test_a_loss_alone_reads_the_head_once() -> None:
             return super().rows(start, stop)
 
     head = Counted(torch.randn(4000, 768, generator=generator))
-    losses = [torch.zeros(1500, dtype=torch.float64) for _ in range(2)]
-    alone = chunked_cross_entropy(hidden_ND, labels_N, head, grad_scale=None, losses_N=losses[0])
+    together = chunked_losses(batches, head)
     assert sum(read) == 4000
-    differentiated = chunked_cross_entropy(hidden_ND, labels_N, head, grad_scale=1.0, losses_N=losses[1])
-    assert sum(read) > 8000  # there were several chunks of tokens
-    assert torch.equal(alone.loss_sum, differentiated.loss_sum)
-    assert torch.equal(*losses)
+    for batch, losses_N in zip(batches, together, strict=True):
+        (alone_N,) = chunked_losses([batch], head)
+        assert torch.equal(losses_N, alone_N)
+    read.clear()
+    differentiated = chunked_cross_entropy(*batches[0], head, grad_scale=1.0)
+    assert sum(read) > 4000  # there were several chunks of tokens
+    torch.testing.assert_close(together[0].sum(), differentiated.loss_sum, rtol=1e-15, atol=0.0)

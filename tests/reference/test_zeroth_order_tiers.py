@@ -4,7 +4,8 @@ weights live, in whatever codec, however rarely they are written back."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def visits() -> Iterator[None]:
         yield
 
 
+VOCABULARY = 101
 Run = tuple[list[tuple[float, float | None]], float, dict[str, torch.Tensor]]
 SCHEDULE = {"learning_rate": 3e-2, "schedule": "linear", "total_steps": 12, "warmup_steps": 3}
 
@@ -339,6 +341,41 @@ def test_a_block_perturbed_once_for_all_micro_batches(
 def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
     values = estimator._values(op.unit, estimator._perturbation(op, state), state)
     estimator.engine.cut.bind(op.unit, values)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("noise", ["gaussian", "torch"])
+def test_a_head_perturbed_once_for_all_micro_batches(noise: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: steps on each micro-batch alone, whose losses add up, and the ranges of the head that a step on one perturbs.
+    Before, each micro-batch perturbed them anew."""
+    drawn: list[int] = []
+    perturb = PerturbedWeight._perturb
+
+    def counted(weight: PerturbedWeight, read: Any, shape: tuple[int, ...], *rest: Any, **where: Any) -> torch.Tensor:
+        if shape[0] == VOCABULARY and weight.scale:
+            drawn.append(shape[0])
+        return perturb(weight, read, shape, *rest, **where)
+
+    def losses(cuts: int, of: Any) -> Sequence[float]:
+        np.random.seed(0)  # which the seed of a step with torch's noise is drawn from
+        settings: Any = {"zo.noise": noise, "seed": 1, "optimizer": {"name": "sgd", "learning_rate": 0.0}}
+        plan = method("mezo", gradient_accumulation_steps=cuts, **settings)
+        with Walker(copy.deepcopy(model), plan, device="cpu") as walker:
+            drawn.clear()
+            walker.step(of)
+            return walker.estimator.entries[-1].losses
+
+    monkeypatch.setattr(PerturbedWeight, "_perturb", counted)
+    model, batch = tiny_model("llama", tied=tied), random_batch(8)
+    parts = [{name: tensor[at : at + 2] for name, tensor in batch.items()} for at in range(0, 8, 2)]
+    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    alone = [losses(1, part) for part in parts]
+    once = list(drawn)
+    together = losses(4, batch)
+    assert drawn == once != []
+    for at, loss in enumerate(together):
+        mean = math.fsum(count * each[at] for count, each in zip(counts, alone, strict=True)) / sum(counts)
+        assert loss == pytest.approx(mean, rel=1e-15)
 
 
 def test_a_unit_is_laid_out_once_a_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,6 @@ class Backprop:
             head_grad=engine.gradients.accumulator(trained),
             bias_grad=engine.gradients.accumulator(head.bias),
         )
-        assert result.grad_hidden_ND is not None
         seed_BSD = torch.zeros_like(normed_BSD)
         seed_BSD[:, :-1] = result.grad_hidden_ND.view(normed_BSD.shape[0], -1, normed_BSD.shape[-1])
         return result.loss_sum, normed_BSD, seed_BSD

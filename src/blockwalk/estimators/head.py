@@ -3,7 +3,7 @@ head is then never decoded whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from blockwalk.cutting.cut_model import CutModel
 from blockwalk.data.batching import row_losses
 from blockwalk.estimators.asked import Asked
 from blockwalk.numerics.codecs.weights import DenseWeight, JoinedWeight, LowRankSum, Weight
-from blockwalk.numerics.loss import chunked_cross_entropy, head_logits
+from blockwalk.numerics.loss import chunked_losses, head_logits
 from blockwalk.numerics.scratch import ScratchArena
 
 Matrix = Callable[[str], Weight]
@@ -110,7 +110,8 @@ class Ending:
             return row_losses(cut.logits(*given), self.batch["labels"])
         if not self.chunked:
             return own_loss(cut, *given, self.objective)
-        return self.losses(self.factors(), by_row=by_row)
+        (losses_B,) = row_losses_of(cut.head, [(self.factors(), self.labels_BS)], self.scratch)
+        return losses_B if by_row else losses_B.sum()
 
     @torch.no_grad()
     def factors(self) -> Factors:
@@ -118,24 +119,18 @@ class Ending:
         normed_BSD = self.cut.head_input(self.prologue, self.hidden_BSD, self.batch)
         return factors(self.cut.head, normed_BSD, self.matrix, self.vector)
 
-    @torch.no_grad()
-    def losses(self, of: Factors, *, by_row: bool) -> Tensor:
-        """The chunked loss of the batch repeated as often as the hidden states have it: its sum, or the sums of each row."""
-        hidden_BSD, weight, bias = of
-        hidden_ND = hidden_BSD[:, :-1].reshape(-1, hidden_BSD.shape[-1])
-        losses_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) if by_row else None
-        result = chunked_cross_entropy(
-            hidden_ND,
-            self.labels_BS[:, 1:].repeat(len(hidden_BSD) // len(self.labels_BS), 1).reshape(-1),
-            weight,
-            grad_scale=None,
-            bias=bias,
-            scale=self.cut.head.scale,
-            soft_cap=self.cut.head.soft_cap,
-            losses_N=losses_N,
-            scratch=self.scratch,
-        )
-        return result.loss_sum if losses_N is None else losses_N.view(len(hidden_BSD), -1).sum(1)
+
+def row_losses_of(
+    head: HeadSpec, batches: Sequence[tuple[Factors, Tensor]], scratch: ScratchArena | None
+) -> list[Tensor]:
+    """The chunked losses of batches that share one matrix and bias, which is read once for all: the sum over each sequence,
+    float64 [B], of each batch's factors and labels [B, S]."""
+    _, weight, bias = batches[0][0]
+    pairs = [
+        (h_BSD[:, :-1].reshape(-1, h_BSD.shape[-1]), labels_BS[:, 1:].reshape(-1)) for (h_BSD, *_), labels_BS in batches
+    ]
+    of_batches = chunked_losses(pairs, weight, bias=bias, scale=head.scale, soft_cap=head.soft_cap, scratch=scratch)
+    return [each.view(len(labels_BS), -1).sum(1) for each, (_, labels_BS) in zip(of_batches, batches, strict=True)]
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ when m grows. A head or a bias that is trained takes two passes, since its gradi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +37,8 @@ from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, spans
 
 CHUNK = 8192
 """Vocabulary rows of one range."""
+IGNORE = -100
+"""The label of a token that has none, as in torch's own loss."""
 
 
 @torch.no_grad()
@@ -70,12 +72,11 @@ takes 10 to 30 times as long."""
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """The loss summed over tokens that count (0-d float64, on the hidden state's device), how many those are, and
-    ``grad_scale``·d(loss_sum)/d(hidden) in the hidden state's dtype [N, D] (None where no gradient was asked for)."""
+    """The loss summed over tokens that count (0-d float64, on the hidden state's device), and
+    ``grad_scale``·d(loss_sum)/d(hidden) in the hidden state's dtype [N, D]."""
 
     loss_sum: Tensor
-    tokens: int
-    grad_hidden_ND: Tensor | None
+    grad_hidden_ND: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,33 @@ class _Head:
     bias: Tensor | None
     scale: float
     soft_cap: float | None
-    wide: torch.dtype
+    vocab_chunk: int | None
+    device: torch.device
     scratch: ScratchArena
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    @property
+    def edges(self) -> list[int]:
+        """Those of the vocabulary's chunks."""
+        return [*range(0, self.weight.shape[0], self.vocab_chunk or self.chunks(1)[1]), self.weight.shape[0]]
+
+    def chunks(self, tokens: int) -> tuple[int, int]:
+        """Tokens and vocabulary rows of one chunk."""
+        (vocab_size, hidden_size), size = self.weight.shape, self.weight.dtype.itemsize
+        capped, budget = self.soft_cap is not None, LOSS_BUDGET[self.device.type]
+        return chunk_sizes(tokens, hidden_size, vocab_size, size, soft_cap=capped, budget=budget)
+
+    def parts(self, hidden_ND: Tensor, labels_N: Tensor) -> Iterator[_Tokens]:
+        """The tokens that count, a chunk at a time, which have seen nothing yet."""
+        assert self.soft_cap is None or self.soft_cap > 0, self.soft_cap
+        kept_n, labels_n = _kept(hidden_ND, labels_N, self.weight)
+        size = self.chunks(max(1, len(kept_n)))[0]
+        for index_n, of_n in zip(torch.split(kept_n, size), torch.split(labels_n, size), strict=True):
+            if len(of_n):
+                yield _Tokens.of(self.device, index_n, of_n, self.edges, self.wide)
 
     def hidden(self, hidden_ND: Tensor, index_n: Tensor) -> Tensor:
         """The hidden states of n tokens, [f, D], scratch: f − n rows of zeros fill up the last tile of their products."""
@@ -195,26 +221,23 @@ def chunked_cross_entropy(
     labels_N: Tensor,
     head: Weight,
     *,
-    grad_scale: float | None,
+    grad_scale: float,
     bias: Tensor | None = None,
     scale: float = 1.0,
     soft_cap: float | None = None,
-    ignore_index: int = -100,
     head_grad: Tensor | None = None,
     bias_grad: Tensor | None = None,
-    losses_N: Tensor | None = None,
     vocab_chunk: int | None = None,
     scratch: ScratchArena | None = None,
 ) -> LossResult:
-    """The summed cross-entropy of ``labels_N`` under soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap).
+    """The summed cross-entropy of ``labels_N`` under soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap), and its gradients.
 
     Args:
         hidden_ND: hidden states after the final norm, in the head's dtype (the compute dtype).
-        labels_N: integers, already shifted: row i of the hidden states predicts label i. Best on the CPU, where they
-            are sorted: labels on an accelerator cost a synchronisation.
+        labels_N: integers, already shifted: row i of the hidden states predicts label i; :data:`IGNORE` where none. Best on the
+            CPU, where they are sorted: labels on an accelerator cost a synchronisation.
         head: the output matrix [V, D].
-        grad_scale: multiplies every gradient, 1/(tokens of the whole accumulated batch) for a mean loss; None computes
-            the loss alone.
+        grad_scale: multiplies every gradient, 1/(tokens of the whole accumulated batch) for a mean loss.
         bias: [V], any floating dtype, added in float32.
         scale: factor on the logits (cohere's ``logit_scale``, 1/granite's ``logits_scaling``).
         soft_cap: gemma2's ``final_logit_softcapping``; it applies after ``scale``.
@@ -222,79 +245,82 @@ def chunked_cross_entropy(
             the head) is added. R = D is the whole head, tied or not; a head with LoRA is [W, B] on [h, s·h·Aᵀ], where R
             is the rank.
         bias_grad: float32 [V], likewise for the bias.
-        losses_N: float64 [N] on the hidden state's device, into which each counted token's own loss is written.
         vocab_chunk: vocabulary rows of one chunk, instead of what :func:`chunk_sizes` says.
         scratch: buffers to keep for the next call.
 
     Raises:
         ValueError: a label outside the vocabulary.
     """
-    kept_n, labels_n = _kept(hidden_ND, labels_N, head, ignore_index)
-    assert soft_cap is None or soft_cap > 0, soft_cap
-    assert grad_scale is not None or (head_grad is None and bias_grad is None), "without it only the loss is computed"
-    device, dtype, tokens = hidden_ND.device, hidden_ND.dtype, len(labels_n)
-    grad_ND = None if grad_scale is None else torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    if tokens == 0:
-        return LossResult(loss_sum, 0, grad_ND)
-
-    wide = torch.promote_types(dtype, torch.float32)
+    device, dtype = hidden_ND.device, hidden_ND.dtype
+    layer = _Head(head, bias, scale, soft_cap, vocab_chunk, device, scratch or ScratchArena())
     for grad in (head_grad, bias_grad):
-        assert grad is None or grad.dtype == wide, f"gradients of a {dtype} model are accumulated in {wide}"
-    scratch = scratch or ScratchArena()
-    layer = _Head(head, bias, scale, soft_cap, wide, scratch)
-    vocab_size, hidden_size = head.shape
-    budget = LOSS_BUDGET[device.type]
-    capped = soft_cap is not None
-    token_chunk, chunk = chunk_sizes(tokens, hidden_size, vocab_size, dtype.itemsize, soft_cap=capped, budget=budget)
-    edges = [*range(0, vocab_size, vocab_chunk or chunk), vocab_size]
+        assert grad is None or grad.dtype == layer.wide, f"gradients of a {dtype} model are accumulated in {layer.wide}"
+    grad_ND = torch.zeros_like(hidden_ND, memory_format=torch.contiguous_format)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     two_passes = head_grad is not None or bias_grad is not None
-
-    parts: Iterable[_Tokens] = (
-        _Tokens.of(device, *of_part, edges, wide)
-        for of_part in zip(torch.split(kept_n, token_chunk), torch.split(labels_n, token_chunk), strict=True)
-    )
-    if grad_scale is None:
-        # The vocabulary is the outer loop: without the sums of a gradient a token takes three numbers along, and each chunk of
-        # the head is decoded (or perturbed) once for all.
-        parts = list(parts)
-        for place, (start, stop) in enumerate(pairwise(edges)):
-            weight_vD = head.rows(start, stop)
-            for part in parts:
-                _gather(layer, layer.hidden(hidden_ND, part.index_n), weight_vD, start, place, part, None)
-    for part in parts:
-        if grad_scale is not None:
-            assert grad_ND is not None
-            h_fD, size = layer.hidden(hidden_ND, part.index_n), len(part.labels_n)
-            sum_nD = scratch.take("sum", size, hidden_size, like=h_fD, dtype=wide).zero_()
-            for place, (start, stop) in enumerate(pairwise(edges)):
-                _gather(layer, h_fD, head.rows(start, stop), start, place, part, None if two_passes else sum_nD)
-            if two_passes:
-                _backward(layer, h_fD, edges, part, sum_nD, head_grad, bias_grad, grad_scale)
-                sum_nD.mul_(grad_scale)
-            else:
-                _finish(layer, part, sum_nD, grad_scale)
-            grad_ND.index_copy_(0, part.index_n, sum_nD if dtype == wide else h_fD[:size].copy_(sum_nD))
-        loss_n = part.loss_n
-        loss_sum += loss_n.sum()
-        if losses_N is not None:
-            losses_N.index_copy_(0, part.index_n, loss_n)
-    return LossResult(loss_sum, tokens, grad_ND)
+    for part in layer.parts(hidden_ND, labels_N):
+        h_fD, size = layer.hidden(hidden_ND, part.index_n), len(part.labels_n)
+        sum_nD = layer.scratch.take("sum", size, hidden_ND.shape[1], like=h_fD, dtype=layer.wide).zero_()
+        for place, (start, stop) in enumerate(pairwise(layer.edges)):
+            _gather(layer, h_fD, head.rows(start, stop), start, place, part, None if two_passes else sum_nD)
+        if two_passes:
+            _backward(layer, h_fD, part, sum_nD, head_grad, bias_grad, grad_scale)
+            sum_nD.mul_(grad_scale)
+        else:
+            _finish(layer, part, sum_nD, grad_scale)
+        grad_ND.index_copy_(0, part.index_n, sum_nD if dtype == layer.wide else h_fD[:size].copy_(sum_nD))
+        loss_sum += part.loss_n.sum()
+    return LossResult(loss_sum, grad_ND)
 
 
-def _kept(hidden_ND: Tensor, labels_N: Tensor, head: Weight, ignore_index: int) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def chunked_losses(
+    batches: Sequence[tuple[Tensor, Tensor]],
+    head: Weight,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    vocab_chunk: int | None = None,
+    scratch: ScratchArena | None = None,
+) -> list[Tensor]:
+    """Each token's cross-entropy, float64 [N], of several batches' hidden states and labels; 0 where that is :data:`IGNORE`.
+
+    The arguments are those of :func:`chunked_cross_entropy`. Here the vocabulary is the outer loop: without the sums of a
+    gradient a token takes three numbers along, and each chunk of the head is decoded, or perturbed, once for all. Batches
+    are multiplied apart, so that each has the bits that it has by itself.
+
+    Raises:
+        ValueError: a label outside the vocabulary.
+    """
+    layer = _Head(head, bias, scale, soft_cap, vocab_chunk, batches[0][0].device, scratch or ScratchArena())
+    losses = [hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float64) for hidden_ND, _ in batches]
+    pairs = zip(batches, losses, strict=True)
+    parts = [
+        (hidden_ND, own_N, part) for (hidden_ND, labels_N), own_N in pairs for part in layer.parts(hidden_ND, labels_N)
+    ]
+    for place, (start, stop) in enumerate(pairwise(layer.edges)):
+        weight_vD = head.rows(start, stop)
+        for hidden_ND, _, part in parts:
+            _gather(layer, layer.hidden(hidden_ND, part.index_n), weight_vD, start, place, part, None)
+    for _, losses_N, part in parts:
+        losses_N.index_copy_(0, part.index_n, part.loss_n)
+    return losses
+
+
+def _kept(hidden_ND: Tensor, labels_N: Tensor, head: Weight) -> tuple[Tensor, Tensor]:
     """The tokens that count, by label: their indices and labels, both on the CPU."""
     vocab_size, hidden_size = head.shape
     assert hidden_ND.shape == (*labels_N.shape, hidden_size), (hidden_ND.shape, labels_N.shape, head.shape)
     assert hidden_ND.dtype == head.dtype, (hidden_ND.dtype, head.dtype)
     labels_N = labels_N.to("cpu", torch.int64)
-    kept_n = (labels_N != ignore_index).nonzero().squeeze(1)
+    kept_n = (labels_N != IGNORE).nonzero().squeeze(1)
     labels_n, order_n = labels_N[kept_n].sort(stable=True)
     if len(labels_n) and (labels_n[0] < 0 or labels_n[-1] >= vocab_size):
         wrong = int(labels_n[0] if labels_n[0] < 0 else labels_n[-1])
         raise ValueError(
             f"label {wrong} is outside the vocabulary of {vocab_size} tokens; "
-            f"positions without a loss are marked with ignore_index = {ignore_index}"
+            f"positions without a loss are marked with ignore_index = {IGNORE}"
         )
     return kept_n[order_n], labels_n
 
@@ -338,7 +364,6 @@ def _finish(layer: _Head, part: _Tokens, sum_nD: Tensor, grad_scale: float) -> N
 def _backward(
     layer: _Head,
     h_fD: Tensor,
-    edges: list[int],
     part: _Tokens,
     sum_nD: Tensor,
     head_grad: Tensor | None,
@@ -350,7 +375,7 @@ def _backward(
     weight_n1 = (part.weight_n * layer.scale).to(layer.wide).unsqueeze(1)
     label_n1 = (part.miss_n * -layer.scale).to(layer.wide).unsqueeze(1)
     labels_n = part.labels_n
-    for (start, stop), (low, high) in zip(pairwise(edges), pairwise(part.bounds), strict=True):
+    for (start, stop), (low, high) in zip(pairwise(layer.edges), pairwise(part.bounds), strict=True):
         weight_vD = layer.weight.rows(start, stop)
         g_nv, slope_nv = layer.logits(h_fD, len(labels_n), weight_vD, start)
         layer.exp_below(g_nv, part.maximum_n).mul_(weight_n1)

@@ -25,7 +25,7 @@ from blockwalk.cutting.calls import joined_call
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Ending, Matrix, Vector, joined
+from blockwalk.estimators.head import Ending, Matrix, Vector, joined, row_losses_of
 from blockwalk.estimators.zeroth_order.objectives import Objective, ranked
 from blockwalk.estimators.zeroth_order.perturbed_weight import (
     Perturbation,
@@ -33,10 +33,11 @@ from blockwalk.estimators.zeroth_order.perturbed_weight import (
     perturbed_at_once,
     with_scales,
 )
-from blockwalk.estimators.zeroth_order.step import IGNORE, Batch, Step
+from blockwalk.estimators.zeroth_order.step import Batch, Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve, trained_in_order
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.loss import IGNORE
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
@@ -223,25 +224,31 @@ class ZerothOrder:
             objective=objective,
             scratch=self.loss_scratch,
         )
-        if training and ending.chunked and NOISES[self.plan.zo.noise].beside:
-            state.factors.setdefault(m, {})[op.forward_pass] = ending.factors()
-            if m not in (other for other, _ in state.hidden):
-                self._losses_together(m, ending, state)
+        if training and ending.chunked:
+            state.factors[key] = ending.factors()
+            self._losses_together(key, state)
         elif training:
             state.losses[key] = ending.loss(by_row=state.by_row)
         else:
             state.answers.take(ending, state.asked, m, state.counted[m])
         self.engine.unbind(op.unit)
 
-    def _losses_together(self, m: int, ending: Ending, state: Step) -> None:
-        """The losses of a micro-batch's forwards, whose head is one W plus thin factors of each: all but those with a bias as
-        one batch."""
-        found = state.factors.pop(m)
-        biased = any(bias is not None for _, _, bias in found.values())
-        for of_passes in [{p: each} for p, each in found.items()] if biased else [found]:
-            sums_PB = ending.losses(joined(of_passes, len(state.passes)), by_row=True).view(len(of_passes), -1)
-            for p, sums_B in zip(of_passes, sums_PB, strict=True):
-                state.losses[m, p] = sums_B if state.by_row else sums_B.sum()
+    def _losses_together(self, key: tuple[int, int], state: Step) -> None:
+        """The losses of a pass on all micro-batches, once each has come here: the head is perturbed once for them. Where heads
+        are one W beside thin factors, those of all passes on a micro-batch, as one batch, but where they have a bias."""
+        m, bias = key[0], state.factors[key][2]
+        beside = NOISES[self.plan.zo.noise].beside
+        shared = slice(None) if beside and bias is not None else slice(1) if beside else slice(1, 2)
+        if any(other[shared] == key[shared] for other in state.hidden):
+            return
+        found = {k: state.factors.pop(k) for k in list(state.factors) if k[shared] == key[shared]}
+        batches = [(each, state.labels[m]) for (m, _), each in found.items()]
+        if beside:
+            together = joined({p: each for (_, p), each in found.items()}, len(state.passes))
+            batches = [(together, state.labels[m].repeat(len(found), 1))]
+        rows = torch.cat(row_losses_of(self.engine.cut.head, batches, self.loss_scratch))
+        for k, losses_B in zip(found, torch.split(rows, [len(state.labels[m]) for m, _ in found]), strict=True):
+            state.losses[k] = losses_B if state.by_row else losses_B.sum()
 
     # ---- weights as a forward sees them -----------------------------------------------------------------------------
 

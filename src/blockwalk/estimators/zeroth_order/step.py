@@ -13,7 +13,6 @@ from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.head import Answers, Factors
 
 Batch = Mapping[str, Tensor]
-IGNORE = -100
 
 
 @dataclass(slots=True)
@@ -34,8 +33,8 @@ class Step:
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     joined: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     """Arguments of blocks that go to several forwards at once, by the identities of those of each."""
-    factors: dict[int, dict[int, Factors]] = field(default_factory=dict)
-    """Those of the head, by micro-batch and forward pass, where the losses of all passes are computed together."""
+    factors: dict[tuple[int, int], Factors] = field(default_factory=dict)
+    """Those of the head, of forwards whose losses are yet to be computed."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
