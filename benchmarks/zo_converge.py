@@ -104,6 +104,7 @@ CASES |= {
     "Gaussian": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3}}),
     "Rademacher": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "rademacher"}}),
     "low rank": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "noise": "lowrank", "noise_rank": 4}}),
+    "64 directions": Case("mezo", 2, TWO_POINT, {"zo": {"epsilon": 1e-3, "seed_pool": 64}}),
     "scales, int8": scales("int8", 1e-5, (1e-8, 3e-8)),
     "scales, int4": scales("int4", 1e-4, (1e-6, 1e-5)),
     "int4, clipped": scales("int4", 1e-4, (1e-5,), clip=50.0),

@@ -2,10 +2,10 @@
 
 Full-parameter float32 training of random weights at true dimensions. Cases that are compared take one step each in turn, round
 after round, every other round in the opposite order; a ratio is the median, over rounds (over cycles of ``flush_every`` rounds,
-where that is not 1), of those within one round, so that drift of the machine meets both alike. Few are compared at a time: on
-a virtual machine whose host takes idle memory back, what waited for many others may page its weights in again. Peak memory is
-that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned first, among
-``--flush``.
+where that is not 1), of those within one round, so that drift of the machine meets both alike. Few are compared at a time, the
+offloaded cases by twos: on a virtual machine whose host takes idle memory back, what waited for others may page its weights in
+again. Peak memory is that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned
+first, among ``--flush``.
 
     python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2]
         [--noise gaussian] [--no-naive] [--no-ablations] [--no-memory]
@@ -188,26 +188,22 @@ def main() -> None:
         print(f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {load:.1f}")
         print(f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8}")
         noises, resident = arguments.noise, [(zo_runs.MEZO, noise) for noise in arguments.noise]
-        groups = [[each, *((case, each[1]) for case in OFFLOADED)] for each in resident]
-        if arguments.naive:
-            groups.append([(zo_runs.NAIVE, ""), *resident])
+        pairs = [[each, (case, each[1])] for each in resident for case in OFFLOADED]
+        beside_naive = [[(zo_runs.NAIVE, ""), *resident]] if arguments.naive else []
+        for cases in (*pairs, *beside_naive):
+            seconds = measure(name, cases, flush_every, arguments)
+            figures += rows(name, seconds, flush_every, arguments)
+            for case, noise in cases[1:]:
+                (other, _), own = cases[0], seconds[case, noise]
+                least = BY_NAIVE if other == zo_runs.NAIVE else OFFLOADED[case]
+                found = ratio(own, seconds[cases[0]])
+                bounds.append(Bound(f"{name}, {noise}: {case} by {other}", found, least, at_most=False))
         if arguments.ablations:
-            groups.append([(case, noises[0]) for case in (zo_runs.MEZO, *zo_runs.ABLATIONS)])
-        found = []
-        for cases in groups:
-            found.append(measure(name, cases, flush_every, arguments))
-            figures += rows(name, found[-1], flush_every, arguments)
+            cases = [(case, noises[0]) for case in (zo_runs.MEZO, *zo_runs.ABLATIONS)]
+            figures += rows(name, measure(name, cases, flush_every, arguments), flush_every, arguments)
         if arguments.memory:
             held = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
             figures += [{"model": name, "case": case, **bytes_} for case, bytes_ in held.items()]
-        for noise, seconds in zip(noises, found, strict=False):
-            for case, least in OFFLOADED.items():
-                offloaded = ratio(seconds[case, noise], seconds[zo_runs.MEZO, noise])
-                bounds.append(Bound(f"{name}, {noise}: {case} by mezo", offloaded, least, at_most=False))
-            if arguments.naive:
-                together = found[len(noises)]
-                by_naive = ratio(together[zo_runs.MEZO, noise], together[zo_runs.NAIVE, ""])
-                bounds.append(Bound(f"{name}, {noise}: mezo by naive MeZO", by_naive, BY_NAIVE, at_most=False))
     finish(arguments, figures, bounds)
 
 
