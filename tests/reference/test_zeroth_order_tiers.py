@@ -16,6 +16,7 @@ from torch import nn
 
 from blockwalk import method
 from blockwalk.engine.bucket_tensors import BucketTensors, tensors_in
+from blockwalk.estimators.zeroth_order.draws import LowRank
 from blockwalk.estimators.zeroth_order.estimator import ZerothOrder
 from blockwalk.estimators.zeroth_order.perturbed_weight import PerturbedWeight
 from blockwalk.estimators.zeroth_order.step import Step
@@ -344,28 +345,44 @@ def bind_anew(estimator: ZerothOrder, op: Op, state: Step) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("noise", ["gaussian", "torch"])
-def test_a_head_perturbed_once_for_all_micro_batches(noise: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: steps on each micro-batch alone, whose losses add up, and the ranges of the head that a step on one perturbs.
-    Before, each micro-batch perturbed them anew."""
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zo.noise": "gaussian"},
+        {"zo.noise": "torch"},
+        {"zo.noise": "lowrank"},
+        {"zo.target": "scales", "trainable": "device × int4"},
+    ],
+)
+def test_a_head_perturbed_once_for_all_micro_batches(
+    settings: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: steps on each micro-batch alone, whose losses add up, and the ranges, factors and scales of the head that a step
+    on one draws. Before, each micro-batch drew them anew."""
     drawn: list[int] = []
-    perturb = PerturbedWeight._perturb
+    perturb, factors_of = PerturbedWeight._perturb, LowRank.factors
 
     def counted(weight: PerturbedWeight, read: Any, shape: tuple[int, ...], *rest: Any, **where: Any) -> torch.Tensor:
         if shape[0] == VOCABULARY and weight.scale:
             drawn.append(shape[0])
         return perturb(weight, read, shape, *rest, **where)
 
+    def counted_factors(noise: LowRank, rows: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(rows) == VOCABULARY:
+            drawn.append(len(rows))
+        return factors_of(noise, rows, *rest)
+
     def losses(cuts: int, of: Any) -> Sequence[float]:
         np.random.seed(0)  # which the seed of a step with torch's noise is drawn from
-        settings: Any = {"zo.noise": noise, "seed": 1, "optimizer": {"name": "sgd", "learning_rate": 0.0}}
-        plan = method("mezo", gradient_accumulation_steps=cuts, **settings)
+        optimizer = {"name": "sgd", "learning_rate": 0.0}
+        plan = method("mezo", gradient_accumulation_steps=cuts, seed=1, optimizer=optimizer, **settings)
         with Walker(copy.deepcopy(model), plan, device="cpu") as walker:
             drawn.clear()
             walker.step(of)
             return walker.estimator.entries[-1].losses
 
     monkeypatch.setattr(PerturbedWeight, "_perturb", counted)
+    monkeypatch.setattr(LowRank, "factors", counted_factors)
     model, batch = tiny_model("llama", tied=tied), random_batch(8)
     parts = [{name: tensor[at : at + 2] for name, tensor in batch.items()} for at in range(0, 8, 2)]
     counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]

@@ -24,8 +24,8 @@ COUNTED = (OpKind.FORWARD, OpKind.UPDATE)
 
 def finds_copy(op: Op, plan: Plan) -> bool:
     """Whether a forward finds its block, or a loss its head, perturbed already, for an earlier micro-batch of its pass."""
-    copied = plan.loss == "chunked" if op.kind is OpKind.LOSS else op.kind is OpKind.FORWARD and plan.copies_blocks
-    return copied and op.micro_batch >= plan.mesh.data
+    copied = {OpKind.LOSS: plan.loss == "chunked", OpKind.FORWARD: plan.copies_blocks}
+    return op.micro_batch >= plan.mesh.data and copied.get(op.kind, False)
 
 
 def launches(op: Op, places: Placements) -> int:

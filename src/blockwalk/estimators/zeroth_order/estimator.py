@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -208,9 +208,9 @@ class ZerothOrder:
 
     @torch.no_grad()
     def _loss(self, op: Op, state: Step) -> None:
-        m, cut, training = op.micro_batch, self.engine.cut, state.asked.training
-        key, batch = (m, op.forward_pass), state.batches[m]
-        perturbation = self._perturbation(op, state)
+        m, p, cut, training = op.micro_batch, op.forward_pass, self.engine.cut, state.asked.training
+        key, batch = (m, p), state.batches[m]
+        state.readers = {p: state.readers.get(p) or self._readers(self._perturbation(op, state))}
         self._bind(op, state)
         objective = self.function if training else None
         ending = Ending(
@@ -219,7 +219,7 @@ class ZerothOrder:
             state.hidden.pop(key),
             batch,
             state.labels[m],
-            *self._readers(perturbation),
+            *state.readers[p],
             chunked=self.chunked and objective is None,
             objective=objective,
             scratch=self.loss_scratch,
@@ -236,8 +236,7 @@ class ZerothOrder:
     def _losses_together(self, key: tuple[int, int], state: Step) -> None:
         """The losses of a pass on all micro-batches, once each has come here: the head is perturbed once for them. Where heads
         are one W beside thin factors, those of all passes on a micro-batch, as one batch, but where they have a bias."""
-        m, bias = key[0], state.factors[key][2]
-        beside = NOISES[self.plan.zo.noise].beside
+        beside, (_, _, bias) = NOISES[self.plan.zo.noise].beside, state.factors[key]
         shared = slice(None) if beside and bias is not None else slice(1) if beside else slice(1, 2)
         if any(other[shared] == key[shared] for other in state.hidden):
             return
@@ -245,7 +244,7 @@ class ZerothOrder:
         batches = [(each, state.labels[m]) for (m, _), each in found.items()]
         if beside:
             together = joined({p: each for (_, p), each in found.items()}, len(state.passes))
-            batches = [(together, state.labels[m].repeat(len(found), 1))]
+            batches = [(together, state.labels[key[0]].repeat(len(found), 1))]
         rows = torch.cat(row_losses_of(self.engine.cut.head, batches, self.loss_scratch))
         for k, losses_B in zip(found, torch.split(rows, [len(state.labels[m]) for m, _ in found]), strict=True):
             state.losses[k] = losses_B if state.by_row else losses_B.sum()
@@ -310,9 +309,11 @@ class ZerothOrder:
         """Functions that read the head's matrices and vectors, perturbed where they are trained."""
         home = self.engine.buckets.home
 
+        @cache
         def matrix(name: str) -> Weight:
             return self._perturbed(name, perturbation).lazily() if name in home else self.engine.weight(name)
 
+        @cache
         def vector(name: str | None) -> torch.Tensor | None:
             return self._perturbed(name, perturbation).whole() if name in home else self.engine.vector(name)
 

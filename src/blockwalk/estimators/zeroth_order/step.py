@@ -10,7 +10,7 @@ from torch import Tensor
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.cutting.calls import Prologue
 from blockwalk.estimators.asked import Asked
-from blockwalk.estimators.head import Answers, Factors
+from blockwalk.estimators.head import Answers, Factors, Matrix, Vector
 
 Batch = Mapping[str, Tensor]
 
@@ -35,6 +35,8 @@ class Step:
     """Arguments of blocks that go to several forwards at once, by the identities of those of each."""
     factors: dict[tuple[int, int], Factors] = field(default_factory=dict)
     """Those of the head, of forwards whose losses are yet to be computed."""
+    readers: dict[int, tuple[Matrix, Vector]] = field(default_factory=dict)
+    """What reads the head's parameters in the forward pass that came last, for all micro-batches."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
