@@ -36,7 +36,7 @@ class Step:
     factors: dict[tuple[int, int], Factors] = field(default_factory=dict)
     """Those of the head, of forwards whose losses are yet to be computed."""
     readers: dict[int, tuple[Matrix, Vector]] = field(default_factory=dict)
-    """What reads the head's parameters in the forward pass that came last, for all micro-batches."""
+    """Functions that read the head's parameters in the forward pass that came last, for all micro-batches."""
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """The answer of each forward, where it was computed: 0-d, a sum over tokens (chunked) or the model's or function's own
     mean; where losses are by row, one for each sequence."""
