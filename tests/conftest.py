@@ -16,6 +16,9 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     settings.load_profile("ci")  # the same examples in every run there; elsewhere new ones each time
 
+os.register_at_fork(after_in_child=gc.freeze)
+"""A forked process collects nothing that it inherits: garbage of an earlier test may own a thread, which is not there to join."""
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out, under ``-m fast``, modules and folders that have no such test: collecting them would import torch."""

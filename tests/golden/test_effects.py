@@ -55,10 +55,8 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
             found.add(("forward", op.unit, op.micro_batch))
         if not zeroth and trains and op.kind not in (OpKind.PROLOGUE, OpKind.FORWARD):
             found.add(("differentiate",))
-        makes_copies = (
-            op.kind is OpKind.LOSS or op.micro_batch < plan.mesh.data
-        )  # those of a pass's first micro-batch serve all
-        if zeroth and trains and plan.zo.noise != "mezo" and makes_copies:
+        first = op.micro_batch < plan.mesh.data  # what is made for a pass's first micro-batch serves all
+        if zeroth and trains and plan.zo.noise != "mezo" and first:
             query, sign = plan.kind.passes(plan.zo.queries)[op.forward_pass]
             found |= {("perturbed", step, query, sign * plan.zo.epsilon)} if sign else set()
         return found
