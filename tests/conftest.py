@@ -17,7 +17,7 @@ if os.environ.get("CI"):
     settings.load_profile("ci")  # the same examples in every run there; elsewhere new ones each time
 
 os.register_at_fork(after_in_child=gc.freeze)
-"""A forked process collects nothing that it inherits: garbage of an earlier test may own a thread, which is not there to join."""
+"""A forked process collects nothing that it inherits: garbage of an earlier test may own a thread that is not there."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
