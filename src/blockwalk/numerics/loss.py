@@ -97,7 +97,7 @@ class _Head:
 
     @property
     def edges(self) -> list[int]:
-        """Those of the vocabulary's chunks."""
+        """The vocabulary rows at which its chunks begin, and its size."""
         return [*range(0, self.weight.shape[0], self.vocab_chunk or self.chunks(1)[1]), self.weight.shape[0]]
 
     def chunks(self, tokens: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class _Head:
         return chunk_sizes(tokens, hidden_size, vocab_size, size, soft_cap=capped, budget=budget)
 
     def parts(self, hidden_ND: Tensor, labels_N: Tensor) -> Iterator[_Tokens]:
-        """The tokens that count, a chunk at a time, which have seen nothing yet."""
+        """The tokens whose labels count, a chunk at a time, before any of the vocabulary has been gathered on them."""
         assert self.soft_cap is None or self.soft_cap > 0, self.soft_cap
         kept_n, labels_n = _kept(hidden_ND, labels_N, self.weight)
         size = self.chunks(max(1, len(kept_n)))[0]

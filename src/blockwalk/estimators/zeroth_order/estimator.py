@@ -234,8 +234,9 @@ class ZerothOrder:
         self.engine.unbind(op.unit)
 
     def _losses_together(self, key: tuple[int, int], state: Step) -> None:
-        """The losses of a pass on all micro-batches, once each has come here: the head is perturbed once for them. Where heads
-        are one W beside thin factors, those of all passes on a micro-batch, as one batch, but where they have a bias."""
+        """The losses of this forward and of those that share its head, computed when the last of them has come here: a pass on
+        all micro-batches, for which the head is perturbed once. Where the noise lies beside W these are all passes on one
+        micro-batch instead, as one batch; with a bias, which differs from pass to pass, each forward is by itself."""
         beside, (_, _, bias) = NOISES[self.plan.zo.noise].beside, state.factors[key]
         shared = slice(None) if beside and bias is not None else slice(1) if beside else slice(1, 2)
         if any(other[shared] == key[shared] for other in state.hidden):
