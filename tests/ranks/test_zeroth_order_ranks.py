@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -245,14 +244,13 @@ def _words(step: int) -> LabelWordBatch:
 
 
 def _special(rank: int, mesh: dict[str, Any]) -> Any:
-    """One run each of an uneven split of forwards, an objective that is no sum, and torch's noise with drawn seeds: in place,
+    """One run each of an uneven split of forwards, an objective that is no sum, and torch's noise with a seed a step: in place,
     and on slices of blocks."""
     out = []
     for name, settings, batch in SPECIAL:
         own = {key: value for key, value in mesh.items() if not (name == "mezo" and key == "perturb")}
         plan = method(name, mesh=own, **settings) if own.get("world") else method(name, **settings, **own)
         with Walker(tiny_model("llama"), plan, device="cpu") as walker:
-            np.random.seed(rank + 3)
             results = [
                 walker.step(_words(step) if batch == "words" else random_batch(8, seed=step)) for step in range(3)
             ]
@@ -268,8 +266,8 @@ SPECIAL: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_uneven_forwards_objectives_that_are_no_sums_and_drawn_seeds() -> None:
-    """Three forwards on two ranks; F1 over the whole batch; seeds that rank 0 alone draws."""
+def test_uneven_forwards_objectives_that_are_no_sums_and_seeds_of_steps() -> None:
+    """Three forwards on two ranks; F1 over the whole batch; seeds of steps, which every rank knows."""
     expected = _special(0, {"gradient_accumulation_steps": 1})
     halves = _special(0, {"gradient_accumulation_steps": 2})
     answers = run_ranks(2, _special, {"world": 2, "perturb": 2}, timeout=120)

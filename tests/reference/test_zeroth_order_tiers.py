@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -322,7 +321,6 @@ def test_a_block_perturbed_once_for_all_micro_batches(
         return into(weight, out_RD)
 
     def walk(folder: Path) -> Run:
-        np.random.seed(0)  # which seeds of steps are drawn from, where the noise is torch's
         plan = {"gradient_accumulation_steps": 2, "seed": 1, **settings}
         return run("zo2", tiny_model("opt", num_hidden_layers=3), folder, steps=2, **plan)
 
@@ -373,7 +371,6 @@ def test_a_head_perturbed_once_for_all_micro_batches(
         return factors_of(noise, rows, *rest)
 
     def losses(cuts: int, of: Any) -> Sequence[float]:
-        np.random.seed(0)  # which the seed of a step with torch's noise is drawn from
         optimizer = {"name": "sgd", "learning_rate": 0.0}
         plan = method("mezo", gradient_accumulation_steps=cuts, seed=1, optimizer=optimizer, **settings)
         with Walker(copy.deepcopy(model), plan, device="cpu") as walker:

@@ -14,7 +14,7 @@ class NoiseFacts:
     elementwise: bool = True
     """True where each element is drawn by itself, by a forward as it reads it."""
     own_seeds: bool = False
-    """True where each step has a seed of its own, drawn from numpy's generator unless given, as the original has it."""
+    """True where each step has a seed of its own, as the original draws it from numpy's generator."""
     beside: bool = False
     """True where a forward adds products with thin factors of z to those with the weight, which all forwards have in common."""
     in_place: bool = False

@@ -199,7 +199,7 @@ class RunConfig:
                 f"mesh.world is {plan.mesh.world}, and ranks that come and go are one process each, with whole weights; start"
                 " one, and others with --join",
             ),
-            (NOISES[plan.zo.noise].own_seeds, f"zo.noise: {plan.zo.noise} draws its own seeds; use gaussian"),
+            (NOISES[plan.zo.noise].in_place, "zo.noise: mezo perturbs the host's own weights in place; use torch"),
         ):
             if wrong:
                 raise ValueError(f"elastic is {self.elastic!r}: {why}")

@@ -193,8 +193,8 @@ class Walker:
         Args:
             batch: ``input_ids``, ``labels`` and optionally ``attention_mask``, each int64 [B, S]; labels are not shifted,
                 and −100 is ignored. An objective that ranks label words takes classification examples.
-            seed: zeroth order: of this step's noise (0 is a seed too); the plan's unless given, or with ``noise: mezo``
-                one drawn from numpy's generator, as the original does.
+            seed: zeroth order: of this step's noise (0 is a seed too); the plan's unless given, or with torch's noise what
+                the original draws for this step from numpy's generator, seeded with the plan's.
             learning_rate: of this step; the plan's schedule unless given.
 
         Raises:

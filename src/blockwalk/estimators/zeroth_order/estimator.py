@@ -22,6 +22,7 @@ import torch
 
 from blockwalk.checkpoints.ledger import Entry, Ledger
 from blockwalk.cutting.calls import joined_call
+from blockwalk.data.batching import loss_tokens
 from blockwalk.engine.bucket_tensors import STATE
 from blockwalk.engine.engine import Engine
 from blockwalk.estimators.asked import Asked
@@ -37,7 +38,6 @@ from blockwalk.estimators.zeroth_order.step import Batch, Step
 from blockwalk.estimators.zeroth_order.updates import ZerothOrderRule, apply_all_, fuses, reserve, trained_in_order
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
 from blockwalk.numerics.device import is_cpu
-from blockwalk.numerics.loss import IGNORE
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
@@ -90,12 +90,12 @@ class ZerothOrder:
             for param in unit.params:
                 reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
 
-    def seed_of(self, given: int | None) -> int:
+    def seed_of(self, asked: Asked) -> int:
         """A step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's, or where the noise is torch's
-        one drawn from numpy's generator."""
-        if given is None and NOISES[self.plan.zo.noise].own_seeds:
-            given = int(np.random.randint(1000000000))
-        return self.plan.seed if given is None else self.ranks.first_seed(given)
+        what the original draws for this step from numpy's generator, which it seeds with the run's."""
+        if asked.seed is None and NOISES[self.plan.zo.noise].own_seeds:
+            return int(np.random.RandomState(self.plan.seed % 2**32).randint(1000000000, size=asked.step)[-1])
+        return self.plan.seed if asked.seed is None else self.ranks.first_seed(asked.seed)
 
     # ---- what the walker asks of every estimator ---------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class ZerothOrder:
         """
         self.engine.module.eval()
         self._bound = None
-        counted = tuple(int((each[:, 1:] != IGNORE).sum()) for each in labels)
+        counted = tuple(loss_tokens({"labels": each}) for each in labels)
         asked.require_labels(sum(counted))
         ranks = asked.training and self.plan.zo.objective != "loss" and self.function is None
         if ranks and asked.words is None:
@@ -164,7 +164,7 @@ class ZerothOrder:
             labels,
             counted,
             asked,
-            seed=self.seed_of(asked.seed) if asked.training else self.plan.seed,
+            seed=self.seed_of(asked),
             passes=self.plan.kind.passes(self.plan.zo.queries) if asked.training else (AT_REST,),
             by_row=asked.by_row or ranks or (self.chunked and not asked.training),
         )
@@ -360,7 +360,6 @@ class ZerothOrder:
 
     def _losses(self, state: Step) -> tuple[float, ...]:
         """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
-        cuts = range(len(state.batches))
         own = [state.losses[m, p].double().reshape(-1) for m, p in sorted(state.losses, key=lambda key: key[::-1])]
         rows = len(state.labels[0]) if state.by_row else 1
         values = self.ranks.losses(state.asked.step, torch.cat(own).tolist(), state.counted, len(state.passes), rows)
@@ -372,7 +371,7 @@ class ZerothOrder:
         if self.function is not None:
             shares: Sequence[int] = [len(labels) for labels in state.labels]
         else:
-            shares = [1] * len(cuts) if self.chunked else state.counted
+            shares = [1] * len(state.batches) if self.chunked else state.counted
         divisor = sum(shares) if self.function is not None else state.tokens
         return tuple(
             math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / divisor

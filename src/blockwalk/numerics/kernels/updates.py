@@ -25,9 +25,6 @@ from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS
 if TYPE_CHECKING:
     from blockwalk.numerics.noise.key import NoiseKind
 
-_HEAD = 5
-"""Numbers of a table's row before its keys: first tile, master's address, out's address, elements, first element."""
-
 
 @triton.jit
 def _number(table, place):
@@ -54,8 +51,8 @@ def _advance_kernel(
 ):
     """A tile of a tensor: every entry in turn, rounded as its tier keeps it; or a perturbation, into another tensor.
 
-    A row is its head, then of every entry the rounding's key, the decay and the queries' keys and factors; or the
-    perturbation's key and scale."""
+    A row is its head (first tile, addresses of master and out, elements, first element), then of every entry the rounding's
+    key, the decay and the queries' keys and factors; or the perturbation's key and scale."""
     SIZE: tl.constexpr = COUNTERS * DRAWS
     program = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, SEGMENTS)
