@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as ``blockwalk`` sets it: it has to be there before torch is
+
 import torch
 from benchmarks.common_models import MODELS
 

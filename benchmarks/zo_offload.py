@@ -7,6 +7,10 @@ offloaded cases by twos: on a virtual machine whose host takes idle memory back,
 again. Peak memory is that of a process of its own for each case (RssAnon + RssShmem + VmSwap + VmPTE). ``flush_every`` is tuned
 first, among ``--flush``.
 
+On a virtual machine the host may move a disk's bytes with the guest's own cores: each row says how many seconds of a core were
+stolen, a step (``/proc/stat``), and ``mezo`` is run once more while another process moves as many bytes to and from the same
+disk as ``zo2`` does. What is missing of that is the engine's; what is missing of ``mezo`` is the machine's as well.
+
     python benchmarks/zo_offload.py [--model OPT-125M OPT-350M] [--batch 4] [--seq 512] [--rounds 5] [--flush 1 2]
         [--noise gaussian] [--no-naive] [--no-ablations] [--no-memory]
 """
@@ -19,7 +23,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,69 @@ WARM = 2
 """Rounds that do not count: the first step makes buffers and applies nothing, and heaps settle."""
 OFFLOADED = {"zo2": 0.97, "zo2 on the host": 0.98}
 """Tokens a second of ``zo2``, its blocks on disk or on the host, by those of resident ``mezo``, at least."""
+BESIDE_TRAFFIC = "mezo beside such traffic"
+STEAL = 8
+"""The place of stolen time in the first line of ``/proc/stat``, in hundredths of a second of a core."""
+
+
+def stolen() -> float:
+    """Seconds of this machine's cores that its host has used otherwise, when they had work."""
+    with open("/proc/stat") as file:
+        return int(file.readline().split()[STEAL]) / 100
+
+
+def move_blocks(path: str, flush_every: int, sizes: Sequence[int]) -> None:
+    """For each line on standard input, a number of seconds, read blocks of a file past the page cache over that time, write
+    them each ``flush_every``-th time, as ``zo2`` does in a step, and answer with a line."""
+    import mmap
+
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    os.ftruncate(fd, sum(sizes))
+    buffer = mmap.mmap(-1, max(sizes))
+    buffer.write(os.urandom(len(buffer)))
+    for count, line in enumerate(sys.stdin, 1):
+        began, offset = time.monotonic(), 0
+        for number, size in enumerate(sizes):
+            time.sleep(max(0.0, began + float(line) * number / len(sizes) - time.monotonic()))
+            view = memoryview(buffer)[:size]
+            os.preadv(fd, [view], offset)
+            if count % flush_every == 0:
+                os.pwritev(fd, [view], offset)
+                os.fdatasync(fd)
+            offset += size
+        print("moved", flush=True)
+
+
+class Traffic:
+    """Another process that moves blocks of so many bytes each time that a step is made."""
+
+    def __init__(self, sizes: Sequence[int], flush_every: int, folder: Path) -> None:
+        self.path = folder / f"traffic-{os.getpid()}"
+        command = [sys.executable, __file__, "--move", str(self.path), str(flush_every), *map(str, sizes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def beside(self, step: Callable[[], float]) -> Callable[[], float]:
+        """A step, and its seconds, while the blocks are moved; the first one only says how long a step takes."""
+        last = 0.0
+
+        def run() -> float:
+            nonlocal last
+            if not last:
+                last = step()
+                return last
+            print(0.9 * last, file=self._process.stdin, flush=True)
+            seconds = step()
+            self._process.stdout.readline()  # type: ignore[union-attr]
+            return seconds
+
+        return run
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self.path.unlink(missing_ok=True)
 
 
 def settings_of(noise: str, flush_every: int) -> dict[str, Any]:
@@ -102,24 +169,44 @@ def tuned(name: str, arguments: argparse.Namespace) -> int:
 
 def measure(
     name: str, cases: Sequence[tuple[str, str]], flush_every: int, arguments: argparse.Namespace
-) -> dict[tuple[str, str], list[float]]:
-    """Seconds of a step in each round by (case, noise), all cases in turn."""
+) -> tuple[dict[tuple[str, str], list[float]], dict[tuple[str, str], float]]:
+    """Seconds of a step in each round by (case, noise), all cases in turn; and the median of those that were stolen in one."""
     from benchmarks import zo_runs
-    from benchmarks.common import interleaved, random_store
+    from benchmarks.common import CACHE, interleaved, median, random_store
 
+    from blockwalk.engine.slots import PAGE
     from blockwalk.plan.placement import Codec
 
     store = random_store(name, Codec.RAW, "float32")
-    began, runs = time.monotonic(), {}
+    began = time.monotonic()
+    runs: dict[str, Callable[[], float]] = {}
+    walkers: dict[tuple[str, str], Any] = {}
+    taken: dict[str, list[float]] = {}
+
+    def watched(key: str, step: Callable[[], float]) -> Callable[[], float]:
+        def run() -> float:
+            before = stolen()
+            seconds = step()
+            taken.setdefault(key, []).append(stolen() - before)
+            return seconds
+
+        return run
+
     with ExitStack() as stack:
         for case, noise in cases:
             if case == zo_runs.NAIVE:
                 model = zo_runs.naive_model(name, "float32", "cpu")
-                runs[f"{case}|"] = zo_runs.naive_stepper(model, arguments.batch, arguments.seq)
-                continue
-            flush = 1 if case == "zo2, no deferred update" else flush_every
-            walker = stack.enter_context(zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush)))
-            runs[f"{case}|{noise}"] = zo_runs.stepper(walker, arguments.batch, arguments.seq)
+                step = zo_runs.naive_stepper(model, arguments.batch, arguments.seq)
+            elif case == BESIDE_TRAFFIC:
+                buckets = walkers["zo2", noise].engine.buckets
+                sizes = [buckets.units[unit].nbytes // PAGE * PAGE for unit in sorted(buckets.streamed)]
+                step = stack.enter_context(Traffic(sizes, flush_every, CACHE)).beside(runs[f"{zo_runs.MEZO}|{noise}"])
+            else:
+                flush = 1 if case == "zo2, no deferred update" else flush_every
+                walker = zo_runs.open_walker(case, store, "disk", "cpu", **settings_of(noise, flush))
+                walkers[case, noise] = stack.enter_context(walker)
+                step = zo_runs.stepper(walker, arguments.batch, arguments.seq)
+            runs[f"{case}|{noise}"] = watched(f"{case}|{noise}", step)
         interleaved(runs, WARM)
         seconds: dict[str, list[float]] = {key: [] for key in runs}
         for number in range(-(-arguments.rounds // flush_every)):
@@ -133,13 +220,14 @@ def measure(
             )
             if time.monotonic() > began + 60 * arguments.minutes:
                 break
-    found = {}
+    found, lost = {}, {}
     for key, values in seconds.items():
         case, _, noise = key.partition("|")
         found[case, noise] = [
             sum(values[i : i + flush_every]) / flush_every for i in range(0, len(values), flush_every)
         ]
-    return found
+        lost[case, noise] = median(taken[key][WARM:])
+    return found, lost
 
 
 def ratio(seconds: list[float], others: list[float]) -> float:
@@ -150,7 +238,11 @@ def ratio(seconds: list[float], others: list[float]) -> float:
 
 
 def rows(
-    name: str, seconds: dict[tuple[str, str], list[float]], flush_every: int, arguments: argparse.Namespace
+    name: str,
+    seconds: dict[tuple[str, str], list[float]],
+    lost: dict[tuple[str, str], float],
+    flush_every: int,
+    arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Print each case beside resident ``mezo`` of the same rounds, and beside the naive loop where it ran with them."""
     from benchmarks import zo_runs
@@ -160,17 +252,23 @@ def rows(
     for (case, noise), each in seconds.items():
         row = {"model": name, "case": case, "noise": noise, "flush_every": flush_every, "rounds": len(each),
                "tokens_per_s": arguments.batch * arguments.seq / median(each),
-               "of_mezo": ratio(each, seconds[zo_runs.MEZO, noise or arguments.noise[0]])}  # fmt: skip
+               "of_mezo": ratio(each, seconds[zo_runs.MEZO, noise or arguments.noise[0]]),
+               "stolen_s": lost[case, noise]}  # fmt: skip
         if naive is not None:
             row["of_naive"] = ratio(each, naive)
         beside = f"{row['of_naive']:>8.3f}" if naive is not None else ""
-        print(f"{case:<25} {noise:<11} {row['tokens_per_s']:>9.1f} {row['of_mezo']:>8.3f} {beside}", flush=True)
+        figures = f"{row['tokens_per_s']:>9.1f} {row['stolen_s']:>9.2f} {row['of_mezo']:>8.3f} {beside}"
+        print(f"{case:<25} {noise:<11} {figures}", flush=True)
         made.append(row)
     return made
 
 
 def main() -> None:
     arguments = options()
+    if arguments.move:
+        path, flush_every, *sizes = arguments.move
+        move_blocks(path, int(flush_every), [int(size) for size in sizes])
+        return
     if arguments.worker:
         print(json.dumps(peak(arguments.worker, arguments.model[0], arguments)))
         return
@@ -186,21 +284,25 @@ def main() -> None:
         flush_every = tuned(name, arguments)
         load = os.getloadavg()[0]
         print(f"{name}, batch {arguments.batch} × {arguments.seq}, flush_every {flush_every}, load {load:.1f}")
-        print(f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'of mezo':>8} {'of naive':>8}")
+        print(f"{'case':<25} {'noise':<11} {'tokens/s':>9} {'stolen, s':>9} {'of mezo':>8} {'of naive':>8}")
         noises, resident = arguments.noise, [(zo_runs.MEZO, noise) for noise in arguments.noise]
         pairs = [[each, (case, each[1])] for each in resident for case in OFFLOADED]
+        for cases in pairs:
+            cases += [(BESIDE_TRAFFIC, noise) for case, noise in cases if case == "zo2"]
         beside_naive = [[(zo_runs.NAIVE, ""), *resident]] if arguments.naive else []
         for cases in (*pairs, *beside_naive):
-            seconds = measure(name, cases, flush_every, arguments)
-            figures += rows(name, seconds, flush_every, arguments)
-            for case, noise in cases[1:]:
-                (other, _), own = cases[0], seconds[case, noise]
-                least = BY_NAIVE if other == zo_runs.NAIVE else OFFLOADED[case]
-                found = ratio(own, seconds[cases[0]])
-                bounds.append(Bound(f"{name}, {noise}: {case} by {other}", found, least, at_most=False))
+            seconds, lost = measure(name, cases, flush_every, arguments)
+            figures += rows(name, seconds, lost, flush_every, arguments)
+            compared = [(case, cases[0]) for case in cases[1:]]
+            if cases[-1][0] == BESIDE_TRAFFIC:
+                compared[-1] = cases[1], cases[-1]
+            for (case, noise), other in compared:
+                least = BY_NAIVE if other[0] == zo_runs.NAIVE else OFFLOADED[case]
+                found = ratio(seconds[case, noise], seconds[other])
+                bounds.append(Bound(f"{name}, {noise}: {case} by {other[0]}", found, least, at_most=False))
         if arguments.ablations:
             cases = [(case, noises[0]) for case in (zo_runs.MEZO, *zo_runs.ABLATIONS)]
-            figures += rows(name, measure(name, cases, flush_every, arguments), flush_every, arguments)
+            figures += rows(name, *measure(name, cases, flush_every, arguments), flush_every, arguments)
         if arguments.memory:
             held = peaks(name, [zo_runs.NAIVE, zo_runs.MEZO, "zo2"], arguments)
             figures += [{"model": name, "case": case, **bytes_} for case, bytes_ in held.items()]
@@ -224,6 +326,7 @@ def options() -> argparse.Namespace:
         "--no-memory", dest="memory", action="store_false", help="leave out the peaks: two steps of each case"
     )
     made.add_argument("--worker", help=argparse.SUPPRESS)
+    made.add_argument("--move", nargs="+", help=argparse.SUPPRESS)
     return made.parse_args()
 
 
