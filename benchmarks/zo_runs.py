@@ -1,7 +1,7 @@
 """Zeroth-order runs that the benchmarks compare: the naive loop, ``mezo``, ``zo2``, and ``zo2`` with one idea taken out.
 
 The ablations are those of Wang et al., "ZO2" (2025), table 3: no overlap of transfers with compute, no reusable memory,
-no update while a block is on the device anyway.
+no update while a block is on the device anyway; and one of our own, no transfers at all.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "zo2, no overlap": {"prefetch": 0},
     "zo2, no reusable slots": {},
     "zo2, no deferred update": {"update": {"timing": "step"}},
+    "zo2, nothing moved": {},
 }
-"""Settings on top of the row's; slots that are not reused are no setting: see :func:`fresh_slots`."""
+"""Settings on top of the row's; slots that are not reused, and blocks that do not move, are no settings: see
+:func:`fresh_slots` and :func:`nothing_moved`."""
 
 NAIVE, MEZO, HOST = "naive MeZO", "mezo", "zo2 on the host"
 
@@ -49,6 +51,16 @@ def fresh_slots(walker: Walker) -> None:
     buckets.fetch = fetch  # type: ignore[method-assign]
 
 
+def nothing_moved(walker: Walker) -> None:
+    """Leave out a disk tier's writes, and its reads from the third step on, all else as it is. A slot then holds the block that
+    was in it last, so losses mean nothing: this is to be timed only."""
+    tier: Any = walker.engine.buckets.tier
+    read, stored, written = tier.read_unit, tier.step, dict[int, int]()
+    tier.read_unit = lambda unit, out_P: written[unit] if unit in written else read(unit, out_P)
+    tier.write_unit = lambda unit, data_P, step: written.update({unit: step})
+    tier.step = lambda unit: written.get(unit, stored(unit))
+
+
 def open_walker(case: str, store: Path, tier: str, device: str, **settings: Any) -> Walker:
     """A walker of one case: :data:`MEZO`, :data:`HOST`, or a row of :data:`ABLATIONS` with its weights on ``tier``."""
     if case == MEZO:
@@ -60,6 +72,8 @@ def open_walker(case: str, store: Path, tier: str, device: str, **settings: Any)
     walker = Walker(store, method("zo2", frozen=tier, trainable=tier, **given), device=device)
     if case == "zo2, no reusable slots":
         fresh_slots(walker)
+    elif case == "zo2, nothing moved":
+        nothing_moved(walker)
     return walker
 
 
