@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -56,14 +54,3 @@ def random_batch(batch: int = 4, sequence: int = 12, seed: int = 0) -> dict[str,
     labels[:, :3] = -100
     labels[0, 7:] = -100
     return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-
-
-def skip_if_it_cannot_be_cut(model_type: str) -> None:
-    """Skip a test of a model that the installed transformers does not build from layers in sequence."""
-    if model_type == "gemma4_text":
-        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
-
-        if "kv_sharing_modes" not in inspect.getsource(Gemma4TextAttention.__init__):
-            pytest.skip(
-                "in this version of transformers gemma4 hands keys and values on even where no layer reads them"
-            )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from blockwalk import Walker, method
@@ -110,6 +111,10 @@ def test_a_model_with_pictures_learns_text(kind: str, adapted: int, tmp_path: Pa
     """Oracle: PEFT's gradients, in transformers' whole class, which the saved adapter fits; the linear layers of the text but
     those where a mixture's experts stand in any layer."""
     model, batch = make(kind), batch_of_text()
+    try:
+        model(**batch, use_cache=False)
+    except AttributeError as error:  # llama4 in transformers 5.24.0
+        pytest.skip(f"transformers {transformers.__version__}: the model's own forward fails: {error}")
     model.save_pretrained(tmp_path / "model")
     plan = method("mebp", frozen="disk × raw", optimizer={"learning_rate": 1e-2})
     with Walker(tmp_path / "model", plan, lora={"rank": 2}, workdir=tmp_path, device="cpu") as walker:

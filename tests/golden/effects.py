@@ -94,7 +94,7 @@ class Effects:
             return int(keys[0][0] if isinstance(keys[0], tuple) else keys[0])
 
         self._tap(CutModel, "prologue", lambda cut, batch, **_: ("forward", 0, micro_batch(batch)))
-        self._tap(CutModel, "forward", lambda cut, call, *_, **__: ("forward", _unit(cut, call), micro_batch_of(call)))
+        self._tap(CutModel, "run", lambda cut, call, *_, **__: ("forward", _unit(cut, call), micro_batch_of(call)))
         self._tap(
             CutModel,
             "_epilogue_pass",

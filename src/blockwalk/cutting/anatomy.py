@@ -40,6 +40,8 @@ class Anatomy:
     them (mask), or in none."""
     together: bool = False
     """Whether a block answers several batches at once, of which each has weights of its own, as one after the other."""
+    hands_on: bool = False
+    """Whether blocks hand tensors to later ones in a dictionary among their arguments, as shared keys and values."""
     notes: Mapping[str, float] = field(default_factory=dict)
     """Relative differences found when the walk was compared with the model's own run."""
 

@@ -7,13 +7,106 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class HandedEntry:
+    """One entry of a dictionary through which a block hands tensors to later ones, such as shared keys and values."""
+
+    writer: int
+    """The unit that adds the entry."""
+    argument: int | str
+    """The position or keyword of the dictionary among the block's arguments."""
+    key: Hashable
+    value: Any
+    """The entry with leaves in place of its tensors."""
+    leaves: tuple[Tensor, ...]
+    """The leaves: a reader's gradient ends at them, and the writer's backward begins with it."""
+
+
+@dataclass(eq=False)
+class Handed:
+    """The entries that the blocks of one batch hand on, in the order in which they are added.
+
+    A block adds its entries when it runs for the first time. When it is recomputed, its tensors are those with a graph,
+    and the leaves stay.
+    """
+
+    entries: list[HandedEntry] = field(default_factory=list)
+
+    def before(self, unit: int) -> list[HandedEntry]:
+        """The entries that a unit is given: those of the units before it."""
+        return [entry for entry in self.entries if entry.writer < unit]
+
+    def leaves_before(self, unit: int) -> tuple[Tensor, ...]:
+        """The leaves of the entries that a unit is given."""
+        return tuple(leaf for entry in self.before(unit) for leaf in entry.leaves)
+
+    def leaves_of(self, unit: int) -> tuple[Tensor, ...]:
+        """The leaves of the entries that a unit adds, in the order of :attr:`BlockResult.handed`."""
+        return tuple(leaf for entry in self.entries if entry.writer == unit for leaf in entry.leaves)
+
+    def take(
+        self, unit: int, argument: int | str, dictionary: MutableMapping[Any, Any], before: Mapping[Any, Any]
+    ) -> list[Tensor]:
+        """Remove from a dictionary what a unit added to it, and keep it as entries.
+
+        Args:
+            unit: the block that has just run.
+            argument: the position or keyword of the dictionary.
+            dictionary: the block's own copy of it.
+            before: the copy's items before the block ran.
+
+        Returns:
+            The tensors of the added entries, with the graph that the block made.
+
+        Raises:
+            ValueError: the block replaced or removed an entry.
+        """
+        if any(key not in dictionary or dictionary[key] is not value for key, value in before.items()):
+            raise ValueError(f"block {unit} replaces an entry of its argument {argument}")
+        tensors: list[Tensor] = []
+        recomputed = any(entry.writer == unit and entry.argument == argument for entry in self.entries)
+        for key in [key for key in dictionary if key not in before]:
+            value = dictionary.pop(key)
+            tensors += tensors_of(value)
+            if not recomputed:
+                self.entries.append(_entry(unit, argument, key, value))
+        return tensors
+
+
+def _entry(unit: int, argument: int | str, key: Hashable, value: Any) -> HandedEntry:
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        differentiable = tensor.is_floating_point() and not tensor.is_inference()
+        leaves.append(tensor.detach().requires_grad_(differentiable))
+        return leaves[-1]
+
+    return HandedEntry(
+        unit, argument, key, rebuild(value, leaf, f"entry {key!r} of argument {argument}"), tuple(leaves)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockResult:
+    """The answer of one block."""
+
+    hidden_BSD: Tensor
+    handed: tuple[Tensor, ...] = ()
+    """The tensors that the block hands to later ones, in the order of :meth:`Handed.leaves_of`."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """All tensors through which a gradient can reach the block: the hidden state first."""
+        return (self.hidden_BSD, *self.handed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +125,27 @@ class BlockCall:
     """The mode in which its attention keeps the documents of a packed row apart."""
     live_cache: bool = False
     """Whether the block writes into the batch's own key-value cache (generation), not into a view of it."""
+    handed: Handed = field(default_factory=Handed)
+    """The entries that blocks hand to one another; all calls of a batch share it."""
+
+    @property
+    def dictionaries(self) -> list[int | str]:
+        """Positions and keywords of the arguments that are dictionaries, in which a block may hand tensors on."""
+        return [key for key, value in self.arguments.items() if isinstance(value, Mapping)]
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The leaves that the block's gradient reaches beside its hidden state and its parameters."""
+        handed = self.handed.leaves_before(self.unit)
+        return (*self.differentiable, *(leaf for leaf in handed if leaf.requires_grad))
 
     def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
         """Arguments for one run, in containers of their own."""
         live = self.live_cache
         given = {key: rebuild(value, _same, str(key), share_caches=live) for key, value in self.arguments.items()}
         given[self.hidden_at] = hidden_BSD
+        for entry in self.handed.before(self.unit):
+            given[entry.argument][entry.key] = entry.value
         args = [value for key, value in given.items() if isinstance(key, int)]
         return args, {key: value for key, value in given.items() if isinstance(key, str)}
 
@@ -48,6 +156,8 @@ def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ..
     identities of their parts."""
     if not isinstance(calls[0].apart, nullcontext):
         return None  # documents side by side are computed by themselves
+    if any(call.handed.entries for call in calls) or calls[0].dictionaries:
+        return None  # what a block hands on belongs to one batch
     whole = []
     for parts in zip(*(tensors_of(call.arguments) for call in calls), strict=True):
         key = tuple(map(id, parts))

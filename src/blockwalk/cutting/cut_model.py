@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.by_part import ByPart, NotByPart
-from blockwalk.cutting.calls import BlockCall, Prologue, containers_of, rebuild, tensors_of
+from blockwalk.cutting.calls import BlockCall, BlockResult, Handed, Prologue, containers_of, rebuild, tensors_of
 from blockwalk.cutting.ownership import find_parameters, find_parts
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
@@ -50,6 +50,15 @@ def _has_dropout(model: nn.Module) -> bool:
 
 def _call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return module(*args, **kwargs)
+
+
+def _same_elements(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory, in the same order."""
+    layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    other_layout = (other.shape, other.stride(), other.storage_offset(), other.dtype)
+    if layout != other_layout:
+        return False
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def refuse_settings(base: Any) -> None:
@@ -96,8 +105,10 @@ class CutModel:
         self.device = torch.device("cpu")
         self.draws_random_numbers = _has_dropout(model)
         """Whether a forward in training mode may draw random numbers."""
-        signature = inspect.signature(self.base.forward).parameters.values()
-        self._takes_use_cache = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature)
+        signature = inspect.signature(self.base.forward).parameters
+        self._takes_use_cache = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in signature.values())
+        # transformers 5.24 gave the models' argument another name
+        self._cache_keyword = "cache" if "cache" in signature else "past_key_values"
         prefix = "".join(f"{name}." for name, module in model.named_modules() if name and module is self.base)
 
         def canonical(name: str) -> str:
@@ -305,12 +316,14 @@ class CutModel:
             ids_BS = given["input_ids"]
             stand_in = torch.empty(*ids_BS.shape, 1, dtype=self.base.dtype, device=ids_BS.device)
             given["attention_mask"] = create_masks_for_generate(
-                config=self.base.config,
-                inputs_embeds=stand_in,
-                attention_mask=None,
-                past_key_values=None,
+                self.base.config,
+                stand_in,
+                None,  # no padding
+                None,  # no cache
                 position_ids=given["position_ids"],
             )
+        if "past_key_values" in given:
+            given[self._cache_keyword] = given.pop("past_key_values")
         return given
 
     def add_noise(self, alpha: float) -> None:
@@ -336,6 +349,7 @@ class CutModel:
         outputs: dict[str, list[Any]] = {}
         live, masked = bool(batch.get("use_cache")), batch.keys() & {"attention_mask", "past_key_values"}
         apart = by_document(None if masked else batch.get("position_ids"), self.base.dtype)
+        handed = Handed()
 
         def leaf(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -361,7 +375,7 @@ class CutModel:
                 others = {**given, where: None}
                 seen = {key: record(value, f"argument {key} of {name}") for key, value in others.items()}
                 mine = {id(t): t for t in tensors_of(seen) if t.requires_grad}
-                records.append(BlockCall(index + 1, module, where, seen, tuple(mine.values()), apart, live))
+                records.append(BlockCall(index + 1, module, where, seen, tuple(mine.values()), apart, live, handed))
                 if len(records) == len(self._units.layers):
                     raise _Stop
                 return self._answer(module, given[where])
@@ -398,11 +412,14 @@ class CutModel:
 
     @staticmethod
     def _hidden_at(given: Mapping[int | str, Any], first: list[Tensor], name: str) -> int | str:
-        """The position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the very
-        tensor that the first was given."""
+        """The position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the
+        very tensor that the first was given, or all of it under another name (a slice that leaves nothing out)."""
         if first:
             for place, value in given.items():
                 if value is first[0]:
+                    return place
+            for place, value in given.items():
+                if isinstance(value, Tensor) and _same_elements(value, first[0]):
                     return place
             raise ValueError(f"the model works on the hidden state before {name}, outside its layers")
         for place in (0, "hidden_states"):
@@ -411,12 +428,19 @@ class CutModel:
         raise ValueError(f"{name} is called with no hidden state among {list(given)}")
 
     def forward(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> Tensor:
-        """Run one block in the current grad mode: its hidden state out, of the shape that went in.
+        """Run one block in the current grad mode: its hidden state out, of the shape that went in. See :meth:`run`."""
+        return self.run(call, hidden_BSD, seed).hidden_BSD
+
+    def run(self, call: BlockCall, hidden_BSD: Tensor, seed: int | None = None) -> BlockResult:
+        """Run one block in the current grad mode: its hidden state, of the shape that went in, and what it hands on.
 
         Its parameters must be bound. With the same ``seed`` a block drops the same activations again. Raises ValueError
-        where the block writes into an argument that other blocks read.
+        where the block writes into an argument that other blocks read, but for entries that it adds to a dictionary.
         """
         args, kwargs = call.view(hidden_BSD)
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
+        before = {key: dict(arguments[key]) for key in call.dictionaries}
         watched = [t for t in tensors_of([args, kwargs], caches=False) if not t.is_inference()]
         versions = [t._version for t in watched]
         containers = containers_of([args, kwargs])
@@ -427,6 +451,10 @@ class CutModel:
                 stack.enter_context(narrow_products(hidden_BSD))
                 stack.enter_context(call.apart)
             out = self._call_block(call.module, args, kwargs)
+        handed: list[Tensor] = []
+        if self.anatomy.hands_on:
+            for key, items in before.items():
+                handed += call.handed.take(call.unit, key, arguments[key], items)
         if [t._version for t in watched] != versions or containers_of([args, kwargs]) != containers:
             raise ValueError(
                 f"block {call.unit} ({self._units.layers[call.unit - 1].canonical}) writes into one of its arguments "
@@ -434,7 +462,7 @@ class CutModel:
             )
         hidden = out[0] if isinstance(out, tuple | list) else out
         assert isinstance(hidden, Tensor)
-        return hidden
+        return BlockResult(hidden, tuple(handed))
 
     def forward_together(
         self, call: BlockCall, hidden_PSD: Tensor, values: Sequence[Mapping[str, Value]]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockwalk.cutting import anatomy as anatomy_room
 from blockwalk.cutting import by_part, calls, cut_model, ownership, shrink, skeleton
@@ -128,14 +129,57 @@ def study(cls: Any, config: Any) -> Anatomy:
         for handle in handles:
             handle.remove()
         anatomy = dissect(model, candidates, trace)
+        anatomy = replace(anatomy, hands_on=_hands_on(model, anatomy, batch))
         cut = CutModel(model, anatomy)
         anatomy = replace(_find_head_form(cut, batch), unread=unread_outputs(cut, batch, SEED))
         anatomy = replace(anatomy, borders=_find_borders(model, anatomy), together=_go_together(cut, batch))
         notes = {"eval": compare(model, anatomy, batch)}
+        model.train()
+        _refuse_writes(model, batch)
         if cut.draws_random_numbers:
-            model.train()
             notes["train"] = compare(model, anatomy, batch)
     return replace(anatomy, notes=notes)
+
+
+class _ParameterWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Parameters that operations write into, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+        self.written: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            value = values.get(argument.name)
+            if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
+                name = self._names.get(value.untyped_storage().data_ptr())
+                if name is not None:
+                    self.written.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_writes(model: Any, batch: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a model whose forward in training mode writes into its own parameters: they are read-only."""
+    with torch.no_grad(), _ParameterWrites(model) as writes:
+        model(**batch, use_cache=False)
+    if writes.written:
+        raise ValueError(
+            f"its forward in training mode writes into its parameters, such as {min(writes.written)}, and frozen weights"
+            " are read-only"
+        )
+
+
+def _hands_on(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> bool:
+    """Whether a block adds entries to a dictionary that later blocks are given."""
+    cut = CutModel(model, replace(anatomy, hands_on=True))
+    with torch.no_grad():
+        prologue = cut.prologue(batch)
+        hidden_BSD = prologue.hidden_BSD
+        for call in prologue.calls:
+            hidden_BSD = cut.forward(call, hidden_BSD)
+    return bool(prologue.calls[0].handed.entries)
 
 
 def _find_head_form(cut: CutModel, batch: Mapping[str, Tensor]) -> Anatomy:
@@ -316,7 +360,10 @@ def walk_run(cut: CutModel, params: Mapping[str, Tensor], batch: Mapping[str, Te
     for call in reversed(prologue.calls):
         leaves = bind(call.unit)
         hidden = inputs.pop().requires_grad_(True)
-        torch.autograd.backward(cut.forward(call, hidden, SEED + call.unit), grad)
+        result = cut.run(call, hidden, SEED + call.unit)
+        seeds = [grad, *(leaf.grad for leaf in call.handed.leaves_of(call.unit))]
+        reached = [pair for pair in zip(result.outputs, seeds, strict=True) if pair[1] is not None]
+        torch.autograd.backward([output for output, _ in reached], [seed for _, seed in reached])
         cut.unbind(call.unit)
         collect(leaves)
         grad = hidden.grad
@@ -394,11 +441,13 @@ def unread_outputs(cut: CutModel, batch: Mapping[str, Tensor], seed: int) -> tup
 def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, seed: int) -> list[Tensor | None]:
     """Gradients of a block's input, parameters and differentiable arguments, in that order."""
     leaf_BSD = hidden_BSD.clone().requires_grad_()
-    inputs = [leaf_BSD, *(p for p in call.module.parameters() if p.requires_grad), *call.differentiable]
-    output_BSD = cut.forward(call, leaf_BSD, seed)
+    parameters = [p for p in call.module.parameters() if p.requires_grad]
+    inputs = [leaf_BSD, *parameters, *call.leaves]
+    result = cut.run(call, leaf_BSD, seed)
+    outputs = [tensor for tensor in result.outputs if tensor.requires_grad]
     generator = torch.Generator().manual_seed(seed)
-    grad_BSD = torch.randn(output_BSD.shape, generator=generator, dtype=output_BSD.dtype)
-    return list(torch.autograd.grad(output_BSD, inputs, grad_BSD, allow_unused=True))
+    grads = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in outputs]
+    return list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
 
 
 def _same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:

@@ -55,6 +55,9 @@ class Calibrated:
         cut: the model, computing in float32.
         sequences: token ids, int64 [S] each.
         folder: where the hidden states are kept; it must be empty.
+
+    Raises:
+        ValueError: blocks of the model hand tensors to one another beside the hidden state.
     """
 
     def __init__(
@@ -66,6 +69,11 @@ class Calibrated:
         group_size: int,
         folder: Path,
     ) -> None:
+        if cut.anatomy.hands_on:
+            raise ValueError(
+                f"{type(cut.base).__name__} hands keys and values from block to block, and calibration follows the hidden"
+                " state alone: pack it without --calibrate"
+            )
         self._source, self._cut, self._sequences = source, cut, sequences
         self._codec, self._group_size = codec, group_size
         self._place = {param.name: (unit, param) for unit, each in enumerate(cut.spec().units) for param in each.params}

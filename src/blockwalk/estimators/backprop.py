@@ -44,11 +44,12 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(slots=True)
 class _Graph:
-    """The graph that one BACKWARD differentiates: the block's output with respect to its input and its trainables."""
+    """The graph that one BACKWARD differentiates: the block's outputs with respect to its input and its trainables."""
 
     input_BSD: Tensor
-    output: Tensor | GradientEdge
-    """The output [B, S, D], or the edge of the graph where it was computed."""
+    outputs: list[Tensor | GradientEdge | None]
+    """The hidden state [B, S, D] and what the block hands on, or the edges of the graph where they were computed.
+    None: no gradient reaches the block through it."""
     trainables: dict[str, Tensor]
 
 
@@ -66,7 +67,8 @@ class _State:
     gradient: dict[int, Tensor] = field(default_factory=dict)
     """dL/d(hidden state), handed from block to block in the backward walk."""
     outer: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    """dL/d(differentiable arguments that the blocks take), by micro-batch and identity of the leaf, summed over blocks."""
+    """dL/d(differentiable arguments that the blocks take, and tensors that they hand on), by micro-batch and identity of
+    the leaf, summed over blocks."""
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     loaded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     prologue_trainables: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -209,9 +211,14 @@ class Backprop:
             input_BSD, saving = self._save_graph(op, call, input_BSD, trainables)
         input_BSD = input_BSD.detach().requires_grad_()
         with self.engine.graph(op.unit), saving, torch.enable_grad():
-            output_BSD = self.engine.cut.forward(call, input_BSD, seed=self._seed(state, op))
-        output = get_gradient_edge(output_BSD) if self._maps_graphs else output_BSD
-        return _Graph(input_BSD, output, trainables), output_BSD
+            result = self.engine.cut.run(call, input_BSD, seed=self._seed(state, op))
+        outputs: list[Tensor | GradientEdge | None] = []
+        for tensor in result.outputs:
+            if not tensor.requires_grad:
+                outputs.append(None)
+            else:
+                outputs.append(get_gradient_edge(tensor) if self._maps_graphs else tensor)
+        return _Graph(input_BSD, outputs, trainables), result.hidden_BSD
 
     def _save_graph(
         self, op: Op, call: BlockCall, input_BSD: Tensor, trainables: Mapping[str, Tensor]
@@ -223,7 +230,7 @@ class Backprop:
         saved.rewind()
         for leaf in trainables.values():
             leaf.data = saved.write(leaf.data)
-        there = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments)]
+        there = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments), *call.leaves]
         return saved.write(input_BSD), saved.saving(t for t in there if not isinstance(t, LazyParameter))
 
     def _place(self, op: Op) -> tuple[int, int]:
@@ -298,10 +305,17 @@ class Backprop:
         else:
             with unread(self.engine.unread(op.unit)):
                 graph, _ = self._run(op, state, state.loaded.pop(key))
-        outer = state.prologues[m].calls[op.unit - 1].differentiable
+        call = state.prologues[m].calls[op.unit - 1]
+        outer = call.leaves
         inputs = [graph.input_BSD, *graph.trainables.values(), *outer]
-        outputs: Any = [graph.output]  # a list of either kind
-        grads = torch.autograd.grad(outputs, inputs, [state.gradient[m]], allow_unused=True)
+        seeds = [state.gradient[m], *(state.outer[m].get(id(leaf)) for leaf in call.handed.leaves_of(op.unit))]
+        reached: list[Any] = [
+            (output, seed)
+            for output, seed in zip(graph.outputs, seeds, strict=True)
+            if output is not None and seed is not None
+        ]
+        outputs, grad_outputs = zip(*reached, strict=True)
+        grads = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
         assert grads[0] is not None
         state.gradient[m] = grads[0]
         count = 1 + len(graph.trainables)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockwalk.cutting.adapters import adapt, add_adapter
-from blockwalk.cutting.calls import BlockCall, Prologue, rebuild
+from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
@@ -290,9 +290,15 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
     # without a CUDA build of PyTorch the blocks are run as on a CPU: attention saves its inputs there as well
     where = torch.device(device if torch.backends.cuda.is_built() else "cpu")  # type: ignore[no-untyped-call]
+    handed = Handed()
     for index, unit in enumerate(cut.spec().blocks, 1):
-        if unit.kind not in costs:
-            costs[unit.kind] = _block(replace(bench, device=where), index, unit, prologue)
+        if unit.kind not in costs or cut.anatomy.hands_on:
+            measured = _block(replace(bench, device=where), index, unit, prologue, handed)
+            costs.setdefault(unit.kind, measured)
+    nbytes = sum(leaf.nbytes for entry in handed.entries for leaf in entry.leaves)
+    gradients = nbytes if traits.backprop else 0
+    prologue_cost = costs["prologue"]
+    costs["prologue"] = replace(prologue_cost, saved=prologue_cost.saved + nbytes + gradients)
     return Costs(tuple(costs.items()), _scratch(bench, device))
 
 
@@ -321,11 +327,12 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
     )
 
 
-def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> UnitCost:
-    """One block, on fake tensors: without graph, and with it where the estimator differentiates."""
+def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue, handed: Handed) -> UnitCost:
+    """One block, on fake tensors: without graph, and with it where the estimator differentiates. ``handed`` holds what
+    blocks before it handed on, and takes what it hands on itself."""
     cut, shape = bench.cut, bench.shape
     with bench.mode:
-        call = _fake_call(prologue.calls[index - 1], bench.device)
+        call = replace(_fake_call(prologue.calls[index - 1], bench.device), handed=handed)
         sides = (shape.batch, shape.sequence, cut.spec().hidden_size)
         hidden_BSD = torch.empty(sides, dtype=bench.dtype, device=bench.device)
         grad_BSD = torch.empty_like(hidden_BSD)
@@ -347,12 +354,13 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue) -> Uni
             layer = cut.layer_name(index)
             found = (values.get(f"{layer}.{path}.weight") for path in cut.anatomy.unread)
             with lazy_linear.unread([weight for weight in found if isinstance(weight, _FakeWeight)]):
-                out_BSD = cut.forward(call, input_BSD)
+                result = cut.run(call, input_BSD)
             saved, again = meter.live, meter.work
-            inputs = [input_BSD, *leaves.values(), *call.differentiable]
-            grads = torch.autograd.grad(out_BSD, inputs, grad_BSD, allow_unused=True)
+            inputs = [input_BSD, *leaves.values(), *call.leaves]
+            seeds = [grad_BSD, *map(torch.empty_like, result.handed)]
+            grads = torch.autograd.grad(result.outputs, inputs, seeds, allow_unused=True)
         cut.unbind(index)
-        del grads
+        del grads, result
         return UnitCost(
             forward_transient=forward.peak,
             backward_transient=meter.peak,
