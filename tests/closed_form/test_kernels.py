@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from itertools import combinations, product
@@ -315,25 +315,65 @@ def variants(of: str) -> list[Variant]:
     return every_pair(launches[of])
 
 
-def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str, str], capability: int) -> str:
+def options_of(module: str) -> dict[str, Any]:
+    """Triton's options of the launches of a module's kernels."""
+    rooms = kernels()
+    return dict(rooms.products.PRODUCT_OPTIONS if module == "products" else rooms.noise.COMPILE_OPTIONS)
+
+
+def compiled_for(variant: Variant, capability: int, *, integers: str = "i64", ones: Sequence[str] = ()) -> Any:
+    """A variant as Triton compiles it for a card.
+
+    Args:
+        capability: major and minor number, such as 89.
+        integers: the type of whole numbers; those of type i32 are multiples of 16, as the sizes of real models are.
+        ones: arguments whose value is 1, as Triton's launcher gives them: constants of the code.
+    """
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    module, kernel, constants, types = variant
     function = getattr(getattr(kernels(), module), kernel)
     named = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
     values = {name: named.get(value, value) if isinstance(value, str) else value for name, value in constants.items()}
+    values |= dict.fromkeys(ones, 1)
     pointers = {**POINTERS, **types}
-    signature = {
-        name: "constexpr" if name in values else pointers.get(name, "fp32" if name in FLOAT32 else "i64")
-        for name in function.arg_names
-    }
+    signature: dict[str, str] = {}
+    for parameter in function.params:
+        whole = "i64" if parameter.do_not_specialize else integers
+        default = "fp32" if parameter.name in FLOAT32 else whole
+        signature[parameter.name] = "constexpr" if parameter.name in values else pointers.get(parameter.name, default)
     constexprs = {(function.arg_names.index(name),): value for name, value in values.items()}
-    source = ASTSource(fn=function, signature=signature, constexprs=constexprs)
-    options = kernels().noise.COMPILE_OPTIONS if module != "products" else {"num_warps": 8}
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return str(done.asm["ptx"])
+    multiples = [name for name, kind in signature.items() if integers == "i32" and (kind == "i32" or kind[0] == "*")]
+    attrs = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options_of(module))
+
+
+def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str, str], capability: int) -> str:
+    return str(compiled_for((module, kernel, constants, types), capability).asm["ptx"])
+
+
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+"""Bytes of shared memory that one program may have, by capability (CUDA C++ Programming Guide, table of capabilities)."""
+
+
+def fits_in_shared_memory(kernel: str, capability: int) -> None:
+    for variant in variants(kernel):
+        shared = compiled_for(variant, capability, integers="i32").metadata.shared
+        assert shared <= SHARED_MEMORY[capability], (variant, shared)
+
+
+def takes_a_one(kernel: str) -> None:
+    variant = variants(kernel)[0]
+    function = getattr(getattr(kernels(), variant[0]), kernel)
+    pointers = {**POINTERS, **variant[3]}
+    for parameter in function.params:
+        whole = parameter.name not in {**variant[2], **pointers} and parameter.name not in FLOAT32
+        if whole and not parameter.do_not_specialize:
+            compiled_for(variant, 90, integers="i32", ones=[parameter.name])
 
 
 def compiles(kernel: str, capability: int) -> None:
@@ -353,3 +393,15 @@ def compiles(kernel: str, capability: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_variant_compiles_and_rounds_each_operation(kernel: str, capability: int, compiled: Run) -> None:
     compiled(compiles, kernel, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_variant_fits_in_a_cards_shared_memory(kernel: str, capability: int, compiled: Run) -> None:
+    compiled(fits_in_shared_memory, kernel, capability)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_whole_number_may_be_one(kernel: str, compiled: Run) -> None:
+    """Triton's launcher makes a constant of an argument whose value is 1: a matrix of one row, a batch of one token."""
+    compiled(takes_a_one, kernel)

@@ -88,7 +88,7 @@ def _decoded(buffer, levels, row, column, inside, rows, groups, width, FORMAT: t
                 return (nibble - 8).to(tl.float32) * scale
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "first_row", "first_column", "origin"])
+@triton.jit(do_not_specialize=["k0", "k1", "first_row", "first_column", "rows", "origin"])
 def _decode_kernel(
     buffer,  # uint8
     out,  # float [rows of out, out_width]

@@ -18,8 +18,12 @@ from blockwalk.numerics.kernels.noise import _on
 _TILE = {"M": 64, "N": 128, "K": 64}
 """Rows of the input, outputs, and summands of a program's tile."""
 
+PRODUCT_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+"""Triton's options of a product. With its default of three stages nf4 asks for 160 to 192 KiB of shared memory, which an RTX,
+an A10 or an L4 has not (99 KiB). Fusion is named since its default changes from version to version."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["rows"])  # a matrix of one row has the same code
 def _product_kernel(
     x,  # float [m, depth]
     buffer,  # uint8
@@ -72,5 +76,5 @@ def product(x_MK: Tensor, buffer: Tensor, layout: Layout, bias_N: Tensor | None,
             x_MK, buffer, x_MK if bias_N is None else bias_N, nf4_levels(x_MK.device), out_MN, m, n, depth, out_MN.stride(0),
             layout.rows, layout.groups, layout.columns,
             FORMAT=FORMATS[layout.codec], GROUP=layout.group_size, BY_ROWS=by_rows, HAS_BIAS=bias_N is not None,
-            **_TILE, num_warps=8,
+            **_TILE, **PRODUCT_OPTIONS,
         )  # fmt: skip
