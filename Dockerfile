@@ -5,7 +5,7 @@ FROM python:3.12-slim
 ARG TORCH=https://download.pytorch.org/whl/cpu
 # gcc: noise and 4-bit decoding are compiled for the processor at their first use
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url "$TORCH"
+RUN pip install --no-cache-dir "torch>=2.11,<3" --index-url "$TORCH"
 COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 COPY examples /src/examples

@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTEST_ARGS ?= -q -n auto --dist worksteal
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test test-fast sim lint house wheel docs clean
+.PHONY: quickstart test test-fast test-range sim lint house wheel docs clean
 
 # LoRA fine-tuning of the small model in examples/ with method mebp: accuracy, loss and memory before and after.
 quickstart: $(VENV)/.installed
@@ -22,6 +22,10 @@ test-fast: $(VENV)/.installed-dev
 	@$(VENV)/bin/python -m coverage combine --quiet
 	@for folder in plan program simulate; do \
 		$(VENV)/bin/python -m coverage report --include="*/blockwalk/$$folder/*" --fail-under=95 || exit 1; done
+
+# The suite with the oldest and the newest supported versions, each in an environment of its own; writes docs/tested-with.md.
+test-range:
+	$(PYTHON) dev/test_range.py
 
 # The simulated accelerator at length: every method in fifty orders.
 sim: $(VENV)/.installed-dev

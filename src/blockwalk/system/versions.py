@@ -6,8 +6,35 @@ from importlib import metadata
 
 PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
+NEWEST_TESTED = {"torch": "2.14", "transformers": "5.24"}
+"""The newest version, major and minor, of each package that the suite has passed with (``make test-range``)."""
+
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Installed versions by package; "not installed" where there is none."""
     there = {name for name in packages if any(metadata.distributions(name=name))}
     return {name: metadata.version(name) if name in there else "not installed" for name in packages}
+
+
+def untested(versions: dict[str, str] | None = None) -> str:
+    """One note that names the packages that are newer than any tested version; empty where none is.
+
+    Args:
+        versions: versions by package; the installed ones unless given.
+    """
+    versions = installed(tuple(NEWEST_TESTED)) if versions is None else versions
+    newer = [
+        f"{package} {versions[package]} (tested to {tested})"
+        for package, tested in NEWEST_TESTED.items()
+        if package in versions and _minor(versions[package]) > _minor(tested)
+    ]
+    if not newer:
+        return ""
+    return f"note: not tested with {' and '.join(newer)}: compare a few losses with a tested version"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Major and minor number; (0, 0) for a version that has none."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)

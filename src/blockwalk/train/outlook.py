@@ -10,6 +10,7 @@ from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.system.atomic_files import read_json
+from blockwalk.system.versions import untested
 
 
 def steps_of(run: RunConfig) -> int:
@@ -28,6 +29,8 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     Args:
         longest: tokens of the run's longest sequence, as far as they are known.
     """
+    if newer := untested():
+        yield newer
     if run.eval_every and not (run.data.eval or run.data.task):
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     path = model_folder(run.model, weights=False) / "config.json"
