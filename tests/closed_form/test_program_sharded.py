@@ -145,6 +145,25 @@ def test_the_lower_bound_whatever_the_micro_batches(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("group", ["solo", "pair", "node", "world"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_lower_bound_whatever_the_group(group: str, micro_batches: int, nodes: int) -> None:
+    """Closed form: as many bytes where all state is spread over a part of a node, whose ranks sum between nodes together:
+    2 · (N − 1)/N · W · b_g, and W · b_p where parameters are gathered from other nodes."""
+    placed = {f"{kind}.group": group for kind in ("frozen", "trainable", "gradient", "optimizer_state")}
+    mesh = {"world": 4 * nodes, "ranks_per_node": 4, "groups": ["solo=1", "pair=2"]}
+    changes = {"gradient_accumulation_steps": micro_batches, "accumulation_order": "block", "prefetch": 9}
+    plan, model = method("hzp", mesh=mesh, **placed, **changes), toy(5, lora=False, tied=False)
+    program = steady(plan, model)
+    for rule in INVARIANTS:
+        assert rule(program) == []
+    trained = padded(model, plan, StateKind.TRAINABLE)
+    gathered = node_bytes(program, plan, (OpKind.GATHER,))
+    assert node_bytes(program, plan) - gathered == (nodes - 1) * trained * 4 // nodes * (1 if group == "world" else 2)
+    assert bool(gathered) == (group == "world")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
 def test_bytes_of_the_other_rows(micro_batches: int) -> None:
     """Closed forms, A micro-batches, hierarchical collectives: the last block of a walk is gathered once for both its turns,
     and so is the head; in between micro-batches, so are the prologue and the first block."""

@@ -126,8 +126,8 @@ class Engine:
     def prepare(self, op: Op) -> Work:
         """The work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
         slack. Ranks keep theirs: all would wait for the one that faults its pages in again."""
-        if op.kind is OpKind.REDUCE:
-            return self.gradients.reduce(op)
+        if op.part is StateKind.GRADIENT:
+            return self.gradients.gather(op) if op.kind is OpKind.GATHER else self.gradients.reduce(op)
         if op.part is not None:
             return self.homes[op.part].prepare(op)
         if self._slack is not None and self.plan.mesh.world == 1:
