@@ -68,6 +68,26 @@ def test_ranks_that_bring_a_batch_each_are_refused_by_every_method_before_an_upd
         ] * len(PLANS)
 
 
+def _own_evaluations(rank: int) -> list[str]:
+    said = []
+    for name, settings in PLANS[:3]:
+        with Walker(tiny_model("llama"), _plan(name, settings)) as walker:
+            for work in (
+                lambda: walker.evaluate(random_batch(4, 8, seed=rank)),  # noqa: B023
+                lambda: walker.label_losses(random_batch(4, 8 + rank)),  # noqa: B023
+                lambda: walker.evaluate(random_batch(4, 8), batches=1 + rank),  # noqa: B023
+            ):
+                said.append(refused(work))
+            walker.evaluate(random_batch(4, 8))
+    return said
+
+
+def test_ranks_that_evaluate_a_batch_each_are_refused() -> None:
+    for said in run_ranks(2, _own_evaluations):
+        assert len(said) == 9
+        assert all(text.startswith("step 1: rank 1 was given other data than rank 0") for text in said), said
+
+
 def _own_weights(rank: int, folders: list[Path]) -> list[str]:
     said = []
     for name in ("fcdp", "distzo2"):

@@ -90,12 +90,13 @@ class SharedForwards:
     # ---- one batch ----------------------------------------------------------------------------------------------------
 
     def read(self, batch: Mapping[str, Tensor]) -> None:
-        """Take note of the global batch of the step to come: zeroth order compares it with the step's losses."""
+        """Take note of the global batch of the step or evaluation to come: a zeroth-order step compares it with its losses."""
         if self.world > 1:
             self._read = digest_of(batch)
 
     def begin(self, step: int) -> None:
-        """First order: compare the batch that was read before any of it is used, and hear of a signal; all ranks together.
+        """First order, and every evaluation: compare the batch that was read before any of it is used, and hear of a signal; all
+        ranks together.
 
         Raises:
             ValueError: on every rank: they were given different batches.

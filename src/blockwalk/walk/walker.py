@@ -277,7 +277,11 @@ class Walker:
         """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with the same
         batch, each walks its share of the sequences, and all get the same answer: one process's, but for the rounding of
         products with fewer rows. Each visit of a block computes the batch in ``batches`` parts, so that its weights are fetched
-        and decoded once for all of them."""
+        and decoded once for all of them.
+
+        Raises:
+            ValueError: on every rank: another rank has another batch, or cuts it into other parts.
+        """
         return EvalResult(math.fsum(self._evaluated(batch, batches)), loss_tokens(batch))
 
     def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
@@ -356,8 +360,9 @@ class Walker:
         return compile(self.plan, self.spec, step_kind, shape, device=self.device.type, **given)
 
     def _run(self, step_kind: StepKind, batch: Batch, asked: Asked, *, batches: int = 1) -> Program:
-        self.ranks.read(batch if asked.words is None else {**batch, "targets": asked.words.targets_B})
-        if self.plan.sharded:
+        targets = {} if asked.words is None else {"targets": asked.words.targets_B}
+        self.ranks.read({**batch, **targets, "parts": torch.tensor([batches, asked.by_row])})
+        if self.plan.sharded or (self.ranks.world > 1 and not asked.training):
             self.ranks.begin(asked.step)
         count = self.plan.gradient_accumulation_steps if asked.training else batches
         shared = self.plan.sharded or not asked.training
