@@ -73,9 +73,9 @@ def _own_evaluations(rank: int) -> list[str]:
     for name, settings in PLANS[:3]:
         with Walker(tiny_model("llama"), _plan(name, settings)) as walker:
             for work in (
-                lambda: walker.evaluate(random_batch(4, 8, seed=rank)),  # noqa: B023
-                lambda: walker.label_losses(random_batch(4, 8 + rank)),  # noqa: B023
-                lambda: walker.evaluate(random_batch(4, 8), batches=1 + rank),  # noqa: B023
+                lambda: walker.evaluate(random_batch(4, 8, seed=rank)),
+                lambda: walker.label_losses(random_batch(4, 8 + rank)),
+                lambda: walker.evaluate(random_batch(4, 8), batches=1 + rank),
             ):
                 said.append(refused(work))
             walker.evaluate(random_batch(4, 8))

@@ -30,7 +30,7 @@ class SpreadMasters:
 
     def _make(self, unit: int) -> MasterSlices:
         """A unit's masters with what is kept beside them, and what gathers of its parameters begin with."""
-        plan, part, device = self._plan, self.part, self._model.device
+        plan, part = self._plan, self.part
         slices, ranks, tier = part.units[unit], plan.optimizer_ranks, plan.optimizer_state.tier
         names, own = ("master", *plan.update_rule.states), slices.numel // ranks
         if tier is Tier.DISK:  # updated there by the CPU
@@ -38,14 +38,15 @@ class SpreadMasters:
         else:
             held = {name: part.zeros(own, torch.float32, tier) for name in names}
         master = held.pop("master")
-        part.cut(slices, ranks, lambda name, layout: self._model.whole(name, layout.shape), master)
+        part.cut_masters(slices, ranks, master)
         if has_node_slice(plan) and not hosts_node_slice(plan):
             assert slices.node is not None
             slices.source = part.inside(slices.node, slices.numel, plan.parameter_ranks, ranks)
         elif self._model.compute_dtype == torch.float32 and tier is Tier.DEVICE:
             slices.source = master
         else:
-            slices.source = master.to(device, slices.dtype)
+            slices.source = part.zeros(own, slices.dtype, Tier.DEVICE)
+            part.round_masters(slices, ranks, master, slices.source)
         accumulator, in_place = None, accumulates(plan) and plan.gradient.on_device
         if accumulates(plan):
             accumulator = part.zeros(slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier)
@@ -63,10 +64,10 @@ class SpreadMasters:
 
     def changed(self, unit: int) -> None:
         """Bring the slice that gathers of a unit begin with up to date with its master."""
-        source, master = self.part.units[unit].source, self.units[unit].master
-        assert source is not None
-        if source is not master:
-            source.copy_(master, non_blocking=True)
+        slices, master = self.part.units[unit], self.units[unit].master
+        assert slices.source is not None
+        if slices.source is not master:
+            self.part.round_masters(slices, self._plan.optimizer_ranks, master, slices.source)
         if self._plan.optimizer_state.on_disk:
             self._scratch.dont_need(unit)
 
@@ -94,10 +95,11 @@ class SpreadMasters:
                 copies, length, place = world // ranks, held.stop - held.start, rank // ranks
                 range_ = slice(held.start + length * place // copies, held.start + length * (place + 1) // copies)
             for name, first in slices.layout.offsets:
-                numel = slices.params[name].numel
-                low, high = max(first, range_.start), min(first + numel, range_.stop)
+                numel, width = slices.params[name].numel, slices.width(name)
+                low, high = max(first, range_.start), min(first + width * numel, range_.stop)
                 for kind, tensor in own.kept.items():
-                    there = {low - first: tensor[low - held.start : high - held.start]} if low < high else {}
+                    elements = tensor[low - held.start : high - held.start : width]
+                    there = {(low - first) // width: elements} if low < high else {}
                     found[f"{name}/{kind}"] = Pieces(numel, there)
         return found
 

@@ -95,8 +95,8 @@ class SharedForwards:
             self._read = digest_of(batch)
 
     def begin(self, step: int) -> None:
-        """First order, and every evaluation: compare the batch that was read before any of it is used, and hear of a signal; all
-        ranks together.
+        """First order, and every evaluation: compare the batch that was read before any of it is used, and hear of a signal;
+        all ranks together.
 
         Raises:
             ValueError: on every rank: they were given different batches.
