@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
+from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
@@ -295,6 +296,14 @@ class SpreadPart:
 
     def weights(self) -> dict[str, Any]:
         return self.assembled(self._slice)
+
+    def sums(self) -> list[tuple[str, int, int]]:
+        """A checksum of this rank's slice of each unit, where others hold copies of it: the unit's name, the ranks that hold
+        one copy together, the sum."""
+        if self.plan.parameter_ranks == self.plan.mesh.world:
+            return []
+        slices = [(unit.name, *self._slice(n)) for n, unit in enumerate(self._model.spec.units) if self.units[n].numel]
+        return [(f"{name} (frozen)", ranks, word_sum(slice_P)) for name, slice_P, ranks in slices]
 
     def _slice(self, unit: int) -> tuple[Tensor, int]:
         """This rank's slice in the compute dtype, and over how many ranks it is one."""

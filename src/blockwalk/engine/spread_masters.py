@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from blockwalk.checkpoints.pieces import Pieces
+from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.gradients import FlatGradients, MasterSlices
 from blockwalk.engine.home import Change
 from blockwalk.engine.opened_model import OpenedModel
@@ -84,6 +85,22 @@ class SpreadMasters:
     def state_dict(self) -> dict[str, Any]:
         """This rank's slices, by unit and kind."""
         return {f"{unit}\0{kind}": tensor for unit, own in self.units.items() for kind, tensor in own.kept.items()}
+
+    def sums(self) -> list[tuple[str, int, int]]:
+        """A checksum of this rank's slice of each master and optimizer state, where others hold copies of it: its name, the
+        ranks that hold one copy together, the sum."""
+        units, ranks = self._model.spec.units, self._plan.optimizer_ranks
+        if ranks == self._plan.mesh.world:
+            return []
+        found = [
+            (f"{units[unit].name} ({kind})", ranks, word_sum(tensor))
+            for unit, own in self.units.items()
+            for kind, tensor in own.kept.items()
+        ]
+        if self._plan.optimizer_state.on_disk:
+            for unit in self.units:
+                self._scratch.dont_need(unit)
+        return found
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         found: dict[str, Pieces] = {}

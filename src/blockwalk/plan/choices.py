@@ -193,7 +193,8 @@ class MeshSettings:
     perturb: int = 1
     """Ranks that share the forwards of a step, the inner axis: neighbours."""
     check_every: int = 100
-    """Zeroth order: steps between comparisons of the ranks' weights."""
+    """Steps between comparisons of the weights, and of the optimizer's states, that ranks hold copies of: the run ends where
+    two differ. Backpropagation compares them before every checkpoint as well."""
     groups: tuple[str, ...] = ()
     """Further groups of neighbours that placements may name, beside node and world, as name=ranks: [half=4, island=16]. Each
     size divides the next larger one."""

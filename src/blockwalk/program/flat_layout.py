@@ -69,7 +69,7 @@ def travels_as(param: ParamSpec, dtype: str) -> str:
 
 def width_in(param: ParamSpec, dtype: str) -> int:
     """Elements of a flat buffer of ``dtype`` that an element of a parameter takes: two where it keeps float32's bits among
-    those of 16. Its master, moments and gradient, which lie at the same elements of float32 buffers, use the first of the two."""
+    those of 16. Its master, moments and gradient lie at the same elements of float32 buffers, and use the first of the two."""
     return DTYPE_BYTES[travels_as(param, dtype)] // DTYPE_BYTES[dtype]
 
 

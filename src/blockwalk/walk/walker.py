@@ -460,8 +460,14 @@ class Walker:
     def save_state(self, folder: StrPath, *, wait: bool = True, beside: Mapping[str, str] | None = None) -> None:
         """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
         False it is written behind the next steps; ``beside`` are further files of it, by name. See
-        :class:`blockwalk.checkpoints.distributed.Saver`."""
+        :class:`blockwalk.checkpoints.distributed.Saver`.
+
+        Raises:
+            FloatingPointError: a value is not finite.
+            RuntimeError: ranks that hold copies of a master, a moment or a frozen parameter have different bits.
+        """
         saver = self._state_saver()
+        self.estimator.require_alike(self.steps_done)
         self.estimator.require_finite(self.steps_done)
         saver.save(folder, self.steps_done, wait=wait, beside=beside)
 
@@ -488,8 +494,10 @@ class Walker:
 
         Raises:
             FloatingPointError: first order: a value is not finite.
+            RuntimeError: first order: ranks that hold copies of a parameter have different bits.
         """
         self.flush()
+        self.estimator.require_alike(self.steps_done)
         self.estimator.require_finite(self.steps_done)
         if self.ranks.rank and not self.plan.sharded:
             self.join_gathers()
