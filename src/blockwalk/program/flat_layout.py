@@ -49,8 +49,10 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
     offsets, end = [], 0
     for param in unit.part(part is StateKind.TRAINABLE):
         offsets.append((param.name, end))
-        size = encoded_nbytes(param.shape, travels_as(param, dtype), written_as(param, codec))
-        size = param.numel * width_in(param, dtype) if codec is Codec.RAW else size
+        if codec is Codec.RAW:
+            size = param.numel * (width_in(param, dtype) if param.exact else 1)
+        else:
+            size = encoded_nbytes(param.shape, travels_as(param, dtype), written_as(param, codec))
         end += -(-size // align) * align
     itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
     return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)

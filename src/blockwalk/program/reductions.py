@@ -33,6 +33,10 @@ class Reductions:
     """The op that last emptied each buffer."""
     _latest: int = 0
     """The buffer that a block last took."""
+    _scattered: tuple[Axis, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scattered = scattered_axes(self.b.places.plan)
 
     def open(self, unit: int, after: Sequence[int]) -> list[int]:
         """Give a unit, and the prologue with a tied head, a buffer; the answer is what a backward must wait for."""
@@ -76,9 +80,9 @@ class Reductions:
             used.append(at)
             if outer == plan.gradient_ranks or not accumulates(plan):
                 self._emptied[buffer] = at
-        if complete and (axes := scattered_axes(plan)):
-            nbytes = gather_bytes(axes, 4 * numel // plan.optimizer_ranks)
-            details = {"part": StateKind.GRADIENT, "axes": names_of(axes), "nbytes": nbytes}
+        if complete and self._scattered:
+            nbytes = gather_bytes(self._scattered, 4 * numel // plan.optimizer_ranks)
+            details = {"part": StateKind.GRADIENT, "axes": names_of(self._scattered), "nbytes": nbytes}
             used.append(self.b.op(OpKind.GATHER, unit, Lane.INTRA, [at], **details))
         return used
 

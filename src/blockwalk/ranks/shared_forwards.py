@@ -187,7 +187,8 @@ class SharedForwards:
         Raises:
             RuntimeError: on every rank: two copies differ; the message names the step, the block and the rank.
         """
-        sums = [*((name, 1, its) for name, its in whole.items()), *((name, self.slices, its) for name, its in slices.items())]
+        sums = [(name, 1, its) for name, its in whole.items()]
+        sums += [(name, self.slices, its) for name, its in slices.items()]
         self.compare_copies(step, sums, "its ledger")
 
     def compare_copies(self, step: int, sums: Sequence[tuple[str, int, int]], resumed_from: str) -> None:
