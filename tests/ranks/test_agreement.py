@@ -7,17 +7,20 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine import open_model
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import Codec
+from blockwalk.tiers.block_store.store import INDEX, BlockStore
 from blockwalk.train import loop
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -202,3 +205,38 @@ def test_the_ranks_of_a_node_pack_once(tmp_path: Path) -> None:
     codes = run_ranks(2, _packing, model, tmp_path / "again", True, may_die=True)
     assert sorted(codes) == [-signal.SIGKILL, 0]
     assert len(list((tmp_path / "again").rglob("model-int4-*"))) == 1
+
+
+def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
+    """The index of a store that is packed on a node whose locks on a folder hold nobody else, as over NFS; each node begins
+    before the other ends."""
+    write_store = open_model.write_store
+
+    def met(*args: Any, **options: Any) -> Any:
+        dist.barrier()
+        if rank:
+            time.sleep(0.2)
+        return write_store(*args, **options)
+
+    open_model.write_store = met  # type: ignore[assignment]
+    open_model.fcntl.flock = lambda *_: None  # type: ignore[assignment]
+    store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+    with closing(BlockStore(store)) as opened:
+        dist.barrier()
+        opened.verify()
+    assert [path.name for path in folder.iterdir()] == [store.name]
+    return (store / INDEX).read_bytes()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_nodes_that_share_a_folder_without_locks_take_the_pack_that_is_there(tmp_path: Path, damaged: bool) -> None:
+    """Closed form: two packs of one model are one; a damaged one is there no longer."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    tiny_model("llama").save_pretrained(model)
+    if damaged:
+        store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+        (store / "unit-00002.bin").write_bytes(b"nothing")
+        (store / "spoilt").touch()
+    one, other = run_ranks(2, _packs_at_once, model, folder)
+    assert one == other
+    assert not list(folder.rglob("spoilt"))
