@@ -1,4 +1,4 @@
-"""Oracle: the bit that was flipped, on the rank and in the unit where it was; a run in which none was."""
+"""Oracle: the bit that was flipped, on the rank and in the unit where it was; a run in which none was; numpy's integers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from blockwalk.cutting.verify import certified
+from blockwalk.engine.buckets import word_sum
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import StateKind
 from blockwalk.walk.walker import Walker
@@ -77,3 +79,12 @@ def test_copies_that_differ_end_the_run_on_every_rank_and_are_never_saved(
         assert saved == refused == at_step
         assert fine == ["nothing noticed"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("words", [1, 5, (1 << 20) + 3])
+def test_a_checksum_counts_every_word_by_its_place(words: int) -> None:
+    """Closed form: Σ wᵢ·(2i + 1) mod 2⁶⁴ by numpy."""
+    values_N = np.random.default_rng(words).integers(-(2**63), 2**63, words)
+    expected = (values_N.astype(np.uint64) * np.arange(1, 2 * words, 2, dtype=np.uint64)).sum(dtype=np.uint64)
+    found = word_sum(torch.from_numpy(values_N).view(torch.float32))
+    assert found == int(np.int64(expected))

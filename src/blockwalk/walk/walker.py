@@ -360,8 +360,10 @@ class Walker:
         return compile(self.plan, self.spec, step_kind, shape, device=self.device.type, **given)
 
     def _run(self, step_kind: StepKind, batch: Batch, asked: Asked, *, batches: int = 1) -> Program:
-        targets = {} if asked.words is None else {"targets": asked.words.targets_B}
-        self.ranks.read({**batch, **targets, "parts": torch.tensor([batches, asked.by_row])})
+        beside = {} if asked.words is None else {"targets": asked.words.targets_B}
+        if not asked.training:
+            beside["parts"] = torch.tensor([batches, asked.by_row])
+        self.ranks.read({**batch, **beside})
         if self.plan.sharded or (self.ranks.world > 1 and not asked.training):
             self.ranks.begin(asked.step)
         count = self.plan.gradient_accumulation_steps if asked.training else batches
