@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -219,7 +220,7 @@ def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
         return write_store(*args, **options)
 
     open_model.write_store = met  # type: ignore[assignment]
-    open_model.fcntl.flock = lambda *_: None  # type: ignore[assignment]
+    fcntl.flock = lambda *_: None  # type: ignore[assignment]
     store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
     with closing(BlockStore(store)) as opened:
         dist.barrier()

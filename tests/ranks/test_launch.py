@@ -406,6 +406,14 @@ def test_a_port_of_a_program_that_says_nothing_is_named() -> None:
         launch.key_store("127.0.0.1", 99999, 1.0, True, "the host", "the host", "elastic")
 
 
+def test_an_interface_without_an_address_is_no_lost_rank() -> None:
+    """Closed form: what gloo says where a rank's interface is down."""
+    said = "[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: lo"
+    found = launch.lost_rank(1, RuntimeError(said))
+    assert "has no address to talk to other ranks from (ifa != nullptr. Unable to find address for: lo)" in str(found)
+    assert "lost the connection" not in str(found)
+
+
 def test_a_machine_without_loopback_is_told_before_ranks_are_started(tmp_path: Path) -> None:
     """Operating system: a new network namespace, whose loopback interface is down."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
