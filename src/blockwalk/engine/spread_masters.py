@@ -46,8 +46,9 @@ class SpreadMasters:
         elif self._model.compute_dtype == torch.float32 and tier is Tier.DEVICE:
             slices.source = master
         else:
-            slices.source = part.zeros(own, slices.dtype, Tier.DEVICE)
-            part.round_masters(slices, ranks, master, slices.source)
+            slices.source = master.to(self._model.device, slices.dtype)
+            if slices.source is not master:
+                part.round_masters(slices, ranks, master, slices.source)
         accumulator, in_place = None, accumulates(plan) and plan.gradient.on_device
         if accumulates(plan):
             accumulator = part.zeros(slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier)
