@@ -74,7 +74,7 @@ def test_ranks_that_bring_a_batch_each_are_refused_by_every_method_before_an_upd
 
 def _own_evaluations(rank: int) -> list[str]:
     said = []
-    for name, settings in PLANS[:3]:
+    for name, settings in (PLANS[0], PLANS[2]):
         with Walker(tiny_model("llama"), _plan(name, settings)) as walker:
             for work in (
                 lambda: walker.evaluate(random_batch(4, 8, seed=rank)),
@@ -88,7 +88,7 @@ def _own_evaluations(rank: int) -> list[str]:
 
 def test_ranks_that_evaluate_a_batch_each_are_refused() -> None:
     for said in run_ranks(2, _own_evaluations):
-        assert len(said) == 9
+        assert len(said) == 6
         assert all(text.startswith("step 1: rank 1 was given other data than rank 0") for text in said), said
 
 
