@@ -11,7 +11,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
-srun blockwalk train "$@" --resume_from_checkpoint latest
+srun --distribution=block blockwalk train "$@" --resume_from_checkpoint latest
 code=$?
 if [ "$code" = 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"

@@ -59,7 +59,7 @@ def test_groups_that_do_not_nest_are_refused() -> None:
         make_axes(MeshSettings(groups=("pair=2",), world=6, ranks_per_node=3))
     with pytest.raises(ValueError, match=r"many has 12 ranks, which do not divide the 6 of world"):
         make_axes(MeshSettings(groups=("many=12",), world=6, ranks_per_node=3))
-    for wrong in ("pair", "pair=0", "=2", "node=2", "data=2"):
+    for wrong in ("pair", "pair=0", "=2", "node=2", "data=2", "pair=²", "a×b=2"):
         with pytest.raises(ValueError, match=f"mesh.groups has '{wrong}'"):
             make_axes(MeshSettings(groups=(wrong,), world=6, ranks_per_node=3))
 

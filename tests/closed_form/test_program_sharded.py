@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import StateKind
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending, UnitCost
 from blockwalk.program.flat_layout import PARTS, part_layout
 from blockwalk.program.invariants import INVARIANTS, happens_before, shared_buffers, used_unfetched
 from blockwalk.program.program import Lane, Op, OpKind, Pool, Program, Shape, StepKind
 from blockwalk.report.forecast import DoesNotFit, Forecast
+from blockwalk.train import outlook
 from tests.closed_form.test_program import toy
 
 pytestmark = pytest.mark.fast
@@ -142,6 +145,25 @@ def test_the_lower_bound_whatever_the_micro_batches(
     model = toy(5, lora=lora, tied=tied)
     trained = padded(model, plan, StateKind.TRAINABLE)
     assert node_bytes(steady(plan, model), plan) == (nodes - 1) * trained * (4 + 4) // nodes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("group", ["solo", "pair", "node", "world"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_lower_bound_whatever_the_group(group: str, micro_batches: int, nodes: int) -> None:
+    """Closed form: as many bytes where all state is spread over a part of a node, whose ranks sum between nodes together:
+    2 · (N − 1)/N · W · b_g, and W · b_p where parameters are gathered from other nodes."""
+    placed = {f"{kind}.group": group for kind in ("frozen", "trainable", "gradient", "optimizer_state")}
+    mesh = {"world": 4 * nodes, "ranks_per_node": 4, "groups": ["solo=1", "pair=2"]}
+    changes = {"gradient_accumulation_steps": micro_batches, "accumulation_order": "block", "prefetch": 9}
+    plan, model = method("hzp", mesh=mesh, **placed, **changes), toy(5, lora=False, tied=False)
+    program = steady(plan, model)
+    for rule in INVARIANTS:
+        assert rule(program) == []
+    trained = padded(model, plan, StateKind.TRAINABLE)
+    gathered = node_bytes(program, plan, (OpKind.GATHER,))
+    assert node_bytes(program, plan) - gathered == (nodes - 1) * trained * 4 // nodes * (1 if group == "world" else 2)
+    assert bool(gathered) == (group == "world")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -406,3 +428,49 @@ def test_a_group_that_is_left_out_is_the_rows() -> None:
     groups = [placement.group for placement in (plan.optimizer_state, plan.gradient, plan.trainable, plan.frozen)]
     assert groups == ["world", "node", "pair", "pair"]
     assert (plan.optimizer_ranks, plan.gradient_ranks, plan.parameter_ranks) == (8, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("zero3", {"cache.tier": "host"}, "cache.tier is host, and trainable is device × raw × world and optimizer_state"),
+        ("zero3", {"cache.tier": "device"}, "no slice lies between the two"),
+        ("mics", {"cache.tier": "host", "cache.threshold": 0.8, "budget": 10**9}, "no slice lies between the two"),
+        ("mics", {"cache.tier": "device", "mesh": {"world": 4}}, "no slice lies between the two"),
+        ("fcdp", {"optimizer_state": "device × fp32 × node"}, "no slice lies between the two"),
+        ("hzp", {"cache.tier": "host", "mesh.groups": "all=4", "trainable": "device × raw × all",
+                 "frozen": "device × raw × all", "gradient": "device × fp32 × all"}, "no slice lies between the two"),
+        ("zeropp", {"cache.tier": "none"}, "cache.tier is none, and method 'zeropp' keeps slices"),
+        ("fcdp", {"cache.tier": "none"}, "set cache.tier: host or device, or use zero3"),
+        ("plain", {"cache.tier": "host", "mesh": {}}, "one process gathers no parameters that it could keep"),
+        ("mebp", {"cache.tier": "device", "mesh": {}}, "set cache.tier: none"),
+    ],
+)  # fmt: skip
+def test_a_cache_that_would_keep_nothing_is_refused(name: str, settings: dict[str, Any], said: str) -> None:
+    """Closed form: the groups between which a slice lies."""
+    mesh = {} if "mesh" in settings else {"mesh.world": 4, "mesh.ranks_per_node": 2}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        method(name, **{**mesh, **settings})
+
+
+@pytest.mark.parametrize(("nodes", "noted"), [(1, True), (2, False)])
+def test_a_cache_on_one_node_is_allowed_and_said_to_be_none(nodes: int, noted: bool, tmp_path: Path) -> None:
+    """Closed form: the program has an op of a cache, or the outlook says that it has none."""
+    model = toy(4, lora=False, tied=False)
+    for name in ("fcdp", "zeropp"):
+        plan = on_mesh(name, nodes, 2)
+        run = RunConfig(model=str(tmp_path), plan=plan, data=DataSettings(train="data.jsonl"))
+        (tmp_path / "config.json").write_text("{}")
+        lines = [
+            line
+            for line in outlook.notes(run, 8)
+            if "nothing is cached, parameters are gathered as under zero3" in line
+        ]
+        assert bool(lines) == noted
+        keeps = [
+            op
+            for op in steady(plan, model).ops
+            if op.kind is OpKind.CACHE or (op.kind is OpKind.GATHER and op.slot < 0)
+        ]
+        assert bool(keeps) != noted
+    assert not any("cached" in line for line in outlook.notes(dataclasses.replace(run, plan=on_mesh("zero3", 1, 2)), 8))

@@ -45,6 +45,15 @@ def test_a_placement_without_a_group_keeps_the_plans() -> None:
     assert override(plan, {"frozen": plan.frozen}) == plan
 
 
+@pytest.mark.parametrize("group", ["box", "x", "exaflop", "two x two"])
+@pytest.mark.parametrize("divider", [" × ", " x ", "×", "x"])
+def test_a_group_whose_name_has_an_x_can_be_named(group: str, divider: str) -> None:
+    """Closed form: what was joined is taken apart again, whichever sign of the two divides it."""
+    plan = method("hzp", mesh={"world": 4, "groups": [f"{group}=2"]}, trainable=divider.join(("device", "raw", "node")))
+    again = override(plan, {kind: divider.join(("device", "raw", group)) for kind in ("frozen", "trainable")})
+    assert again.trainable == again.frozen == Placement(group=group)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -97,9 +97,10 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
 
 
 def _sums(op: Op, walker: Walker) -> bool:
-    """Whether a reduction is over ranks that hold the same slice: each needs the sum."""
-    inner, _ = reach(named(make_axes(walker.plan.mesh), op.axes))
-    return op.kind is OpKind.REDUCE and inner >= walker.plan.optimizer_ranks
+    """Whether a reduction is the last one over ranks that hold the same slice: each needs the sum."""
+    inner, outer = reach(named(make_axes(walker.plan.mesh), op.axes))
+    replicas = inner >= walker.plan.optimizer_ranks and outer == walker.plan.mesh.world
+    return op.kind is OpKind.REDUCE and replicas
 
 
 def _evicted(op: Op, walker: Walker) -> set[Effect]:

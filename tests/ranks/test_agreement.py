@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine import open_model
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import Codec
+from blockwalk.tiers.block_store.store import INDEX, BlockStore
 from blockwalk.train import loop
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
@@ -66,6 +70,26 @@ def test_ranks_that_bring_a_batch_each_are_refused_by_every_method_before_an_upd
             "step 1: rank 1 was given other data than rank 0; give every rank the same whole batch: each takes its own share"
             " of it"
         ] * len(PLANS)
+
+
+def _own_evaluations(rank: int) -> list[str]:
+    said = []
+    for name, settings in (PLANS[0], PLANS[2]):
+        with Walker(tiny_model("llama"), _plan(name, settings)) as walker:
+            for work in (
+                lambda: walker.evaluate(random_batch(4, 8, seed=rank)),
+                lambda: walker.label_losses(random_batch(4, 8 + rank)),
+                lambda: walker.evaluate(random_batch(4, 8), batches=1 + rank),
+            ):
+                said.append(refused(work))
+            walker.evaluate(random_batch(4, 8))
+    return said
+
+
+def test_ranks_that_evaluate_a_batch_each_are_refused() -> None:
+    for said in run_ranks(2, _own_evaluations):
+        assert len(said) == 6
+        assert all(text.startswith("step 1: rank 1 was given other data than rank 0") for text in said), said
 
 
 def _own_weights(rank: int, folders: list[Path]) -> list[str]:
@@ -182,3 +206,38 @@ def test_the_ranks_of_a_node_pack_once(tmp_path: Path) -> None:
     codes = run_ranks(2, _packing, model, tmp_path / "again", True, may_die=True)
     assert sorted(codes) == [-signal.SIGKILL, 0]
     assert len(list((tmp_path / "again").rglob("model-int4-*"))) == 1
+
+
+def _packs_at_once(rank: int, model: Path, folder: Path) -> bytes:
+    """The index of a store that is packed on a node whose locks on a folder hold nobody else, as over NFS; each node begins
+    before the other ends."""
+    write_store = open_model.write_store
+
+    def met(*args: Any, **options: Any) -> Any:
+        dist.barrier()
+        if rank:
+            time.sleep(0.2)
+        return write_store(*args, **options)
+
+    open_model.write_store = met  # type: ignore[assignment]
+    fcntl.flock = lambda *_: None  # type: ignore[assignment]
+    store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+    with closing(BlockStore(store)) as opened:
+        dist.barrier()
+        opened.verify()
+    assert [path.name for path in folder.iterdir()] == [store.name]
+    return (store / INDEX).read_bytes()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_nodes_that_share_a_folder_without_locks_take_the_pack_that_is_there(tmp_path: Path, damaged: bool) -> None:
+    """Closed form: two packs of one model are one; a damaged one is there no longer."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    tiny_model("llama").save_pretrained(model)
+    if damaged:
+        store = open_model.packed(model, Codec.INT4, build_skeleton(model), folder)
+        (store / "unit-00002.bin").write_bytes(b"nothing")
+        (store / "spoilt").touch()
+    one, other = run_ranks(2, _packs_at_once, model, folder)
+    assert one == other
+    assert not list(folder.rglob("spoilt"))

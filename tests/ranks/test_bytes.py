@@ -12,7 +12,7 @@ import torch.distributed as dist
 from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
 from blockwalk.plan.placement import DTYPE_BYTES
-from blockwalk.program.program import Pool, Shape, StepKind
+from blockwalk.program.program import Lane, Pool, Shape, StepKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.cluster import cluster, payload_of
@@ -60,6 +60,27 @@ def test_a_node_sends_the_lower_bound() -> None:
                 assert sent > 9 * bound / 2, case
             else:
                 assert bound * 0.99 <= sent <= 1.02 * bound + 16_384, (case, sent, bound)
+
+
+def _bytes_in_pairs(rank: int) -> tuple[int, int, int]:
+    """Bytes that this rank's node sent in a step, those that each of its ranks says, and the trainable parameters."""
+    placed = {f"{kind}.group": "pair" for kind in ("frozen", "trainable", "gradient", "optimizer_state")}
+    plan = method("mics", mesh={"world": 8, "ranks_per_node": 4, "groups": ["pair=2"]}, **placed)
+    with Walker(model(False), plan, device="cpu") as walker:
+        said = walker.step(random_batch(16, 8)).bytes[Lane.INTER]
+        return payload_of(lambda: walker.step(random_batch(16, 8, seed=1))), said, walker.spec.numel(trainable=True)
+
+
+@pytest.mark.root
+def test_states_over_less_than_a_node_send_the_lower_bound() -> None:
+    """Operating system: with two replicas on each of two nodes a node sends its gradients once, and as many as its program
+    says."""
+    certified(model(False))
+    with cluster(2, 4) as nodes:
+        answers = nodes.run(_bytes_in_pairs)
+    for sent, said, trained in answers[::4]:
+        assert 0.99 * 4 * said <= sent <= 1.02 * 4 * said + 16_384
+        assert 4 * said == pytest.approx(2 * 4 * trained / 2, rel=0.02)
 
 
 def _held(rank: int, cases: list[tuple[str, int, str]]) -> list[dict[str, int]]:

@@ -130,3 +130,12 @@ def test_a_folder_that_not_every_rank_sees_is_refused(tmp_path: Path) -> None:
         assert message.startswith("rank 1 does not see"), message
         assert "file system that all nodes share" in message
     assert not (tmp_path / "here").exists()
+
+
+def test_a_folder_that_is_not_there_is_named_without_a_word_of_ranks(tmp_path: Path) -> None:
+    """Closed form: one process, which has no ranks to share a file system with."""
+    walker = Walker(tiny_model("llama"), method("plain"), device="cpu")
+    with pytest.raises(ValueError, match=r"gone is not there: a checkpoint of a first-order run keeps") as told:
+        walker.load_state(tmp_path / "gone")
+    walker.close()
+    assert "rank" not in str(told.value)

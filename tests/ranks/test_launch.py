@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -284,6 +285,142 @@ def test_places_are_read_from_torchrun_and_from_slurm() -> None:
     assert place({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place()  # a batch script is no step
     with pytest.raises(ValueError, match="--ntasks-per-node"):
         place({**slurm, "SLURM_STEP_TASKS_PER_NODE": "4,2"})
+    mpirun = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    assert place({**mpirun, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == Place(5, 8, 1, 4)
+    assert place({**slurm, "WORLD_SIZE": "8", "MASTER_ADDR": "first"}) == Place(5, 8, 1, 4)
+    for alone in (
+        {"MASTER_ADDR": "gone"},
+        {"WORLD_SIZE": "1"},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+    ):
+        assert place(alone) == Place()
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HALF = [*itertools.product([TORCHRUN, SLURM, MPIRUN], range(4), ["", " ", "two", "-1", "1.0", "0x2", "99"])]
+"""Each variable of each launcher, with values that it cannot have."""
+
+
+@pytest.mark.parametrize(("launcher", "place_of_name", "value"), HALF)
+def test_a_variable_of_a_launcher_that_makes_no_sense_is_named(
+    launcher: dict[str, str], place_of_name: int, value: str
+) -> None:
+    """Closed form: the variable that was changed, in one line."""
+    name = list(launcher)[place_of_name]
+    with pytest.raises(ValueError, match=name) as told:
+        place({**launcher, name: value})
+    assert "invalid literal" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": "0"}, "RANK is '0', and WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is '2', and RANK is not set"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is '0', and WORLD_SIZE is not set"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE is '2', and WORLD_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_RANK is not set"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK is 4, and WORLD_SIZE is 4: ranks are numbered from 0 to 3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is 3, which does not divide WORLD_SIZE 4"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "set LOCAL_WORLD_SIZE"),
+        ({**SLURM, "RANK": "2"}, "RANK is 2, and SLURM_PROCID is 1"),
+        ({**SLURM, "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and SLURM_STEP_NUM_TASKS is 4"),
+        ({**SLURM, "SLURM_LOCALID": "0"}, "--distribution=block"),
+        ({**SLURM, "SLURM_DISTRIBUTION": "cyclic"}, "--distribution=block"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "and SLURM_STEP_NUM_TASKS is 4"),
+        *(({k: v for k, v in SLURM.items() if k != name}, f"{name} is not set")
+          for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun --map-by slot"),
+    ],
+)  # fmt: skip
+def test_variables_of_a_launcher_in_part_are_refused(changes: dict[str, str], said: str) -> None:
+    """Closed form: what is missing, or contradicts another."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        place(changes)
+
+
+def test_the_cyclic_distribution_is_refused_on_every_rank() -> None:
+    """Closed form: SLURM's numbering round two nodes of two tasks, of which two ranks stand where block would have them too."""
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_DISTRIBUTION": "cyclic:block"}
+    for rank in range(4):
+        with pytest.raises(ValueError, match="srun --distribution=block"):
+            place({**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2)})
+    one_each = {**step, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "3", "SLURM_LOCALID": "0"}
+    assert place(one_each) == Place(3, 4, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "MASTER_ADDR is not set, and there are 2 ranks"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": "29500"}, "MASTER_ADDR is set and empty"),
+        ({"MASTER_ADDR": "first"}, "MASTER_PORT is not set"),
+        *(({"MASTER_ADDR": "first", "MASTER_PORT": port}, f"MASTER_PORT has port '{port}'")
+          for port in ("", "http", "0", "65536", "99999", "-1")),
+        ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}, "set MASTER_ADDR to that node's name"),
+        ({"MASTER_ADDR": "first", "SLURM_JOB_ID": "job"}, "SLURM_JOB_ID is 'job'"),
+    ],
+)  # fmt: skip
+def test_where_rank_0_is_must_be_said(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Closed form: the variable to set; nothing is written before it is refused."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # no scontrol
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(said)), launch.joined(Place(1, 2, 1, 2), tmp_path / "run", 1.0):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_node_of_a_slurm_step_is_where_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed form: a scontrol that answers as SLURM's does."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho n1\necho n2\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    step = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12345"}
+    assert launch_place.meeting_point(Place(1, 2, 0, 1), step) == ("n1", 29500 + 2345)
+    assert launch_place.meeting_point(Place(1, 2, 0, 1), {**step, "MASTER_PORT": "31"}) == ("n1", 31)
+
+
+def test_a_port_of_a_program_that_says_nothing_is_named() -> None:
+    """Operating system: a socket that accepts connections and never answers, within the time that a rank waits for others."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(launch_place.LostRank, match=rf"reached 127.0.0.1:{port}, which has not answered for 1 s"):
+            launch.key_store("127.0.0.1", port, 1.0, False, "rank 1", "rank 0", "MASTER_PORT")
+        assert time.monotonic() - began < 30
+    with pytest.raises(ValueError, match="elastic has port '99999'"):
+        launch.key_store("127.0.0.1", 99999, 1.0, True, "the host", "the host", "elastic")
+
+
+def test_an_interface_without_an_address_is_no_lost_rank() -> None:
+    """Closed form: what gloo says where a rank's interface is down."""
+    said = "[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: lo"
+    found = launch.lost_rank(1, RuntimeError(said))
+    assert "has no address to talk to other ranks from (ifa != nullptr. Unable to find address for: lo)" in str(found)
+    assert "lost the connection" not in str(found)
+
+
+def test_a_machine_without_loopback_is_told_before_ranks_are_started(tmp_path: Path) -> None:
+    """Operating system: a new network namespace, whose loopback interface is down."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a network namespace needs root and util-linux")
+    code = "from blockwalk.ranks import launch; launch.start(['--version'], 2, 1)"
+    done = subprocess.run(["unshare", "--net", sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "is down, and ranks that are started here talk over it: bring it up with ip link set lo up" in done.stderr
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
@@ -293,6 +430,7 @@ def test_the_rank_that_failed_first_is_named() -> None:
     assert code == 128 + signal.SIGKILL
     assert first_failure([(3, 13, 2), (1, 11, LOST)])[1] == 2
     assert first_failure([(0, 10, LOST), (1, 11, LOST)])[1] == LOST
+    assert first_failure([(0, 10, -signal.SIGTERM), (1, 11, LOST)])[0].startswith("rank 1 (process 11) lost the others")
 
 
 def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) -> None:

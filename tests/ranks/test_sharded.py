@@ -163,6 +163,7 @@ WHOLE_PARAMETERS = {
     "gradient": "device × fp32 × nobody",
 }
 """Optimizer states alone are spread over ranks."""
+PLACED = ("frozen", "trainable", "gradient", "optimizer_state")
 NESTED = {"mesh.groups": "pair=2", "frozen": "device × raw × pair", "trainable": "device × raw × pair"}
 """Parameters over two ranks, gradients over the node, optimizer states over the world."""
 
@@ -240,6 +241,18 @@ def test_twenty_steps() -> None:
 
 def test_nested_groups_over_eight_ranks_train_as_one_process() -> None:
     check_matrix(8, 4, [("llama", False, name, 1, NESTED) for name in ("hzp", "fcdp")], steps=2)
+
+
+IN_PAIRS = {"mesh.groups": "pair=2", **{f"{kind}.group": "pair" for kind in PLACED}}
+"""All state over two of a node's four ranks: four replicas on two nodes."""
+
+
+def test_states_over_less_than_a_node_train_as_one_process() -> None:
+    """Bit for bit the same whether gradients wait on the device or the host."""
+    on_host = {**IN_PAIRS, "gradient.tier": "host"}
+    cases: list[tuple[Any, ...]] = [("opt", False, "hzp", 2, IN_PAIRS), ("opt", False, "hzp", 2, on_host)]
+    answers = check_matrix(8, 4, [*cases, ("llama", True, "mics", 1, IN_PAIRS)], steps=2)
+    same_bits(answers, 0, 1)
 
 
 HALF = tuple(itertools.product(("llama", "opt", "mixtral"), (False, True)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.program.program import human_bytes
+from blockwalk.ranks import place
 from blockwalk.system.versions import installed
 
 
@@ -29,14 +30,14 @@ def doctor(arguments: argparse.Namespace) -> None:
     from blockwalk.doctor import machine as probe
     from blockwalk.simulate import hardware
 
-    out = Path(arguments.out)
+    out, here = Path(arguments.out), place.place()
     print("measuring this machine: a minute or a few, best while nothing else runs", file=sys.stderr)
 
     def say(what: str) -> None:
         print(f"  {what}", file=sys.stderr, flush=True)
 
     found = probe.measure(out.absolute().parent, name=platform.node() or "here", say=say)
-    if os.environ.get("RANK", "0") == "0":
+    if here.rank == 0:
         hardware.save(found.hardware, out)
         print("\n".join(found.lines()))
         print(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")

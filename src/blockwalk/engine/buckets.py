@@ -23,6 +23,7 @@ from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slices import BucketSlices
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.weights import Value
+from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.model_spec import ModelSpec
 from blockwalk.plan.placement import Codec, StateKind
 from blockwalk.plan.zeroth_order_kinds import states_beside
@@ -323,11 +324,15 @@ class Buckets:
 
 def word_sum(bytes_P: Tensor) -> int:
     """A checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always shows."""
-    words_N, total, some = bytes_P.view(torch.int64), 0, 1 << 20
-    for first in range(0, len(words_N), some):
+    words_N = bytes_P.view(torch.int64)
+    total, some = 0, min(len(words_N), 1 << 20)
+    odd_N = torch.arange(1, 2 * some, 2, device=bytes_P.device)
+    for first in range(0, len(words_N), max(some, 1)):
         part_N = words_N[first : first + some]
-        odd_N = torch.arange(2 * first + 1, 2 * (first + len(part_N)) + 1, 2, device=bytes_P.device)
-        total += int((part_N * odd_N).sum())
+        weights_N = odd_N[: len(part_N)]
+        # dot stores no products, six times as fast; on an accelerator it takes no integers
+        weighed = torch.dot(part_N, weights_N) if is_cpu(bytes_P.device) else (part_N * weights_N).sum()
+        total += int(weighed) + 2 * first * int(part_N.sum())
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

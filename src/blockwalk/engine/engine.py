@@ -24,7 +24,7 @@ from blockwalk.engine.home import Differentiated, Gradients, Home, Trained, Work
 from blockwalk.engine.masters import Masters
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import saved_by_place
-from blockwalk.engine.spread import spread_frozen
+from blockwalk.engine.spread import SpreadPart, spread_frozen
 from blockwalk.engine.spread_masters import SpreadMasters
 from blockwalk.engine.undo import Undo
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
@@ -84,11 +84,14 @@ class Engine:
         """The home of the trainables, as far as they outlive a step."""
         self._bound: Mapping[str, Value] = {}
         """Frozen parameters that stay bound from turn to turn, or are bound when they are fetched."""
+        self._spread: tuple[SpreadPart | SpreadMasters, ...] = ()
+        """The homes of state that ranks hold in slices."""
         trainable: Home
         if self._groups is not None:
-            frozen: Home = spread_frozen(opened, self._groups)
+            frozen: Home = (part := spread_frozen(opened, self._groups))
             self.trained = self.first_order = spread = SpreadMasters(opened, self._groups, self.scratch)
             trainable = spread.part
+            self._spread = (part, spread)
         else:
             frozen = whole = Frozen(opened, slices)
             self._bound = whole.bound
@@ -126,8 +129,8 @@ class Engine:
     def prepare(self, op: Op) -> Work:
         """The work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
         slack. Ranks keep theirs: all would wait for the one that faults its pages in again."""
-        if op.kind is OpKind.REDUCE:
-            return self.gradients.reduce(op)
+        if op.part is StateKind.GRADIENT:
+            return self.gradients.gather(op) if op.kind is OpKind.GATHER else self.gradients.reduce(op)
         if op.part is not None:
             return self.homes[op.part].prepare(op)
         if self._slack is not None and self.plan.mesh.world == 1:
@@ -253,6 +256,11 @@ class Engine:
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         """The pieces of a first-order run's checkpoint that this rank holds, or writes."""
         return self.first_order.pieces(to_write=to_write)
+
+    def sums_of_copies(self) -> list[tuple[str, int, int]]:
+        """Checksums of the state that several ranks hold copies of, as
+        :meth:`blockwalk.ranks.shared_forwards.SharedForwards.compare_copies` takes them; the same names on every rank."""
+        return [each for home in self._spread for each in home.sums()]
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT's format, or every parameter as safetensors beside the configuration. Where ranks hold

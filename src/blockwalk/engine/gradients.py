@@ -16,6 +16,7 @@ from blockwalk.numerics.updates import global_norm, norm_of_sums, square_sums, s
 from blockwalk.plan.mesh import reach
 from blockwalk.program.flat_layout import buffer_pools
 from blockwalk.program.program import Op
+from blockwalk.program.reductions import sums_replicas
 
 
 class NamedGradients:
@@ -60,6 +61,8 @@ class NamedGradients:
 
     def reduce(self, op: Op) -> Callable[[], None]:
         raise AssertionError("one process has nothing to sum over")
+
+    gather = reduce
 
     def use_up(self, name: str) -> Tensor:
         """A gradient that an update takes over."""
@@ -155,7 +158,7 @@ class FlatGradients:
             made = flat if flat is not None else self._summed[unit]
             if flat is None and not is_cpu(made.device):  # this lane lets go of it when its work is issued
                 made.record_stream(torch.accelerator.current_stream(made.device))
-            if axes and inner >= plan.optimizer_ranks:
+            if sums_replicas(plan, axes):
                 self._groups.sum_(made, axes, op.lane)
             else:
                 made = self._groups.reduce(made, axes, op.lane)
@@ -163,12 +166,21 @@ class FlatGradients:
                 made = self._accumulated(unit, own.accumulator, made)
             self._summed[unit] = made
             if op.last:
-                if own.gradient.data_ptr() != made.data_ptr():
-                    own.gradient.copy_(made)
+                parts = len(own.gradient) // len(made)  # what a GATHER completes, where it is several
+                place = self._part.inside(
+                    own.gradient, self._part.units[unit].numel, plan.optimizer_ranks, plan.optimizer_ranks * parts
+                )
+                if place.data_ptr() != made.data_ptr():
+                    place.copy_(made)
                 del self._summed[unit]
 
         self._open.discard(unit)
         return work
+
+    def gather(self, op: Op) -> Callable[[], None]:
+        """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from the other nodes."""
+        gradient, axes = self._units[op.unit].gradient, self._groups.named(op.axes)
+        return lambda: self._groups.gather_(gradient, axes, op.lane)
 
     def _accumulated(self, unit: int, held: Tensor, made: Tensor) -> Tensor:
         """The sum of a unit's gradients over the micro-batches so far, ``made`` being the last one's. Where it is kept on the

@@ -83,6 +83,9 @@ class Gradients(Protocol):
     def reduce(self, op: Op) -> Work:
         """REDUCE: sum a unit's gradients over a group of ranks."""
 
+    def gather(self, op: Op) -> Work:
+        """GATHER: complete a unit's sum from slices of it that ranks of a node hold."""
+
     def norm(self) -> float:
         """The norm of all gradients, over all ranks."""
 

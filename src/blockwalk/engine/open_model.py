@@ -7,7 +7,8 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from glob import escape
 from pathlib import Path
@@ -26,6 +27,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
+from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.block_store.writer import write_store
@@ -138,9 +140,27 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
             return there
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-            shutil.rmtree(other)
-        write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
+            if other != stores[-1]:  # a node that shares the folder may have packed this one, and read it, by now
+                shutil.rmtree(other, ignore_errors=True)
+        _pack(stores[-1], lambda made: write_store(made, source, certified(model).spec(), codec, copy_from=path))
         return stores[-1]
+
+
+def _pack(store: Path, write: Callable[[Path], None]) -> None:
+    """Write a store, or take the one that is there when it is written: nodes that share a folder over a file system without
+    locks pack at once, and the first to end has packed for all. A damaged one is put aside first."""
+    with suppress(FileNotFoundError):
+        before = store.stat().st_ino
+        if not _is_undamaged(store) and store.stat().st_ino == before:
+            aside = store.with_name(f".{store.name}-{uuid.uuid4().hex[:12]}{PARTIAL}")
+            os.rename(store, aside)
+            shutil.rmtree(aside)
+    try:
+        write(store)
+    except (ValueError, OSError):  # its name is taken, or its folder was filled between two looks at it
+        if not _is_undamaged(store):
+            raise
+        log.info("another node has packed %s meanwhile: taking its pack", store)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.engine.assembled import Assembled, Assembler
+from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.home import Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
@@ -35,6 +36,7 @@ from blockwalk.program.flat_layout import (
     hosts_node_slice,
     part_layout,
     travels_as,
+    width_in,
     written_as,
 )
 from blockwalk.program.program import Op, OpKind
@@ -69,13 +71,22 @@ class UnitSlices:
         param, plain = self.params[name], name_of(dtype or self.compute_dtype)
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, plain))
 
+    def width(self, name: str) -> int:
+        """Elements of the bucket that an element of a parameter takes."""
+        return width_in(self.params[name], name_of(self.compute_dtype))
+
     def open(self, bucket_P: Tensor) -> dict[str, Value]:
         """The parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are used."""
         bytes_P, dtype = bucket_P.view(torch.uint8), None if self.layout.codec.encoded else bucket_P.dtype
         found: dict[str, Value] = {}
         for name, first in self.layout.offsets:
             layout, start = self.layout_of(name, dtype), first * bucket_P.itemsize
-            found[name] = opened(layout, bytes_P[start : start + layout.nbytes], self.compute_dtype)
+            width = 1 if bucket_P.dtype == self.dtype else self.width(name)
+            if width > 1:  # of masters and gradients, one in as many elements
+                stop = first + width * self.params[name].numel
+                found[name] = bucket_P[first:stop:width].view(layout.shape)
+            else:
+                found[name] = opened(layout, bytes_P[start : start + layout.nbytes], self.compute_dtype)
         return found
 
 
@@ -223,6 +234,30 @@ class SpreadPart:
                 if low < high:
                     out_P[low - start : high - start].copy_(flat_P[low - first : high - first])
 
+    def cut_masters(self, slices: UnitSlices, ranks: int, out_P: Tensor) -> None:
+        """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters as they came."""
+
+        def spaced(name: str, layout: Layout) -> Tensor:
+            whole, width = self._model.whole(name, layout.shape), slices.width(name)
+            if width == 1:
+                return whole
+            spaced_P = torch.zeros(width * whole.numel(), dtype=torch.float32)
+            spaced_P[::width] = whole.reshape(-1)
+            return spaced_P
+
+        self.cut(slices, ranks, spaced, out_P)
+
+    def round_masters(self, slices: UnitSlices, ranks: int, master_P: Tensor, out_P: Tensor) -> None:
+        """Copy this rank's slice of masters (float32) over so many ranks into a slice as it travels: rounded to the compute
+        dtype, but for parameters that keep float32's bits."""
+        _copy(out_P, master_P)
+        start = self.groups.slice(slices.numel, ranks).start
+        for name, first in slices.layout.offsets:
+            width = slices.width(name)
+            low, high = max(first - start, 0), min(first + width * slices.params[name].numel - start, len(out_P))
+            if width > 1 and low < high:  # borders of slices and parameters are multiples of ALIGN: no element is cut
+                _copy(out_P[low:high].view(torch.float32), master_P[low:high:width])
+
     def inside(self, slice_P: Tensor, numel: int, outer: int, inner: int) -> Tensor:
         """The part of this rank's slice over ``outer`` ranks that is its slice over ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
@@ -261,6 +296,14 @@ class SpreadPart:
 
     def weights(self) -> dict[str, Any]:
         return self.assembled(self._slice)
+
+    def sums(self) -> list[tuple[str, int, int]]:
+        """A checksum of this rank's slice of each unit, where others hold copies of it: the unit's name, the ranks that hold
+        one copy together, the sum."""
+        if self.plan.parameter_ranks == self.plan.mesh.world:
+            return []
+        slices = [(unit.name, *self._slice(n)) for n, unit in enumerate(self._model.spec.units) if self.units[n].numel]
+        return [(f"{name} (frozen)", ranks, word_sum(slice_P)) for name, slice_P, ranks in slices]
 
     def _slice(self, unit: int) -> tuple[Tensor, int]:
         """This rank's slice in the compute dtype, and over how many ranks it is one."""

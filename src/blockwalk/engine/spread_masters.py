@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from blockwalk.checkpoints.pieces import Pieces
+from blockwalk.engine.buckets import word_sum
 from blockwalk.engine.gradients import FlatGradients, MasterSlices
 from blockwalk.engine.home import Change
 from blockwalk.engine.opened_model import OpenedModel
@@ -30,7 +31,7 @@ class SpreadMasters:
 
     def _make(self, unit: int) -> MasterSlices:
         """A unit's masters with what is kept beside them, and what gathers of its parameters begin with."""
-        plan, part, device = self._plan, self.part, self._model.device
+        plan, part = self._plan, self.part
         slices, ranks, tier = part.units[unit], plan.optimizer_ranks, plan.optimizer_state.tier
         names, own = ("master", *plan.update_rule.states), slices.numel // ranks
         if tier is Tier.DISK:  # updated there by the CPU
@@ -38,14 +39,16 @@ class SpreadMasters:
         else:
             held = {name: part.zeros(own, torch.float32, tier) for name in names}
         master = held.pop("master")
-        part.cut(slices, ranks, lambda name, layout: self._model.whole(name, layout.shape), master)
+        part.cut_masters(slices, ranks, master)
         if has_node_slice(plan) and not hosts_node_slice(plan):
             assert slices.node is not None
             slices.source = part.inside(slices.node, slices.numel, plan.parameter_ranks, ranks)
         elif self._model.compute_dtype == torch.float32 and tier is Tier.DEVICE:
             slices.source = master
         else:
-            slices.source = master.to(device, slices.dtype)
+            slices.source = master.to(self._model.device, slices.dtype)
+            if slices.source is not master:
+                part.round_masters(slices, ranks, master, slices.source)
         accumulator, in_place = None, accumulates(plan) and plan.gradient.on_device
         if accumulates(plan):
             accumulator = part.zeros(slices.numel // plan.gradient_ranks, torch.float32, plan.gradient.tier)
@@ -63,10 +66,10 @@ class SpreadMasters:
 
     def changed(self, unit: int) -> None:
         """Bring the slice that gathers of a unit begin with up to date with its master."""
-        source, master = self.part.units[unit].source, self.units[unit].master
-        assert source is not None
-        if source is not master:
-            source.copy_(master, non_blocking=True)
+        slices, master = self.part.units[unit], self.units[unit].master
+        assert slices.source is not None
+        if slices.source is not master:
+            self.part.round_masters(slices, self._plan.optimizer_ranks, master, slices.source)
         if self._plan.optimizer_state.on_disk:
             self._scratch.dont_need(unit)
 
@@ -84,6 +87,22 @@ class SpreadMasters:
         """This rank's slices, by unit and kind."""
         return {f"{unit}\0{kind}": tensor for unit, own in self.units.items() for kind, tensor in own.kept.items()}
 
+    def sums(self) -> list[tuple[str, int, int]]:
+        """A checksum of this rank's slice of each master and optimizer state, where others hold copies of it: its name, the
+        ranks that hold one copy together, the sum."""
+        units, ranks = self._model.spec.units, self._plan.optimizer_ranks
+        if ranks == self._plan.mesh.world:
+            return []
+        found = [
+            (f"{units[unit].name} ({kind})", ranks, word_sum(tensor))
+            for unit, own in self.units.items()
+            for kind, tensor in own.kept.items()
+        ]
+        if self._plan.optimizer_state.on_disk:
+            for unit in self.units:
+                self._scratch.dont_need(unit)
+        return found
+
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         found: dict[str, Pieces] = {}
         ranks, rank, world = self._plan.optimizer_ranks, self._groups.rank, self._plan.mesh.world
@@ -94,10 +113,11 @@ class SpreadMasters:
                 copies, length, place = world // ranks, held.stop - held.start, rank // ranks
                 range_ = slice(held.start + length * place // copies, held.start + length * (place + 1) // copies)
             for name, first in slices.layout.offsets:
-                numel = slices.params[name].numel
-                low, high = max(first, range_.start), min(first + numel, range_.stop)
+                numel, width = slices.params[name].numel, slices.width(name)
+                low, high = max(first, range_.start), min(first + width * numel, range_.stop)
                 for kind, tensor in own.kept.items():
-                    there = {low - first: tensor[low - held.start : high - held.start]} if low < high else {}
+                    elements = tensor[low - held.start : high - held.start : width]
+                    there = {(low - first) // width: elements} if low < high else {}
                     found[f"{name}/{kind}"] = Pieces(numel, there)
         return found
 

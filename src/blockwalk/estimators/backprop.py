@@ -131,7 +131,15 @@ class Backprop:
         """Entries to go on from: masters and moments are all of a first-order run's state."""
 
     def compare(self, step: int, flush: Callable[[], None]) -> None:
-        """The ranks' weights after a step: each master has one rank that updates it, or several that sum alike."""
+        """Every so many steps, compare the state that ranks hold copies of. Raises RuntimeError where two differ."""
+        if step % self.engine.plan.mesh.check_every == 0:
+            self.require_alike(step)
+
+    def require_alike(self, step: int) -> None:
+        """Masters, optimizer states and frozen parameters after a step: copies of them have the same bits, for replicas sum
+        alike. Raises RuntimeError on every rank where two differ, and names the step, the unit and the rank."""
+        if self.ranks.world > 1:
+            self.ranks.compare_copies(step, self.engine.sums_of_copies(), "its last checkpoint")
 
     def require_finite(self, step: int) -> None:
         """Masters and optimizer states of all ranks together, after a step: no NaN and no infinity. Raises FloatingPointError

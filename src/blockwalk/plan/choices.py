@@ -177,7 +177,9 @@ class CacheSettings:
     """The cache that keeps forward-gathered parameters for the backward walk (``cache.*``)."""
 
     tier: str = "none"
-    """The tier that keeps the parameters gathered in the forward walk for the backward walk; none: they are gathered again."""
+    """The tier on which slices of parameters over the group of ``trainable`` stay from one use to the next, where optimizer
+    states are spread over more ranks: host (fcdp) or device (zeropp; hzp, whose none is the device as well). none: every use
+    gathers them from all ranks (zero3, mics)."""
     threshold: float = 0.0
     """Adaptive cache, ``tier: host``: a rank's slice of a gathered block stays on the device instead of going to the host where
     the device's use, all that time and with every op's transients, stays within this share of the budget (0 to 1)."""
@@ -193,7 +195,8 @@ class MeshSettings:
     perturb: int = 1
     """Ranks that share the forwards of a step, the inner axis: neighbours."""
     check_every: int = 100
-    """Zeroth order: steps between comparisons of the ranks' weights."""
+    """Steps between comparisons of the weights, and of the optimizer's states, that ranks hold copies of: the run ends where
+    two differ. Backpropagation compares them before every checkpoint as well."""
     groups: tuple[str, ...] = ()
     """Further groups of neighbours that placements may name, beside node and world, as name=ranks: [half=4, island=16]. Each
     size divides the next larger one."""

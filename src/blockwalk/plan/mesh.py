@@ -66,7 +66,8 @@ def group_sizes(mesh: MeshSettings) -> dict[str, int]:
     sizes = {NOBODY: 1, NODE: mesh.ranks_per_node}
     for text in mesh.groups:
         name, _, ranks = (word.strip() for word in text.partition("="))
-        if not ranks.isdigit() or not int(ranks) or not name or name in (*sizes, WORLD, PERTURB, DATA):
+        taken = name in (*sizes, WORLD, PERTURB, DATA)
+        if not ranks.isdecimal() or not int(ranks) or not name or "×" in name or taken:
             raise ValueError(f"mesh.groups has {text!r}; it takes new names, each with its ranks, such as half=4")
         sizes[name] = int(ranks)
     return {**sizes, WORLD: mesh.world}

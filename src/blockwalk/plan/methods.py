@@ -176,6 +176,13 @@ def method(name: str, **settings: Any) -> Plan:
             f"trainable is {plan.trainable}, and method {name!r} does not spread parameters over ranks; choose hzp, or set"
             f" trainable: {plan.trainable.tier} × {plan.trainable.codec}"
         )
+    between = row.cache.tier != "none" and plan.trainable.group != plan.optimizer_state.group
+    if between and plan.cache.tier == "none":
+        raise ValueError(
+            f"cache.tier is none, and method {name!r} keeps slices of parameters over a group of ranks"
+            f" (trainable: {plan.trainable}) from one use to the next: set cache.tier: host or device, or use zero3, which"
+            " gathers them anew each time"
+        )
     return plan
 
 

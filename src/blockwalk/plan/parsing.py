@@ -247,10 +247,16 @@ def _placement(value: Any) -> Placement:
 
 
 def placement_parts(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [p.strip() for p in str(value).replace("x", "×").split("×")]
+    """The tier, codec and group of a placement, as far as it names them. A × or an x divides them; an x inside a name, as in
+    mxfp4 or a group called box, does not."""
+    if isinstance(value, list):
+        return value
+    match = _PLACEMENT.fullmatch(str(value).strip())
+    return [part for part in match.groups() if part is not None] if match else [value]
 
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_PLACEMENT = re.compile(rf"({'|'.join(Tier)})(?:\s*[x×]\s*({'|'.join(Codec)})(?:\s*[x×]\s*([^×]+))?)?")
 _PLACES = f"{', '.join(Tier)}; {', '.join(Codec)}; {NOBODY}, {NODE}, {WORLD} or one of mesh.groups"
 READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     str: ("TEXT", "text (put quotes around it)", _text),

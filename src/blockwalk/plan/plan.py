@@ -147,6 +147,17 @@ class Plan:
         return group_sizes(self.mesh)[self.optimizer_state.group]
 
     @property
+    def caches_nothing(self) -> bool:
+        """True where parameters are spread as widely as optimizer states: no slices over fewer ranks stay between uses, on
+        whatever ``cache.tier``."""
+        return self.parameter_ranks == self.optimizer_ranks
+
+    @property
+    def on_one_node(self) -> bool:
+        """True where groups of other names are one here because all ranks are on one node: the same plan caches on two."""
+        return self.mesh.world == self.mesh.ranks_per_node and self.trainable.group != self.optimizer_state.group
+
+    @property
     def update_rule(self) -> RuleFacts:
         """The row of ``optimizer.name``."""
         return RULES[self.optimizer.name]
@@ -271,6 +282,10 @@ def _fixed(plan: Plan) -> Iterator[str]:
     for where, key, value, because in (
         (plan.sharded, "compile", False, "blocks whose parameters are gathered from other ranks run uncompiled"),
         (zeroth_order, "cache.tier", "none", "zeroth order has no backward walk to keep parameters for"),
+        (not zeroth_order and not plan.sharded, "cache.tier", "none", "one process gathers no parameters that it could keep"),
+        (plan.sharded and plan.caches_nothing and not plan.on_one_node, "cache.tier", "none",
+         f"trainable is {plan.trainable} and optimizer_state {plan.optimizer_state}: no slice lies between the two that could"
+         " be kept. Spread trainable and frozen over fewer ranks (method fcdp: a node)"),
         (zeroth_order, "optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
         (zeroth_order, "neftune_noise_alpha", 0, "a step's losses must differ by its perturbation alone"),
         (plan.sharded, "trainable.tier", Tier.DEVICE, "cache.tier: host (method fcdp) is what keeps its slices on the host"),

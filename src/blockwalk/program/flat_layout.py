@@ -49,9 +49,10 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
     offsets, end = [], 0
     for param in unit.part(part is StateKind.TRAINABLE):
         offsets.append((param.name, end))
-        own = travels_as(param, dtype)
-        size = encoded_nbytes(param.shape, own, written_as(param, codec))
-        size = param.numel * DTYPE_BYTES[own] // DTYPE_BYTES[dtype] if codec is Codec.RAW else size
+        if codec is Codec.RAW:
+            size = param.numel * (width_in(param, dtype) if param.exact else 1)
+        else:
+            size = encoded_nbytes(param.shape, travels_as(param, dtype), written_as(param, codec))
         end += -(-size // align) * align
     itemsize = DTYPE_BYTES[dtype] if codec is Codec.RAW else 1
     return FlatLayout(tuple(offsets), -(-end // (world * align)) * world * align, itemsize, codec)
@@ -64,8 +65,14 @@ def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -
 
 
 def travels_as(param: ParamSpec, dtype: str) -> str:
-    """The dtype that a parameter has in a flat buffer of ``dtype``: a frozen one that is computed in float32 keeps its bits."""
-    return "float32" if param.exact and not param.trainable else dtype
+    """The dtype that a parameter has in a flat buffer of ``dtype``: one that is computed in float32 keeps its bits."""
+    return "float32" if param.exact else dtype
+
+
+def width_in(param: ParamSpec, dtype: str) -> int:
+    """Elements of a flat buffer of ``dtype`` that an element of a parameter takes: two where it keeps float32's bits among
+    those of 16. Its master, moments and gradient lie at the same elements of float32 buffers, and use the first of the two."""
+    return DTYPE_BYTES[travels_as(param, dtype)] // DTYPE_BYTES[dtype]
 
 
 def written_as(param: ParamSpec, codec: Codec) -> Codec:

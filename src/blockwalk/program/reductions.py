@@ -3,7 +3,8 @@
 Gradients accumulate in a rank's slice over the group of ``gradient``. Bytes that one node sends per optimizer step, with N
 nodes, parameters and gradients over a node and optimizer states over the world: (N − 1)/N · n · (b_p + b_g), whatever the
 number of micro-batches. That is the least for an exact synchronous step: every node must receive every parameter from the
-node that updates it, and that node must receive every other's gradient.
+node that updates it, and that node must receive every other's gradient. Replicas of the optimizer states inside a node send
+their sum between nodes once, each a slice of it, and gather it afterwards.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from blockwalk.plan.mesh import between, gather_bytes, make_axes, names_of, reach
+from blockwalk.plan.mesh import Axis, between, gather_bytes, make_axes, names_of, reach
 from blockwalk.plan.placement import StateKind
+from blockwalk.plan.plan import Plan
 from blockwalk.program.arrive import by_lane
 from blockwalk.program.flat_layout import accumulates
 from blockwalk.program.lower import Builder
@@ -31,6 +33,10 @@ class Reductions:
     """The op that last emptied each buffer."""
     _latest: int = 0
     """The buffer that a block last took."""
+    _scattered: tuple[Axis, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scattered = scattered_axes(self.b.places.plan)
 
     def open(self, unit: int, after: Sequence[int]) -> list[int]:
         """Give a unit, and the prologue with a tied head, a buffer; the answer is what a backward must wait for."""
@@ -64,7 +70,7 @@ class Reductions:
         numel, used, at = places.layout(unit, StateKind.TRAINABLE).numel, [], done
         for k, (lane, axes) in enumerate(pieces):
             inner, outer = reach(axes)
-            twice = 2 if axes and inner >= plan.optimizer_ranks else 1  # every replica needs the sum
+            twice = 2 if sums_replicas(plan, axes) else 1  # every replica needs the sum
             lane = Lane.INTER_SUMS if lane is Lane.INTER and plan.sums_apart else lane
             reads = inner < plan.gradient_ranks or k == 0 or not accumulates(plan)
             at = self.b.op(
@@ -74,4 +80,23 @@ class Reductions:
             used.append(at)
             if outer == plan.gradient_ranks or not accumulates(plan):
                 self._emptied[buffer] = at
+        if complete and self._scattered:
+            nbytes = gather_bytes(self._scattered, 4 * numel // plan.optimizer_ranks)
+            details = {"part": StateKind.GRADIENT, "axes": names_of(self._scattered), "nbytes": nbytes}
+            used.append(self.b.op(OpKind.GATHER, unit, Lane.INTRA, [at], **details))
         return used
+
+
+def sums_replicas(plan: Plan, axes: Sequence[Axis]) -> bool:
+    """Whether a reduction over these axes leaves its whole sum on each of their ranks: the last one over replicas of the
+    optimizer states does. One inside the node before it leaves each rank a slice, so that no node sends a sum twice."""
+    inner, outer = reach(axes)
+    return bool(axes) and inner >= plan.optimizer_ranks and outer == plan.mesh.world
+
+
+def scattered_axes(plan: Plan) -> tuple[Axis, ...]:
+    """The axes inside the node over which sums of replicas lie in slices when they come from the other nodes, and are gathered:
+    those between the group of the optimizer states and the node, where other nodes have replicas too."""
+    replicas = between(make_axes(plan.mesh), plan.optimizer_ranks, plan.mesh.world)
+    inside = tuple(axis for axis in replicas if not axis.crosses_nodes)
+    return inside if len(inside) < len(replicas) else ()

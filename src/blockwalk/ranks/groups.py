@@ -147,6 +147,8 @@ def started(mesh: MeshSettings) -> int:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.world != world:
         raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+    if world == 1:
+        return world
     here = place()
     if here.world == world and here.ranks_per_node % mesh.ranks_per_node:
         raise ValueError(

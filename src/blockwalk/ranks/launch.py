@@ -10,6 +10,7 @@ loopback interface: nobody else can reach them. Nothing here imports torch befor
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -20,16 +21,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from blockwalk.ranks.place import LOST, LostRank, Place
+from blockwalk.ranks.place import LOST, PORT, LostRank, Place, meeting_point, port_of
 
-PORT = 29500
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
 STORE = "BLOCKWALK_STORE"
 """The variable with the path of the file through which ranks of one machine find each other."""
@@ -57,6 +57,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         )
         print(firewall(_own_ports()))
         return 0
+    _require_loopback()
     others = "for several nodes, add --nnodes N to see the command for each"
     print(f"starting {ranks_per_node} ranks here; {others}", flush=True)
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
@@ -73,6 +74,18 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         command, ends = [sys.executable, *module], _ends_with(os.getpid()) if sys.platform == "linux" else None
         # a group of its own: a terminal's Ctrl-C comes from here alone, and a second one would end a rank at once
         return _attend([subprocess.Popen(command, env=env, process_group=0, preexec_fn=ends) for env in own])
+
+
+def _require_loopback() -> None:
+    """Raise ValueError where this machine's loopback interface is down: ranks that are started here talk over it."""
+    for address, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+        with contextlib.suppress(OSError), socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=5.0).close()
+            return
+    raise ValueError(
+        f"the loopback interface of {platform.node()} is down, and ranks that are started here talk over it: bring it up with"
+        " ip link set lo up (a container's network may have none), or start one rank"
+    )
 
 
 def _ends_with(launcher: int) -> Callable[[], None]:
@@ -126,7 +139,8 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
     """The message and the exit code of a run whose ranks failed with these (rank, process, exit code). A rank that only lost
     the others, or was stopped because of them, is not the cause."""
     causes = [each for each in failures if each[2] not in (LOST, -signal.SIGTERM)]
-    rank, process, code = min(causes or failures)
+    lost = [each for each in failures if each[2] == LOST]
+    rank, process, code = min(causes or lost or failures)
     who = f"rank {rank} (process {process})"
     if code > 0 and code != LOST:
         said = "what it says is above, and in output_dir/logs"
@@ -144,13 +158,18 @@ def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
     if not isinstance(error, DistError) and "gloo" not in str(error):
         return None
     reason = str(error).splitlines()[0].partition("] ")[2].partition(". This")[0] or str(error)
+    if "Unable to find address for" in reason:
+        return LostRank(
+            f"rank {rank} on {platform.node()} has no address to talk to other ranks from ({reason}): that interface is down"
+            " or has none; name another one with interface, or bring it up"
+        )
     return LostRank(
         f"rank {rank} lost the connection to another rank ({reason}): that one has ended, or cannot be reached. The run ends;"
         " start it again to resume"
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def joined(here: Place, output_dir: Path, start_timeout: float, interface: str = "") -> Iterator[None]:
     """Join the other ranks for the time of a run, and watch them. Every rank's log is ``output_dir/logs``; what ranks other
     than 0 print goes there as well.
@@ -160,7 +179,7 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
         interface: the one that gloo and NCCL listen and talk on; empty: the one they choose.
 
     Raises:
-        ValueError: this machine has no such interface.
+        ValueError: this machine has no such interface, or the variables of the launcher do not say where rank 0 is.
         LostRank: a rank has not come within that time, or was lost later.
     """
     if here.world == 1:
@@ -175,6 +194,9 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
         if interface not in (known := [name for _, name in socket.if_nameindex()]):
             raise ValueError(f"interface is {interface!r}, and {platform.node()} has {', '.join(known)}")
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+
+    if STORE not in os.environ:
+        meeting_point(here)  # refused before anything is written
 
     folder = output_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,8 +245,7 @@ def _store(here: Place, timeout: float) -> Any:
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if STORE in os.environ:
         return dist.PrefixStore(attempt, dist.FileStore(os.environ[STORE], -1))
-    _master()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = meeting_point(here)
     serves = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     variables = "MASTER_ADDR and MASTER_PORT"
     store = key_store(address, port, timeout, serves, f"rank {here.rank}", "rank 0", variables)
@@ -237,10 +258,12 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
 
     Raises:
         LostRank: there is none.
+        ValueError: the port is out of range.
     """
     import torch.distributed
 
     dist: Any = torch.distributed
+    port_of(str(port), setting)
     who, deadline = f"{who} on {platform.node()}", time.monotonic() + timeout
     while not serves:  # torch's own client would print a page for each attempt
         try:
@@ -253,14 +276,30 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
                     f" {host}'s {setting}, or give it longer (start_timeout)"
                 ) from None
             time.sleep(0.2)
-    try:
-        # torch's own listens on every address
-        listens = {"master_listen_fd": _listening(address, port)} if serves else {}
-        return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False, **listens)
-    except (OSError, RuntimeError) as error:
+    made: list[Any] = []
+
+    def make() -> None:
+        try:
+            # torch's own listens on every address
+            listens = {"master_listen_fd": _listening(address, port)} if serves else {}
+            limit = timedelta(seconds=timeout)
+            made.append(dist.TCPStore(address, port, None, serves, limit, wait_for_workers=False, **listens))
+        except Exception as error:
+            made.append(error)
+
+    # torch's client waits for the first answer without a limit: where another program listens, for ever
+    maker = threading.Thread(target=make, name="blockwalk store", daemon=True)
+    maker.start()
+    maker.join(max(1.0, deadline - time.monotonic()))
+    if not made:
         raise LostRank(
-            f"{who}: {address}:{port} is no store of ranks ({str(error).splitlines()[0]}); change {setting}"
-        ) from None
+            f"{who} reached {address}:{port}, which has not answered for {timeout:g} s: it is another program's port, or"
+            f" {host} is stopped; change {setting}, or give it longer (start_timeout)"
+        )
+    if isinstance(made[0], Exception):
+        reason = str(made[0]).splitlines()[0]
+        raise LostRank(f"{who}: {address}:{port} is no store of ranks ({reason}); change {setting}")
+    return made[0]
 
 
 def _listening(address: str, port: int) -> int:
@@ -281,15 +320,6 @@ def _own_ports() -> str:
     """The range from which this machine's kernel takes ports that nobody named."""
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     return ":".join(path.read_text().split()) if path.is_file() else "32768:60999"
-
-
-def _master() -> None:
-    """Set the variables that say where rank 0 is under SLURM: the first node, and a port of the job's own."""
-    if "MASTER_ADDR" not in os.environ:
-        nodes = os.environ["SLURM_STEP_NODELIST"]
-        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-        os.environ["MASTER_ADDR"] = found.stdout.split()[0]
-        os.environ["MASTER_PORT"] = str(PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % 10000)
 
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")

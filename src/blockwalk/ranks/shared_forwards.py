@@ -90,12 +90,13 @@ class SharedForwards:
     # ---- one batch ----------------------------------------------------------------------------------------------------
 
     def read(self, batch: Mapping[str, Tensor]) -> None:
-        """Take note of the global batch of the step to come: zeroth order compares it with the step's losses."""
+        """Take note of the global batch of the step or evaluation to come: a zeroth-order step compares it with its losses."""
         if self.world > 1:
             self._read = digest_of(batch)
 
     def begin(self, step: int) -> None:
-        """First order: compare the batch that was read before any of it is used, and hear of a signal; all ranks together.
+        """First order, and every evaluation: compare the batch that was read before any of it is used, and hear of a signal;
+        all ranks together.
 
         Raises:
             ValueError: on every rank: they were given different batches.
@@ -186,20 +187,32 @@ class SharedForwards:
         Raises:
             RuntimeError: on every rank: two copies differ; the message names the step, the block and the rank.
         """
-        if self.world == 1:
+        sums = [(name, 1, its) for name, its in whole.items()]
+        sums += [(name, self.slices, its) for name, its in slices.items()]
+        self.compare_copies(step, sums, "its ledger")
+
+    def compare_copies(self, step: int, sums: Sequence[tuple[str, int, int]], resumed_from: str) -> None:
+        """Compare what several ranks hold copies of; all ranks call this together.
+
+        Args:
+            sums: of each kind of state its name, the ranks that hold one copy together, and a checksum of this rank's slice.
+            resumed_from: the record that a run goes on from, for the message.
+
+        Raises:
+            RuntimeError: on every rank: two copies differ; the message names the step, the state and the ranks.
+        """
+        if self.world == 1 or not sums:
             return
-        rows = self._all(torch.tensor([*whole.values(), *slices.values()], dtype=torch.int64))
-        for at, name in enumerate([*whole, *slices]):
-            groups = range(1) if at < len(whole) else range(self.slices)
-            for place in groups:
-                alike = at < len(whole)
-                holders = [rank for rank in range(self.world) if alike or self.place_of(rank, self.slices) == place]
-                found = {rank: int(rows[rank][at]) for rank in holders}
-                usual, _ = Counter(found.values()).most_common(1)[0]
-                if different := [str(rank) for rank, value in found.items() if value != usual]:
+        sums_WN = self._all(torch.tensor([its for _, _, its in sums], dtype=torch.int64))
+        places = {ranks: [self.place_of(rank, ranks) for rank in range(self.world)] for _, ranks, _ in sums}
+        for (name, ranks, _), sums_W in zip(sums, sums_WN.T.tolist(), strict=True):
+            for place in range(ranks):
+                held = {rank: its for rank, its in enumerate(sums_W) if places[ranks][rank] == place}
+                usual, _ = Counter(held.values()).most_common(1)[0]
+                if different := [str(rank) for rank, value in held.items() if value != usual]:
                     raise RuntimeError(
                         f"step {step}: the weights of {name} on rank {', '.join(different)} differ from those on the other"
-                        " ranks. The run ends; start it again to resume from its ledger"
+                        f" ranks. The run ends; start it again to resume from {resumed_from}"
                     )
 
     def _all(self, own_N: Tensor) -> Tensor:

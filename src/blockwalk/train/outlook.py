@@ -33,6 +33,13 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
         yield newer
     if run.eval_every and not (run.data.eval or run.data.task):
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
+    plan = run.plan
+    if plan.cache.tier != "none" and plan.caches_nothing:
+        ranks = f"the {plan.mesh.world} ranks are one node" if plan.mesh.world > 1 else "there is one rank"
+        yield (
+            f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters are gathered as under zero3;"
+            " on several nodes each keeps its slices"
+        )
     path = model_folder(run.model, weights=False) / "config.json"
     found = read_json(path)
     found = found.get("text_config", found)

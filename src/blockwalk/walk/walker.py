@@ -277,7 +277,11 @@ class Walker:
         """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with the same
         batch, each walks its share of the sequences, and all get the same answer: one process's, but for the rounding of
         products with fewer rows. Each visit of a block computes the batch in ``batches`` parts, so that its weights are fetched
-        and decoded once for all of them."""
+        and decoded once for all of them.
+
+        Raises:
+            ValueError: on every rank: another rank has another batch, or cuts it into other parts.
+        """
         return EvalResult(math.fsum(self._evaluated(batch, batches)), loss_tokens(batch))
 
     def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
@@ -356,8 +360,11 @@ class Walker:
         return compile(self.plan, self.spec, step_kind, shape, device=self.device.type, **given)
 
     def _run(self, step_kind: StepKind, batch: Batch, asked: Asked, *, batches: int = 1) -> Program:
-        self.ranks.read(batch if asked.words is None else {**batch, "targets": asked.words.targets_B})
-        if self.plan.sharded:
+        beside = {} if asked.words is None else {"targets": asked.words.targets_B}
+        if not asked.training:
+            beside["parts"] = torch.tensor([batches, asked.by_row])
+        self.ranks.read({**batch, **beside})
+        if self.plan.sharded or (self.ranks.world > 1 and not asked.training):
             self.ranks.begin(asked.step)
         count = self.plan.gradient_accumulation_steps if asked.training else batches
         shared = self.plan.sharded or not asked.training
@@ -455,8 +462,14 @@ class Walker:
     def save_state(self, folder: StrPath, *, wait: bool = True, beside: Mapping[str, str] | None = None) -> None:
         """First order: write a checkpoint that any mesh and method can go on from, each rank its own part. With ``wait``
         False it is written behind the next steps; ``beside`` are further files of it, by name. See
-        :class:`blockwalk.checkpoints.distributed.Saver`."""
+        :class:`blockwalk.checkpoints.distributed.Saver`.
+
+        Raises:
+            FloatingPointError: a value is not finite.
+            RuntimeError: ranks that hold copies of a master, a moment or a frozen parameter have different bits.
+        """
         saver = self._state_saver()
+        self.estimator.require_alike(self.steps_done)
         self.estimator.require_finite(self.steps_done)
         saver.save(folder, self.steps_done, wait=wait, beside=beside)
 
@@ -483,8 +496,10 @@ class Walker:
 
         Raises:
             FloatingPointError: first order: a value is not finite.
+            RuntimeError: first order: ranks that hold copies of a parameter have different bits.
         """
         self.flush()
+        self.estimator.require_alike(self.steps_done)
         self.estimator.require_finite(self.steps_done)
         if self.ranks.rank and not self.plan.sharded:
             self.join_gathers()

@@ -137,6 +137,9 @@ class ZerothOrder:
             flush()
             self.ranks.compare(step, *self.engine.buckets.sums())
 
+    def require_alike(self, step: int) -> None:
+        """Copies after a step: rank 0 alone saves, and the ledger makes the weights anew."""
+
     def require_finite(self, step: int) -> None:
         """Weights after a step: an entry whose losses are not finite was never made."""
 
