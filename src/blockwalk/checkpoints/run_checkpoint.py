@@ -100,9 +100,7 @@ def prune(output_dir: Path, keep: int) -> None:
     """Remove all whole checkpoints but the newest ``keep``, and the run that they replace."""
     found = whole(output_dir)
     for old in found[:-keep]:
-        hidden = old.with_name(f".{old.name}{atomic_files.PARTIAL}")  # it stops being named like a checkpoint first
-        os.rename(old, hidden)
-        shutil.rmtree(hidden)
+        atomic_files.discard(old)
     if found:
         shutil.rmtree(output_dir / REPLACED, ignore_errors=True)
 
@@ -205,7 +203,7 @@ class Start:
         folder = Path(self.output_dir)
         replaced, logs = folder / REPLACED, [folder / name for name in LOGS]
         if replaced.exists():
-            shutil.rmtree(replaced)
+            atomic_files.discard(replaced)
         replaced.mkdir()
         for path in (*map(Path, reversed(self.in_the_way)), *(logs if self.checkpoint is None else [])):
             if path.exists():

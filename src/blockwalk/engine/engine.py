@@ -274,4 +274,5 @@ class Engine:
 
     def close(self) -> None:
         self.trained.close()
+        self.scratch.close()
         self.model.close()

@@ -26,6 +26,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
+from blockwalk.system.atomic_files import discard
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.block_store.writer import write_store
@@ -138,7 +139,7 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
             return there
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-            shutil.rmtree(other)
+            discard(other)
         write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
         return stores[-1]
 

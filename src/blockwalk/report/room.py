@@ -14,9 +14,11 @@ from pathlib import Path
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
+from blockwalk.program.residency import maps_graphs
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.system.atomic_files import nearest
+from blockwalk.system.file_maps import has_shared_maps
 from blockwalk.system.process_memory import memory_limits
 
 CLOSE = 0.9
@@ -79,7 +81,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
 
     Raises:
         ValueError: checkpoints, the final model and scratch need more bytes than are free on their disk, those of the
-            earlier files that they replace included.
+            earlier files that they replace included; or scratch is on a file system without shared file maps.
     """
     from blockwalk.tiers.block_store.store import is_store
 
@@ -95,6 +97,11 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
     if run.plan.frozen.codec.encoded and not is_store(run.model):  # it is packed first
         scratch += rows["frozen"].nbytes
+    if (scratch or maps_graphs(run.plan, forecast.device)) and not has_shared_maps(folder / run_checkpoint.SCRATCH):
+        raise ValueError(
+            f"{folder / run_checkpoint.SCRATCH} is on a file system without shared file maps, which activations and packed or"
+            " trained weights on the disk tier are kept in: choose an output_dir on another disk"
+        )
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
     goes = [(path, _size(path)) for path in run_checkpoint.whole(folder)]
     goes += [(folder / run_checkpoint.SCRATCH, _size(folder / run_checkpoint.SCRATCH))]

@@ -77,6 +77,13 @@ class ScratchMaps:
         for file in self._files.get(group, ()):
             file.dont_need([(0, file.nbytes)])
 
+    def close(self) -> None:
+        """Forget the maps: each goes with its last tensor."""
+        for file in (file for files in self._files.values() for file in files):
+            file.close()
+        self._files.clear()
+        self._bases.clear()
+
     def _new_file(self, nbytes: int) -> MappedFile:
         handle, path = tempfile.mkstemp(prefix=".scratch-", suffix=PARTIAL, dir=self.folder)
         os.close(handle)

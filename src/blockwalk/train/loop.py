@@ -308,6 +308,8 @@ class _Loop:
             self.walker.load_state(saved.slices)
         elif saved.walker and not self.config.plan.trainable.on_disk:  # else it has a store of its own
             self.walker.load_state_dict(saved.walker)
+        # its tensors are maps of a checkpoint that this run removes in its time
+        self.saved = dataclasses.replace(saved, walker={})
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
 
