@@ -1,4 +1,4 @@
-"""The number of files that this process may have open (``ulimit -n``): raised where that is allowed, named where it is too low."""
+"""The limit of open files of this process (``ulimit -n``): raised where that is allowed, and named where it is too low."""
 
 from __future__ import annotations
 
