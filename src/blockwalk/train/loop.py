@@ -136,7 +136,8 @@ def train(
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
-        first(lambda: check_disks(run, foreseen, ready.total - (loop.saved.step if loop.saved else 0)))
+        steps_left = ready.total - (loop.saved.step if loop.saved else 0)
+        first(lambda: check_disks(run, foreseen, steps_left, ready.map_bytes))
         ledger = start.ledger if plan.zeroth_order else None
         scratch = output_dir / run_checkpoint.SCRATCH
         atomic_files.make_folder(scratch)
