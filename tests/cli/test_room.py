@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from safetensors.torch import save_file
 
 from blockwalk.cli import main
 from blockwalk.data.encode import load_tokenizer
+from blockwalk.engine.engine import Engine
 from blockwalk.report import room
 from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import Limit, memory_limits
@@ -95,21 +98,59 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures(
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at the end."""
+    """Two checkpoints of weights and two moments at a time (4 steps, one each 2), and the model at the end; beside them some kB
+    of data and of the tokenizer's files."""
     needed = 2 * 12 * PARAMETERS + 4 * PARAMETERS
     usage = room.shutil.disk_usage
-    free = needed - 1
+    free, beside = needed - 1, 0.1 * MB
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage(path)._replace(free=free))
     assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 2
     error = capsys.readouterr().err
-    assert f"writes {needed / MB:.1f} MB to the disk of" in error
+    said = float(re.search(r"writes ([\d.]+) MB to the disk of", error)[1]) * MB
+    assert needed - 0.05 * MB < said < needed + beside
     assert "2 checkpoints at a time of 1.5 MB" in error
     assert not (tmp_path / "run").exists()
-    free = needed
+    free = needed + beside
     assert train(tiny_run, tmp_path / "run", "--save_every", "2") == 0
-    free = 4 * PARAMETERS  # the model stays until the new one is whole
+    free = 4 * PARAMETERS + beside  # the model stays until the new one is whole
     again = ["--save_every", "2", "--overwrite_output_dir", "true"]
     assert train(tiny_run, tmp_path / "run", *again) == 0, "the checkpoints that it replaces go"
+
+
+FULL = {
+    "at the turn": ["--method", "mebp", "--lora", "false", "--frozen", "disk × raw"],
+    "at the end": [
+        *("--method", "plain", "--lora", "false", "--recompute", "all", "--trainable", "disk × fp32"),
+        *("--optimizer_state", "disk × fp32", "--gradient", "disk × fp32"),
+    ],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
+@pytest.mark.parametrize("timing", FULL)
+def test_the_check_counts_the_scratch_that_is_made(
+    timing: str, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the maps of nameless files that the kernel lists when a step is about to count."""
+    made: list[int] = []
+    counted: list[int] = []
+
+    def sized(self: Engine, commit: Callable[[Engine], None] = Engine.commit) -> None:
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if ".scratch-" in line]
+        ends = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        made.append(sum(stop - start for start, stop in ends))
+        commit(self)
+
+    def count(run: Any, forecast: Any, real: Callable[..., int] = room.scratch_bytes) -> int:
+        counted.append(real(run, forecast))
+        return counted[-1]
+
+    monkeypatch.setattr(Engine, "commit", sized)
+    monkeypatch.setattr(room, "scratch_bytes", count)
+    assert train(tiny_run, tmp_path / "run", *FULL[timing], "--activation", "device") == 0
+    pages = 64 * 4096  # maps end with a page, and the data have some of their own
+    least = {"at the turn": 24, "at the end": 16}[timing] * PARAMETERS
+    assert least <= counted[0] <= made[0] <= counted[0] + pages
 
 
 @pytest.mark.parametrize("method", ["plain", "mezo"])

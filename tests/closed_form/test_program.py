@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -141,6 +143,36 @@ def test_a_slot_filled_too_early_is_found() -> None:
     assert shared_slots(_without(program, evict)) == [], "its lane's order is enough"
     elsewhere = (dataclasses.replace(op, lane=Lane.STORE) if op.index == evict else op for op in program.ops)
     assert shared_slots(_without(dataclasses.replace(program, ops=tuple(elsewhere), _peaks={}), evict))
+
+
+ON_DISK = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32", "recompute": "all"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("micro_batches", "timing"), [(1, "step"), (3, "step"), (1, "block")])
+def test_full_fine_tuning_from_disk_counts_every_kind_of_state(tied: bool, micro_batches: int, timing: str) -> None:
+    """Bytes a parameter, by hand. A visit brings a unit's masters alone; moments come for the update; gradients are written
+    once a micro-batch, and read for the next one and for the update."""
+    layers, model = 8, toy(8, lora=False, tied=tied)
+    settings = {**ON_DISK, "gradient_accumulation_steps": micro_batches, "update.timing": timing}
+    at_turn = timing == "block"
+    program = compile(method("plain", **settings), model, StepKind.TRAIN, Shape(1, 16))
+    moved: Counter[tuple[OpKind, Any]] = Counter()
+    for op in program.ops:
+        moved[op.kind, op.part] += op.nbytes
+    count = model.numel(trainable=True)
+    head = model.units[0].params[0].numel if tied else 0
+    optimizer, gradient = StateKind.OPTIMIZER, StateKind.GRADIENT
+    assert moved[OpKind.FETCH, optimizer] == 8 * count
+    assert moved[OpKind.STORE, optimizer] == (8 + (12 if at_turn else 0)) * count
+    assert moved[OpKind.STORE, StateKind.TRAINABLE] == 4 * count
+    for op in program.ops:
+        if op.kind is OpKind.FETCH and op.part is StateKind.TRAINABLE:
+            tied_head = head if op.unit == layers + 1 else 0
+            assert op.nbytes == 4 * (model.units[op.unit].numel(trainable=True) + tied_head)
+    assert moved[OpKind.STORE, gradient] == (0 if at_turn else 4 * micro_batches * (count + head))
+    again = (micro_batches - 1) * (count + head) + head + count
+    assert moved[OpKind.FETCH, gradient] == (0 if at_turn else 4 * again)
 
 
 @pytest.mark.parametrize("codec", [Codec.INT4, Codec.INT8, Codec.BF16, Codec.RAW])

@@ -113,7 +113,7 @@ class Effects:
             for name in ("prefetch", "release"):
                 self._tap(type(engine.source), name, lambda _, names, what=name: _of_unit(what, names, units))
         self._tap(ScratchMaps, "will_need", lambda _, group: ("will need", group))
-        self._tap(ScratchMaps, "dont_need", lambda _, group: ("done with", group) if isinstance(group, int) else None)
+        self._tap(ScratchMaps, "dont_need", lambda _, group: None if "before" in str(group) else ("done with", group))
         self._tap(Buckets, "fetch", lambda _, unit, slot: ("fetch", unit, slot))
         self._tap(Buckets, "store", lambda buckets, unit: ("store", unit, buckets.step(unit)))
         self._tap(Buckets, "vacate", lambda _, slot: ("vacate", slot))

@@ -20,7 +20,9 @@ from tests.ranks.processes import run_ranks
 
 STEPS = 3
 Case = tuple[str, dict[str, Any], bool]
+ON_DISK = {"trainable": "disk × fp32", "optimizer_state": "disk × fp32", "gradient": "disk × fp32"}
 ALONE: list[Case] = [
+    ("plain", {**ON_DISK, "recompute": "all", "optimizer.max_grad_norm": 1.0, "gradient_accumulation_steps": 2}, False),
     ("plain", {"optimizer.max_grad_norm": 1.0}, False),
     ("mebp", {"frozen": "disk × raw", "update.timing": "block"}, False),
     ("mebp", {"frozen": "disk", "gradient_accumulation_steps": 2, "accumulation_order": "block"}, True),
@@ -81,7 +83,7 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
         case OpKind.UPDATE:
             return {("update", op.unit, step)}
         case OpKind.STORE:
-            return {("store", op.unit, done)} if zeroth else {("done with", op.unit)}
+            return {("store", op.unit, done)} if zeroth else {("done with", _group(op))}
         case OpKind.EVICT if plan.sharded:
             return set()
         case OpKind.EVICT:
@@ -89,11 +91,17 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
         case OpKind.FETCH if op.part is StateKind.FROZEN and not plan.sharded:
             return {("prefetch", op.unit)} if plan.frozen.tier is Tier.DISK else set()
         case OpKind.FETCH if not plan.sharded:
-            return {("fetch", op.unit, op.slot)} if zeroth else {("will need", op.unit)}
+            return {("fetch", op.unit, op.slot)} if zeroth else {("will need", _group(op))}
         case OpKind.GATHER | OpKind.REDUCE if op.axes:
             sums = {("gather", op.lane, *op.axes)} if _sums(op, walker) else set()
             return {(op.kind.lower(), op.lane, *op.axes)} | sums
     return set()
+
+
+def _group(op: Op) -> Any:
+    """The file maps that an op of a first-order run is about."""
+    named = {StateKind.OPTIMIZER: "optimizer", StateKind.GRADIENT: "gradients"}
+    return (named[op.part], op.unit) if op.part in named else op.unit
 
 
 def _sums(op: Op, walker: Walker) -> bool:

@@ -127,7 +127,8 @@ def test_written_pages_are_the_files(tmp_path: Path) -> None:
     view_ND = file.view(PAGE, 4 * 12, torch.float32, (3, 4))
     view_ND.copy_(torch.arange(12.0).view(3, 4))
     file.dont_need([(0, 3 * PAGE)])
-    os.fsync(file._fd)
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
     assert path.read_bytes()[PAGE : PAGE + 48] == torch.arange(12.0).numpy().tobytes()
     assert view_ND[2, 3].item() == 11.0
     file.close()

@@ -39,11 +39,17 @@ REPLACED = "replaced"
 LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "forecast.json", "trace.json")
 """Files that a run writes beside its checkpoints and its ledger."""
 SCALARS = "state.json"
+SAME_WEIGHTS = "; the same content, by a digest of its configuration and weights (of a block store, its index)"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 FIXED = ("model", "method", "seed", "batch_size", "lora", "prefix", "data")
 """Settings without which the saved state means something else; any other may change when a run is resumed, and what is
-evaluated (``data.eval...``) too."""
+evaluated (:data:`ONLY_EVALUATION`) too."""
+ONLY_EVALUATION = ("data.eval", "data.shots", "data.task_part", "data.task_eval", "data.show_first")
+"""The beginnings of names of settings that no training step reads."""
+WORDS = ("data.template", "data.label_", "data.task")
+"""The beginnings of names of settings that say which words are ranked, by ``zo.objective`` in training too: the digest of the
+examples has the right words alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,7 @@ def prune(output_dir: Path, keep: int) -> None:
     """Remove all whole checkpoints but the newest ``keep``, and the run that they replace."""
     found = whole(output_dir)
     for old in found[:-keep]:
-        hidden = old.with_name(f".{old.name}{atomic_files.PARTIAL}")  # it stops being named like a checkpoint first
-        os.rename(old, hidden)
-        shutil.rmtree(hidden)
+        atomic_files.discard(old)
     if found:
         shutil.rmtree(output_dir / REPLACED, ignore_errors=True)
 
@@ -205,7 +209,7 @@ class Start:
         folder = Path(self.output_dir)
         replaced, logs = folder / REPLACED, [folder / name for name in LOGS]
         if replaced.exists():
-            shutil.rmtree(replaced)
+            atomic_files.discard(replaced)
         replaced.mkdir()
         for path in (*map(Path, reversed(self.in_the_way)), *(logs if self.checkpoint is None else [])):
             if path.exists():
@@ -315,13 +319,26 @@ def _newest_undamaged(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
     return None, {}
 
 
-def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_method: bool = False) -> list[str]:
-    """The settings that a resumed run changes, as ``name: old → new``. A first-order run goes on under any first-order
-    method (``any_method``). Settings that the checkpoint does not know, for it is older, had their defaults.
+def changed_settings(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    any_method: bool = False,
+    same_model: bool = False,
+    same_data: bool = False,
+) -> list[str]:
+    """The settings that a resumed run changes, as ``name: old → new``. Settings that the checkpoint does not know, for it is
+    older, had their defaults.
+
+    Args:
+        any_method: the run goes on under any first-order method.
+        same_model: the model's content is that of the checkpoint's run, whatever its name.
+        same_data: the examples are those of the checkpoint's run, whatever the settings that they are made by.
 
     Raises:
-        ValueError: one of :data:`FIXED` changes.
+        ValueError: one of :data:`FIXED` changes, and not in name alone.
     """
+    words = WORDS if (now.get("zo") or {}).get("objective", "loss") != "loss" else ()
     changes, default = [], RunConfig(lora=LoraSettings()).to_mapping()
     for name, value in now.items():
         if name in ("resume_from_checkpoint", "output_dir", "overwrite_output_dir"):
@@ -331,9 +348,12 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, any_me
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             pairs = {f"{name}.{part}": (before.get(part, default[name].get(part)), new) for part, new in value.items()}
         for key, (old, new) in pairs.items():
-            fixed = name in FIXED and not key.startswith("data.eval") and not (any_method and name == "method")
-            if old != new and fixed:
+            if old == new:
+                continue
+            free = key.startswith(ONLY_EVALUATION) or (any_method and name == "method")
+            alike = (name == "model" and same_model) or (name == "data" and same_data and not key.startswith(words))
+            if name in FIXED and not free and not alike:
                 raise ValueError(f"the checkpoint was made with {key}: {old}, and the run has {new}; they must agree")
-            if old != new:
-                changes.append(f"{key}: {old} → {new}")
+            same = SAME_WEIGHTS if name == "model" else "; the same examples" if alike else ""
+            changes.append(f"{key}: {old} → {new}{same}")
     return changes

@@ -27,6 +27,7 @@ from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
+from blockwalk.system import open_files
 from blockwalk.train import config
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
@@ -248,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     arguments = all_arguments = list(sys.argv[1:] if argv is None else argv)
+    open_files.raise_limit()
     here = place.Place()
     by_name = {command.name: command for command in COMMANDS}
     command = next((by_name[word] for word in arguments if word in by_name), None)
@@ -320,6 +322,7 @@ def _explain(error: Exception) -> int:
     if _debugging():
         traceback.print_exception(error)
     text = " ".join(str(error).split())
+    text += open_files.way_out(error)
     code = FAILED
     if isinstance(error, DoesNotFit):
         code = TOO_LARGE

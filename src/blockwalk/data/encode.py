@@ -30,6 +30,7 @@ from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
 from blockwalk.system.atomic_files import PARTIAL
+from blockwalk.system.file_maps import map_file
 
 Ids = npt.NDArray[np.int32]
 """Token ids, or positions of tokens."""
@@ -69,12 +70,14 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
         return {path.relative_to(folder): np.fromfile(path, np.uint8) for path in files}
 
 
-def mapped(array: np.ndarray, folder: Path) -> np.memmap:
-    """An array in the map of a nameless file in ``folder``: pages that the kernel may drop."""
+def mapped(array: np.ndarray, folder: Path) -> np.ndarray:
+    """An array in the map of a nameless file in ``folder``: pages that the kernel may drop. It may not be written to."""
+    if not array.nbytes:
+        return array
     with tempfile.TemporaryFile(prefix=".scratch-", suffix=PARTIAL, dir=folder) as file:  # named where a disk must
         file.write(np.ascontiguousarray(array).data)
         file.flush()
-        return np.memmap(file, array.dtype, "r", shape=array.shape)
+        return map_file(file.fileno(), array.nbytes, str(folder)).view(array.dtype).reshape(array.shape)
 
 
 @dataclass(slots=True)

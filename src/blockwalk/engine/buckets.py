@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind
 from blockwalk.ranks.shared_forwards import SharedForwards
+from blockwalk.system.atomic_files import discard
 from blockwalk.tiers.block_store.store import BlockStore, StoredParam, StoredUnit
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import plan_units, write_store
@@ -319,7 +319,7 @@ class Buckets:
     def close(self) -> None:
         self.tier.close()
         if self._durable is not None and not self._keep:
-            shutil.rmtree(self._durable.path)
+            discard(self._durable.path)
 
 
 def word_sum(bytes_P: Tensor) -> int:

@@ -28,7 +28,7 @@ from blockwalk.engine.spread import SpreadPart, spread_frozen
 from blockwalk.engine.spread_masters import SpreadMasters
 from blockwalk.engine.undo import Undo
 from blockwalk.numerics.codecs.weights import DenseWeight, Value, Weight
-from blockwalk.numerics.device import host_buffers, recorded
+from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.updates import Rule
 from blockwalk.plan.model_spec import ParamSpec
@@ -129,10 +129,12 @@ class Engine:
     def prepare(self, op: Op) -> Work:
         """The work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
         slack. Ranks keep theirs: all would wait for the one that faults its pages in again."""
-        if op.part is StateKind.GRADIENT:
-            return self.gradients.gather(op) if op.kind is OpKind.GATHER else self.gradients.reduce(op)
-        if op.part is not None:
-            return self.homes[op.part].prepare(op)
+        if op.kind is OpKind.REDUCE:
+            return self.gradients.reduce(op)
+        if op.kind is OpKind.GATHER and op.part is StateKind.GRADIENT:
+            return self.gradients.gather(op)
+        if op.part is not None:  # gradients and optimizer states are with the trainables
+            return self.homes.get(op.part, self.homes[StateKind.TRAINABLE]).prepare(op)
         if self._slack is not None and self.plan.mesh.world == 1:
             self._slack.bound(anew=op.unit == 0 and self._differentiates)
         works = [home.prepare(op) for home in self.homes.values()]
@@ -193,12 +195,14 @@ class Engine:
             self._undo.remember(unit, [t for each in changes for t in (each.master, *each.moments.values())])
         stochastic = self.plan.update.rounding == "stochastic"
         for each in changes:
-            if coefficient != 1.0:
+            on_device = not is_cpu(each.gradient.device)
+            if coefficient != 1.0 and on_device:
                 each.gradient.mul_(coefficient)
             rounding = NoiseKey(self.plan.seed, step, 0, each.name, "rounding") if stochastic else None
             gradient = self._landed(each.gradient, each.master.device)
             rate = learning_rate * (self.plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0)
-            self.rule.apply_(each.master, gradient, each.moments, step=step, lr=rate, rounding=rounding)
+            scale = 1.0 if on_device else coefficient
+            self.rule.apply_(each.master, gradient, each.moments, step=step, lr=rate, rounding=rounding, scale=scale)
         self.first_order.changed(unit)
 
     def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:
@@ -282,4 +286,5 @@ class Engine:
 
     def close(self) -> None:
         self.trained.close()
+        self.scratch.close()
         self.model.close()

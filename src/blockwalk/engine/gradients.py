@@ -3,7 +3,7 @@ buffers, which are reduced to this rank's slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,51 @@ from torch import Tensor
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.spread import SpreadPart
 from blockwalk.numerics.device import is_cpu, sent
-from blockwalk.numerics.updates import global_norm, norm_of_sums, square_sums, sum_of_squares
+from blockwalk.numerics.updates import norm_of_sums, square_sums, sum_of_squares
 from blockwalk.plan.mesh import reach
+from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.program.flat_layout import buffer_pools
 from blockwalk.program.program import Op
 from blockwalk.program.reductions import sums_replicas
+from blockwalk.tiers.scratch_maps import ScratchMaps
+
+
+class GradientMaps:
+    """The file maps in which gradients wait for the step's end, those of a unit in one. Each step makes them anew: the pages of
+    a fresh file need not be read before they are overwritten, and what is not written yet of a file that is gone never is."""
+
+    def __init__(self, scratch: ScratchMaps, units: Sequence[Iterable[ParamSpec]]) -> None:
+        self._scratch = scratch
+        self._shapes = [{p.name: (p.shape, torch.float32) for p in params} for params in units]
+        self._unit = {name: unit for unit, shapes in enumerate(self._shapes) for name in shapes}
+        self._places: dict[str, Tensor] = {}
+
+    def place(self, name: str) -> Tensor:
+        """The float32 tensor that a gradient lies in."""
+        if name not in self._places:
+            unit = self._unit[name]
+            self._places |= self._scratch.zeros(self._shapes[unit], ("gradients", unit))
+        return self._places[name]
+
+    def will_need(self, names: Iterable[str]) -> None:
+        """Map the pages of gradients, blocking."""
+        for unit in {self._unit[name] for name in names}:
+            self._scratch.will_need(("gradients", unit))
+
+    def dont_need(self, names: Iterable[str]) -> None:
+        """Hand the pages of gradients to the kernel."""
+        for unit in {self._unit[name] for name in names}:
+            self._scratch.dont_need(("gradients", unit))
+
+    def drop(self, unit: int) -> None:
+        """Let go of a unit's gradients."""
+        for name in self._shapes[unit]:
+            self._places.pop(name, None)
+        self._scratch.forget(("gradients", unit))
+
+    def clear(self) -> None:
+        for unit in range(len(self._shapes)):
+            self.drop(unit)
 
 
 class NamedGradients:
@@ -25,20 +65,32 @@ class NamedGradients:
     Args:
         masters: the trainables by name.
         device: where blocks compute.
-        places: float32 tensors that they lie in, by name, where they are not on the device.
+        maps: the file maps that they lie in, where they are not on the device.
         ends: whether updates use gradients up before the step's end; their squares are then kept until it.
+        clips: whether their norm is asked for.
     """
 
     def __init__(
-        self, masters: Mapping[str, Tensor], device: torch.device, places: Mapping[str, Tensor], *, ends: bool
+        self,
+        masters: Mapping[str, Tensor],
+        device: torch.device,
+        maps: GradientMaps | None,
+        *,
+        ends: bool,
+        clips: bool = True,
     ) -> None:
-        self._masters, self._device, self._places, self._ends = masters, device, places, ends
+        self._masters, self._device, self._maps, self._ends, self._clips = masters, device, maps, ends, clips
         self.sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
+        self._chunk_sums: dict[str, Tensor] = {}
+        """Sums that the norm is made of, for gradients that are complete and went to the disk."""
 
     def begin(self) -> None:
         self.sums.clear()
         self._squares.clear()
+        self._chunk_sums.clear()
+        if self._maps is not None:
+            self._maps.clear()
 
     def expect(self, op: Op) -> None:
         """Do nothing: each parameter has one place."""
@@ -47,8 +99,10 @@ class NamedGradients:
         if name is None or name not in self._masters:
             return None
         if name not in self.sums:
-            place, shape = self._places.get(name), self._masters[name].shape
-            self.sums[name] = torch.zeros(shape, device=self._device) if place is None else place.zero_()
+            if self._maps is None:
+                self.sums[name] = torch.zeros(self._masters[name].shape, device=self._device)
+            else:  # a fresh map reads zero
+                self.sums[name] = self._maps.place(name)
         return self.sums[name]
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
@@ -56,8 +110,8 @@ class NamedGradients:
             if gradient is not None and name in self.sums:
                 self.sums[name].add_(gradient)
             elif gradient is not None:
-                place = self._places.get(name)
-                self.sums[name] = gradient.to(torch.float32) if place is None else place.copy_(gradient)
+                maps = self._maps
+                self.sums[name] = gradient.to(torch.float32) if maps is None else maps.place(name).copy_(gradient)
 
     def reduce(self, op: Op) -> Callable[[], None]:
         raise AssertionError("one process has nothing to sum over")
@@ -71,15 +125,28 @@ class NamedGradients:
             self._squares[name] = sum_of_squares(gradient)
         return gradient
 
+    def put_away(self, complete: Iterable[str]) -> None:
+        """Take the squares of gradients that are ``complete`` while their pages are there, so that they are not read again."""
+        for name in complete:
+            if name in self.sums and self._clips:
+                self._chunk_sums[name] = square_sums(self.sums[name])
+                self._squares[name] = self._chunk_sums[name].sum().to(torch.float32)
+            elif name in self.sums:
+                self._squares[name] = sum_of_squares(self.sums[name])
+
     def norm(self) -> float:
-        return global_norm([self.sums[name] for name in self._masters if name in self.sums])
+        """The norm of all gradients."""
+        names = [name for name in self._masters if name in self.sums]
+        taken = self._chunk_sums
+        return norm_of_sums(taken[name] if name in taken else square_sums(self.sums[name]) for name in names)
 
     def squares(self) -> dict[str, Tensor]:
-        return {**self._squares, **{name: sum_of_squares(gradient) for name, gradient in self.sums.items()}}
+        rest = {name: sum_of_squares(gradient) for name, gradient in self.sums.items() if name not in self._squares}
+        return {**self._squares, **rest}
 
     def take(self) -> dict[str, Tensor]:
         taken, self.sums = self.sums, {}
-        return {name: gradient.clone() if name in self._places else gradient for name, gradient in taken.items()}
+        return taken if self._maps is None else {name: gradient.clone() for name, gradient in taken.items()}
 
 
 @dataclass(slots=True)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockwalk.checkpoints.pieces import Pieces
-from blockwalk.engine.gradients import NamedGradients
+from blockwalk.engine.gradients import GradientMaps, NamedGradients
 from blockwalk.engine.home import Change, Work
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
-from blockwalk.plan.placement import Tier
+from blockwalk.plan.placement import StateKind, Tier
 from blockwalk.program.program import Op, OpKind, Pool
 from blockwalk.program.residency import gradient_pool
 from blockwalk.tiers.scratch_maps import ScratchMaps
@@ -43,19 +44,19 @@ class Masters:
                 model.read_into(p.name, self.masters[p.name])
                 model.held.pop(p.name, None)
             states = {f"{p.name}\0{s}": (p.shape, torch.float32) for p in params for s in plan.update_rule.states}
-            for key, tensor in self._allocate(plan.optimizer_state.tier, states, unit).items():
+            for key, tensor in self._allocate(plan.optimizer_state.tier, states, ("optimizer", unit)).items():
                 name, _, state = key.partition("\0")
                 self.moments.setdefault(name, {})[state] = tensor
-        self.gradients = NamedGradients(self.masters, model.device, self._places(), ends=plan.update.at_turn)
-
-    def _places(self) -> dict[str, Tensor]:
-        """The file maps in which gradients wait for the step's end, by name; none where they wait on the device."""
-        model, found = self._model, dict[str, Tensor]()
-        if gradient_pool(model.plan, model.device.type) is Pool.MAPPED:
-            for unit, spec in enumerate(model.spec.units):
-                shapes = {p.name: (p.shape, torch.float32) for p in spec.part(True)}
-                found |= self._allocate(Tier.DISK, shapes, ("gradients", unit))
-        return found
+        self._gradient_maps: GradientMaps | None = None
+        if gradient_pool(plan, model.device.type) is Pool.MAPPED:
+            self._gradient_maps = GradientMaps(scratch, [unit.part(True) for unit in model.spec.units])
+        self.gradients = NamedGradients(
+            self.masters,
+            model.device,
+            self._gradient_maps,
+            ends=plan.update.at_turn,
+            clips=plan.optimizer.max_grad_norm > 0,
+        )
 
     def _allocate(
         self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
@@ -70,16 +71,32 @@ class Masters:
     # ---- residency --------------------------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
-        """FETCH: make the pages of a unit's masters and states resident. STORE: hand them, written in place, to the kernel."""
+        """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE: hand them, written in
+        place, to the kernel."""
+        move = {OpKind.FETCH: self._scratch.will_need, OpKind.STORE: self._scratch.dont_need}.get(op.kind)
+        if move is None:
+            return lambda: None
+        if op.part is StateKind.GRADIENT:
+            return partial(self._move_gradients, op)
+        group = ("optimizer", op.unit) if op.part is StateKind.OPTIMIZER else op.unit
 
         def work() -> None:
-            if op.kind is OpKind.FETCH:
-                self._scratch.will_need(op.unit)
-            elif op.kind is OpKind.STORE:
-                self._scratch.dont_need(op.unit)
+            move(group)
+            if op.kind is OpKind.STORE:
                 self._scratch.dont_need(("before", op.unit))
 
         return work
+
+    def _move_gradients(self, op: Op) -> None:
+        """Bring the gradients that a turn of a unit adds to, or hand them to the kernel."""
+        names, maps = [p.name for p in self._reads[op.unit]], self._gradient_maps
+        assert maps is not None
+        if op.kind is OpKind.FETCH:
+            maps.will_need(names)
+            return
+        if op.last:
+            self.gradients.put_away(p.name for p in self._model.spec.units[op.unit].part(True))
+        maps.dont_need(names)
 
     def values(self, unit: int) -> dict[str, Tensor]:
         used_as = self._model.used_as
@@ -96,7 +113,9 @@ class Masters:
                 yield Change(name, self.masters[name], self.gradients.use_up(name), self.moments.get(name, {}))
 
     def changed(self, unit: int) -> None:
-        """Do nothing: what is bound is made of the masters every time."""
+        """Let go of the gradients that a unit's update has used up; parameters are bound from the masters every time."""
+        if self._gradient_maps is not None:
+            self._gradient_maps.drop(unit)
 
     def masters_changed(self) -> frozenset[int]:
         return frozenset()

@@ -27,7 +27,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
-from blockwalk.system.atomic_files import PARTIAL
+from blockwalk.system.atomic_files import PARTIAL, discard
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.block_store.writer import write_store
@@ -141,7 +141,7 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
             if other != stores[-1]:  # a node that shares the folder may have packed this one, and read it, by now
-                shutil.rmtree(other, ignore_errors=True)
+                discard(other)
         _pack(stores[-1], lambda made: write_store(made, source, certified(model).spec(), codec, copy_from=path))
         return stores[-1]
 

@@ -35,8 +35,13 @@ class Undo:
         self._changed[unit] = tensors
 
     def commit(self) -> None:
-        """Keep the changes of a step that counts."""
+        """Keep the changes of a step that counts. File maps of what was before go: those of the next step need not be read
+        before they are overwritten."""
         self._changed.clear()
+        if is_cpu(self._device):
+            for unit in self._before:
+                self._scratch.forget(("before", unit))
+            self._before.clear()
 
     def put_back(self) -> bool:
         """Give everything the value that it had before the step; the answer is whether anything had changed."""

@@ -70,6 +70,7 @@ class Rule:
         step: int,
         lr: float,
         rounding: NoiseKey | None = None,
+        scale: float = 1.0,
     ) -> None:
         """One update, in place.
 
@@ -80,6 +81,7 @@ class Rule:
             step: the update's number, from 1.
             lr: its learning rate.
             rounding: the draws by which a whole parameter in 16 bits is rounded stochastically; None rounds to nearest.
+            scale: on a processor, a factor of the gradient: pages of a file map are not dirtied for it.
         """
         piece = globals()[self.settings.name]
         states = [state[name] for name in RULES[self.settings.name].states]
@@ -88,8 +90,10 @@ class Rule:
             numbers = (lr, *s.betas, s.eps, s.weight_decay)
             torch.ops.blockwalk.adamw_(param, *states, grad, step, numbers, sent(rounding))
             return
-        for work, pieces in _chunks(rounding, param, grad, *states):
-            piece(self.settings, work, *pieces, step=step, lr=lr)
+        scaled = torch.empty(min(UPDATE_CHUNK, param.numel()), dtype=torch.float32) if scale != 1.0 else param
+        for work, (own, gradient, *others) in _chunks(rounding, param, grad, *states):
+            used = gradient if scale == 1.0 else torch.mul(gradient, scale, out=scaled[: len(gradient)])
+            piece(self.settings, work, own, used, *others, step=step, lr=lr)
 
 
 def sgd(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float) -> None:

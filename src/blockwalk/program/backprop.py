@@ -91,6 +91,8 @@ class _Backprop:
         if unit == places.last:
             blocks = range(places.last - 1, max(self.lowest, 1) - 1, -1)
             self.coming = [(i, m) for i in blocks if i not in self.keep for m in group]
+        if places.maps_gradients:
+            after = [*after, *self._fetch_gradients(unit, group)]
         for m in group:
             deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
             if block and not kept:
@@ -101,7 +103,24 @@ class _Backprop:
             used.append(b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details))
             if block and not kept:
                 self.backwards.append(used[-1])
-        return used + self._finish(unit, used[-1], complete=group[-1] == self.final)
+        complete, done = group[-1] == self.final, used[-1]
+        if places.maps_gradients:
+            done = self._store_gradients(unit, done, complete=complete)
+        return used + self._finish(unit, done, complete=complete)
+
+    def _fetch_gradients(self, unit: int, group: list[int]) -> list[int]:
+        """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied weight, by the head."""
+        b, places = self.b, self.b.places
+        nbytes = places.gradient_bytes(unit)
+        if not group[0]:
+            nbytes -= places.made_gradients(unit)
+        return [b.op(OpKind.FETCH, unit, Lane.FETCH, part=StateKind.GRADIENT, nbytes=nbytes)] if nbytes else []
+
+    def _store_gradients(self, unit: int, done: int, *, complete: bool) -> int:
+        """Hand the gradients of a turn to the disk, where they wait there; the answer is the op after which they are there."""
+        b, nbytes = self.b, self.b.places.gradient_bytes(unit)
+        details = {"part": StateKind.GRADIENT, "nbytes": nbytes, "last": complete}
+        return b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
 
     def _claims(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
         """Memory claimed by a backward op: the first micro-batch allocates the float32 accumulators. In a float32 model they
@@ -133,6 +152,9 @@ class _Backprop:
         if b.places.sharded:
             deps.append(max(op.index for op in ops if op.lane is Lane.COMPUTE))
             deps += [op.index for op in ops if op.kind is OpKind.UPDATE]
+        elif update and self.at_turn:  # a step that counts lets go of what these hand to the disk
+            parts = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
+            deps += [op.index for op in ops if op.kind is OpKind.STORE and op.part in parts]
         elif not update:
             ops[-1] = replace(ops[-1], frees=(*ops[-1].frees, *b.places.accumulated()))
             return []

@@ -53,6 +53,8 @@ def used_unfetched(program: Program) -> list[str]:
             early = [user for user in users.pop(op.unit, []) if not before[op.index] >> user & 1]
             wrong += [f"{name}: op {op.index} evicts it before op {user} is done with it" for user in early]
             live.pop(op.unit, None)
+        elif op.kind is OpKind.STORE and op.part in (StateKind.GRADIENT, StateKind.OPTIMIZER):
+            continue  # they are in no slot
         elif op.kind in _USES and (op.kind is not OpKind.UPDATE or op.unit in program.written):
             users.setdefault(op.unit, []).append(op.index)
             wrong += [] if fetches else [f"{name}: op {op.index} {op.kind} uses it, and it is not fetched"]

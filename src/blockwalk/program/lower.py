@@ -42,6 +42,8 @@ class Builder:
     pieces: tuple[Piece, ...] = ()
     """The parts of a zeroth-order step that are computed; none given: those of the rank's place."""
     draft: Draft = field(default_factory=Draft)
+    updates: list[int] = field(default_factory=list)
+    """The updates so far, in order."""
 
     def op(self, kind: OpKind, unit: int, lane: Lane, deps: Sequence[int] = (), **details: object) -> int:
         """Write an op, and answer its number."""
@@ -138,17 +140,41 @@ class Builder:
         """Update a unit, which uses its accumulated gradients up; where its trainables are in a slot, write them back."""
         lane = Lane.STORE if self.places.updates_behind else Lane.COMPUTE
         frees = () if self.places.plan.zeroth_order else self.places.accumulated(unit)
-        done = self.op(OpKind.UPDATE, unit, lane, after, part=StateKind.TRAINABLE, frees=frees)
+        done = self.op(
+            OpKind.UPDATE, unit, lane, [*after, *self._fetch_states(unit)], part=StateKind.TRAINABLE, frees=frees
+        )
+        self.updates.append(done)
         if has_node_slice(self.places.plan):
             self.residency = self.residency.updated(unit)
         return [done, *self.store(unit, [done])]
 
-    def store(self, unit: int, after: Sequence[int]) -> list[int]:
-        """Write a streamed unit's trainables back."""
-        if not self.places.streams(unit, StateKind.TRAINABLE):
+    def _fetch_states(self, unit: int) -> list[int]:
+        """Bring the optimizer states that an update reads, and gradients that wait for it, where they are in file maps: no
+        earlier than ``prefetch`` updates before."""
+        places, ahead = self.places, self.places.plan.prefetch + 1
+        if not (places.maps_states or places.maps_gradients):
             return []
-        nbytes = self.places.part_bytes(self.places.model.units[unit], StateKind.TRAINABLE)
-        return [self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes)]
+        waits = self.updates[-ahead:][:1] if len(self.updates) >= ahead else []
+        moved = {
+            StateKind.GRADIENT: places.maps_gradients and 4 * places.model.units[unit].numel(trainable=True),
+            StateKind.OPTIMIZER: places.maps_states and places.state_bytes(unit),
+        }
+        return [
+            self.op(OpKind.FETCH, unit, Lane.FETCH, waits, part=part, nbytes=nbytes)
+            for part, nbytes in moved.items()
+            if nbytes
+        ]
+
+    def store(self, unit: int, after: Sequence[int]) -> list[int]:
+        """Write a streamed unit's trainables back, and optimizer states in file maps, with what an update has copied."""
+        places, stores = self.places, list[int]()
+        if places.streams(unit, StateKind.TRAINABLE):
+            nbytes = places.part_bytes(places.model.units[unit], StateKind.TRAINABLE)
+            stores.append(self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes))
+        if places.maps_states and places.state_bytes(unit):
+            nbytes = places.state_bytes(unit) + places.undo_bytes(unit)
+            stores.append(self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.OPTIMIZER, nbytes=nbytes))
+        return stores
 
     def update_all(self, after: Sequence[int]) -> None:
         """Update every unit at the step's end."""

@@ -39,6 +39,10 @@ class Placements:
     """Blocks that stay on the device for good: ``mezo`` is the end where that is all of them, ``zo2`` the one with none."""
     pools: Buffers = field(init=False)
     """Their slots and gradient buffers."""
+    maps_states: bool = field(init=False)
+    """True where optimizer states come and go with their unit's update, in file maps. Those of adapters stay: a page or two."""
+    maps_gradients: bool = field(init=False)
+    """True where gradients wait for the step's end in file maps."""
     _parts: list[list[StateKind]] = field(init=False)
     _layouts: dict[tuple[int, StateKind], FlatLayout] = field(init=False, default_factory=dict)
 
@@ -47,6 +51,9 @@ class Placements:
         self.sharded = self.plan.sharded
         self.kept = frozenset(1 + block for block in evenly(len(self.model.blocks))[: max(self.plan.resident, 0)])
         self.pools = buffer_pools(self.plan, self.model) if self.sharded else Buffers((), (), (0, 0), (0, 0))
+        alone = not (self.plan.zeroth_order or self.sharded)
+        self.maps_states = alone and self.plan.optimizer_state.on_disk and self.device == "cpu" and not self.adapters
+        self.maps_gradients = alone and gradient_pool(self.plan, self.device) is Pool.MAPPED
         self._parts = [[part for part in PARTS if self._arrives(u, part)] for u in range(self.last + 1)]
 
     @property
@@ -230,6 +237,19 @@ class Placements:
         tied = {canonical for _, canonical in self.model.tied}
         params = () if self.sharded else self.reads(unit).params
         return 4 * sum(p.numel for p in params if p.trainable and not (unit == 0 and p.name in tied))
+
+    def state_bytes(self, unit: int) -> int:
+        """Bytes of a unit's optimizer states."""
+        return 4 * len(self.plan.update_rule.states) * self.model.units[unit].numel(trainable=True)
+
+    def undo_bytes(self, unit: int) -> int:
+        """Bytes that a unit's update at its turn copies, for a step that may still be refused."""
+        masters = self.model.units[unit].nbytes(self.plan.trainable.codec, trainable=True)
+        return masters + self.state_bytes(unit) if self.plan.update.at_turn else 0
+
+    def gradient_bytes(self, unit: int) -> int:
+        """Float32 bytes of the gradients that a turn of a unit adds to: a tied head's are the prologue's own too."""
+        return 4 * self.reads(unit).numel(trainable=True)
 
     def accumulated(self, unit: int | None = None) -> Bytes:
         """The gradients of a unit's own parameters, or of all, while they wait for their update."""

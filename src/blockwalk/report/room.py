@@ -13,10 +13,12 @@ from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.program.program import human_bytes
+from blockwalk.program.program import OpKind, Pool, human_bytes
+from blockwalk.program.residency import maps_graphs
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import DoesNotFit, Forecast
 from blockwalk.system.atomic_files import nearest
+from blockwalk.system.file_maps import has_shared_maps
 from blockwalk.system.process_memory import memory_limits
 
 CLOSE = 0.9
@@ -71,18 +73,45 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
         )
 
 
-def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
+def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
+    """Bytes of the files that a run makes in its scratch folder for its own time: state on the disk tier, that which a step may
+    go back to, graphs, and a pack of the model; its data are not among them."""
+    from blockwalk.tiers.block_store.store import is_store
+
+    plan, rows = run.plan, {row.kind: row for row in forecast.rows()}
+    packs = plan.frozen.codec.encoded and not is_store(run.model)
+    pack = rows["frozen"].nbytes if packs else 0
+    state = rows["trainable"].nbytes + rows["optimizer"].nbytes
+    if plan.zeroth_order:
+        return pack + (2 * state if rows["trainable"].placement.on_disk else 0)
+    if forecast.device != "cpu":
+        return pack
+    held = sum(row.nbytes for row in rows.values() if row.placement.on_disk and row.kind != "frozen")
+    undo = state if plan.update.at_turn else 0
+    return pack + held + undo + _graph_bytes(forecast)
+
+
+def _graph_bytes(forecast: Forecast) -> int:
+    """Bytes of the file maps that graphs are written to: of those that are kept, and of one that is made again."""
+    if not maps_graphs(forecast.plan, forecast.device):
+        return 0
+    forwards = [op for op in forecast.program.ops if op.kind is OpKind.FORWARD]
+    kept = sum(nbytes for op in forwards for pool, nbytes in op.takes if pool is Pool.MAPPED)
+    again = max((forecast.costs.of(block.kind).saved for block in forecast.model.blocks), default=0)
+    return kept + again
+
+
+def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int = 0) -> None:
     """Refuse a run whose files the disks have no room for.
 
     Args:
         steps: optimizer steps that the run has before it.
+        data_maps: bytes of its data in maps of nameless files.
 
     Raises:
         ValueError: checkpoints, the final model and scratch need more bytes than are free on their disk, those of the
-            earlier files that they replace included.
+            earlier files that they replace included; or scratch is on a file system without shared file maps.
     """
-    from blockwalk.tiers.block_store.store import is_store
-
     folder = Path(run.output_dir)
     rows = {row.kind: row for row in forecast.rows()}
     trained, state = rows["trainable"].nbytes, rows["optimizer"].nbytes
@@ -91,10 +120,13 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
     kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
     final = trained if run.adapters is not None else sum(unit.nbytes() for unit in forecast.model.units)
-    on_disk = [row for row in rows.values() if row.placement.on_disk and row.kind != "frozen"]
-    scratch = 2 * (trained + state) if streamed else sum(row.nbytes for row in on_disk if forecast.device == "cpu")
-    if run.plan.frozen.codec.encoded and not is_store(run.model):  # it is packed first
-        scratch += rows["frozen"].nbytes
+    written = scratch_bytes(run, forecast)
+    scratch = data_maps + written
+    if (written or maps_graphs(run.plan, forecast.device)) and not has_shared_maps(folder / run_checkpoint.SCRATCH):
+        raise ValueError(
+            f"{folder / run_checkpoint.SCRATCH} is on a file system without shared file maps, which activations and packed or"
+            " trained weights on the disk tier are kept in: choose an output_dir on another disk"
+        )
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
     goes = [(path, _size(path)) for path in run_checkpoint.whole(folder)]
     goes += [(folder / run_checkpoint.SCRATCH, _size(folder / run_checkpoint.SCRATCH))]

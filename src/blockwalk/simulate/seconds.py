@@ -212,6 +212,8 @@ class CostModel:
         """The tier of the bytes of a FETCH or STORE."""
         if op.part is StateKind.ACTIVATION:
             return self.plan.activation.tier
+        if op.part in (StateKind.GRADIENT, StateKind.OPTIMIZER):  # of one process: in file maps
+            return Tier.DISK
         if self.plan.sharded:
             return Tier.HOST
         return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
@@ -238,7 +240,12 @@ class CostModel:
 
     def _stored(self) -> int:
         codec = self.plan.frozen.codec
-        return sum(u.nbytes(codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
+        parameters = sum(u.nbytes(codec, trainable=False) + u.nbytes(trainable=True) for u in self.model.units)
+        if self.plan.zeroth_order or self.plan.sharded:
+            return parameters
+        beside = len(self.plan.update_rule.states) * self.plan.optimizer_state.on_disk
+        beside += self.plan.gradient.on_disk and not self.plan.update.at_turn
+        return parameters + 4 * beside * self.model.numel(trainable=True)
 
     def _rounds(self, op: Op) -> int:
         """Rounds of a collective after the first: as many as a tree over its ranks has."""

@@ -211,7 +211,7 @@ def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
             old = _beside(path)
             os.rename(path, old)
             os.rename(partial, path)
-            shutil.rmtree(old)
+            discard(old)
         else:
             refuse_existing(path)  # os.rename would silently replace an empty folder
             os.rename(partial, path)
@@ -271,14 +271,29 @@ def locked(folder: StrPath) -> Iterator[None]:
             return
 
 
+def discard(path: Path) -> None:
+    """Remove a file or a folder that nobody will ask for again; it stops being named as it was first.
+
+    It may stay as a leftover, with a warning: an NFS client keeps a file that some process has open or mapped (as ``.nfs…``,
+    in its folder) until that one lets go of it. No run ends for want of a removal: the next sweep tries again.
+    """
+    leftover = path if path.name.endswith(PARTIAL) else _beside(path)
+    try:
+        if leftover != path:
+            os.rename(path, leftover)
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+    except OSError as error:
+        log.warning("%s is not removed now, for it is in use: %s", path, error)
+
+
 def remove_leftovers(folder: StrPath) -> list[Path]:
     """Remove what killed writers left in ``folder``, and return it. Call it only where no other writer is at work."""
     leftovers = [p for p in Path(folder).iterdir() if p.name.startswith(".") and p.name.endswith(PARTIAL)]
     for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        discard(path)
     return leftovers
 
 

@@ -12,16 +12,15 @@ import errno
 import mmap
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from blockwalk.system.atomic_files import naming
+from blockwalk.system.file_maps import map_file
 from blockwalk.system.paths import StrPath
 
 PAGE = mmap.PAGESIZE
@@ -44,39 +43,38 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 class MappedFile:
-    """A file as one tensor of bytes, mapped, shared with the file. Writing to a view of a read-only map kills the process.
+    """A file as one tensor of bytes, mapped. No descriptor stays open. Writing to a view of a read-only map kills the process.
 
     Args:
         path: the file.
         length: bytes of a file to be written: it is created, or resized, with the disk space reserved (a full disk is an
-            OSError here, not a SIGBUS later); the kernel writes dirty pages back when it likes. None is a file to be read.
+            OSError here, not a SIGBUS later); its map is shared with the file, and the kernel writes dirty pages back when
+            it likes. None is a file to be read.
 
     Raises:
         ValueError: the file is empty.
+        OSError: it cannot be mapped; the error names it.
     """
 
     def __init__(self, path: StrPath, *, length: int | None = None) -> None:
         self.path = Path(path)
-        self._fd = os.open(self.path, os.O_RDONLY if length is None else os.O_RDWR | os.O_CREAT, 0o644)
+        writable = length is not None
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY, 0o644)
         try:
             if length is not None:
                 with naming(self.path, length):
-                    os.ftruncate(self._fd, length)
+                    os.ftruncate(fd, length)
                     if hasattr(os, "posix_fallocate") and length:
-                        os.posix_fallocate(self._fd, 0, length)
-            self.nbytes = os.fstat(self._fd).st_size
+                        os.posix_fallocate(fd, 0, length)
+            self.nbytes = os.fstat(fd).st_size
             if self.nbytes == 0:
                 raise ValueError(f"{self.path} is empty: nothing to map")
-            access = mmap.ACCESS_READ if length is None else mmap.ACCESS_WRITE
-            bytes_P = np.frombuffer(mmap.mmap(self._fd, self.nbytes, access=access), dtype=np.uint8)
-            with warnings.catch_warnings():  # torch warns that writing to a read-only array is undefined: we know
-                warnings.simplefilter("ignore")
-                self._bytes_P: Tensor | None = torch.from_numpy(bytes_P)
-            if length is not None:  # where the file system has large pages (ext4 since 6.16), a page fault brings 2 MB
-                _advise(bytes_P.ctypes.data, self.nbytes, _HUGEPAGE)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            array_P = map_file(fd, self.nbytes, os.fspath(self.path), writable=writable)
+        finally:
+            os.close(fd)
+        self._bytes_P: Tensor | None = torch.from_numpy(array_P)
+        if writable:  # where the file system has large pages (ext4 since 6.16), a page fault brings 2 MB
+            _advise(array_P.ctypes.data, self.nbytes, _HUGEPAGE)
 
     @property
     def bytes_P(self) -> Tensor:
@@ -115,23 +113,33 @@ class MappedFile:
         """Unmap the pages of ``ranges`` ((offset, bytes) pairs), their ends rounded outwards to whole pages; the next
         use maps them again, with what was written to them. ``drop_cache`` also asks the kernel to forget the clean ones
         altogether."""
-        base = self.bytes_P.data_ptr()
-        for start, stop in _pages(ranges, self.nbytes):
+        base, spans = self.bytes_P.data_ptr(), _pages(ranges, self.nbytes)
+        for start, stop in spans:
             _advise(base + start, stop - start, _DONTNEED)
-            if drop_cache and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+        if drop_cache:
+            _drop_cache(self.path, spans)
 
     def close(self) -> None:
         """Let go of the file; the map itself goes with its last view."""
-        if self._bytes_P is not None:
-            self._bytes_P = None
-            os.close(self._fd)
+        self._bytes_P = None
 
     def __enter__(self) -> MappedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _drop_cache(path: Path, spans: Iterable[tuple[int, int]]) -> None:
+    """Ask the kernel to forget the clean pages of (start, stop) spans of a file, where it can be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for start, stop in spans:
+            os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def _pages(ranges: Iterable[tuple[int, int]], limit: int) -> list[tuple[int, int]]:

@@ -77,6 +77,18 @@ class ScratchMaps:
         for file in self._files.get(group, ()):
             file.dont_need([(0, file.nbytes)])
 
+    def forget(self, group: Hashable) -> None:
+        """Let go of a group's maps: each goes with its last tensor, and what was not yet written of it never is."""
+        for file in self._files.pop(group, ()):
+            self._bases.pop(file.bytes_P.untyped_storage().data_ptr(), None)
+            file.close()
+
+    def close(self) -> None:
+        """Let go of all maps: each goes with its last tensor."""
+        for group in list(self._files):
+            self.forget(group)
+        self._bases.clear()
+
     def _new_file(self, nbytes: int) -> MappedFile:
         handle, path = tempfile.mkstemp(prefix=".scratch-", suffix=PARTIAL, dir=self.folder)
         os.close(handle)

@@ -49,6 +49,7 @@ from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_b
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
+from blockwalk.train.data_identity import differences, identity
 from blockwalk.train.elastic import compare
 from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
@@ -135,7 +136,8 @@ def train(
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
-        first(lambda: check_disks(run, foreseen, ready.total - (loop.saved.step if loop.saved else 0)))
+        steps_left = ready.total - (loop.saved.step if loop.saved else 0)
+        first(lambda: check_disks(run, foreseen, steps_left, ready.map_bytes))
         ledger = start.ledger if plan.zeroth_order else None
         scratch = output_dir / run_checkpoint.SCRATCH
         atomic_files.make_folder(scratch)
@@ -235,6 +237,8 @@ class _Loop:
         self.weights = weights
         """The digest of the weights that the run begins from: see
         :func:`blockwalk.tiers.model_folder.identity.weights_digest`."""
+        self.identity = identity(run, ready)
+        """The parts that the examples are made of: see :mod:`blockwalk.train.data_identity`."""
         self.total = ready.total
         self.output_dir = Path(run.output_dir)
         self.saved: run_checkpoint.Checkpoint | None = None
@@ -249,14 +253,25 @@ class _Loop:
         Raises:
             ValueError: settings, data or the model's weights differ from those that the saved state builds on.
         """
-        first_order = saved.slices is not None and not self.config.plan.zeroth_order
-        self.changes = run_checkpoint.changed_settings(saved.config, self.config.to_mapping(), any_method=first_order)
-        began = saved.data.get("weights", self.weights)
+        settings, began = self.config.to_mapping(), saved.data.get("weights", self.weights)
         if self.weights != began:
             raise ValueError(
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
                 f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
             )
+        if saved.data["batches"]["data"] != self.ready.rows.fingerprint():
+            changed = differences(saved.data.get("identity", {}), self.identity, saved.config["data"], settings["data"])
+            raise ValueError(
+                f"cannot resume: the training data are not those that the run began with: {'; '.join(changed)}. Put those back,"
+                " or begin a new run in another output_dir"
+            )
+        self.changes = run_checkpoint.changed_settings(
+            saved.config,
+            settings,
+            any_method=saved.slices is not None and not self.config.plan.zeroth_order,
+            same_model="weights" in saved.data,
+            same_data=True,
+        )
         self.ready.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
@@ -308,6 +323,8 @@ class _Loop:
             self.walker.load_state(saved.slices)
         elif saved.walker and not self.config.plan.trainable.on_disk:  # else it has a store of its own
             self.walker.load_state_dict(saved.walker)
+        # its tensors are maps of a checkpoint that this run removes in its time
+        self.saved = dataclasses.replace(saved, walker={})
         if self.walker.ranks.world > 1:
             self.walker.flush()  # ranks may stand at different steps; from here on they have the same
 
@@ -449,7 +466,7 @@ class _Loop:
         """
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.on_disk
         self.metrics.sync()
-        data = {"batches": self.ready.batches.state_dict(), "weights": self.weights}
+        data = {"batches": self.ready.batches.state_dict(), "weights": self.weights, "identity": self.identity}
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
             path = run_checkpoint.path_of(self.output_dir, step)

@@ -71,6 +71,14 @@ class Ready:
             self.batches.load_state_dict({**self.batches.state_dict(), "epoch": epoch, "position": position})
         return self.next_batch(label_scores)[0]
 
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the files that :meth:`put_away` makes."""
+        rows = self.rows
+        borders = () if rows.positions is None else (rows.positions,)
+        arrays = (rows.token_ids, rows.in_loss, rows.starts, *borders, *self.tokenizer_files.values())
+        return sum(array.nbytes for array in arrays)
+
     def put_away(self, folder: Path) -> Ready:
         """The run with its training data and the tokenizer's files in maps of nameless files in ``folder``."""
         rows = self.batches.dataset = self.rows.mapped(folder)
@@ -126,7 +134,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     ready = prepare(run)
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
-    check_disks(run, ready.foreseen, ready.total)
+    check_disks(run, ready.foreseen, ready.total, ready.map_bytes)
     yield from ready.foreseen.overview(ready.total, ready.usual)
     yield from ready.foreseen.lines()
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"

@@ -1,0 +1,26 @@
+"""The limit of open files of this process (``ulimit -n``): raised where that is allowed, and named where it is too low."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from contextlib import suppress
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard one, as far as the kernel allows: logins have 1,024, which is meant for
+    ``select()``, and may have far more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS allows less than the "unlimited" that it answers
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def way_out(error: BaseException) -> str:
+    """The sentence for a user whose limit of open files was reached; empty for any other error. Libraries in C++ and Rust have
+    errors of their own for it, which say so in words."""
+    if getattr(error, "errno", None) != errno.EMFILE and "Too many open files" not in str(error):
+        return ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    return f": this process may have {soft}; raise that limit with ulimit -n (the hard one, ulimit -Hn, is {most})"

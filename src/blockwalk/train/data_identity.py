@@ -1,0 +1,78 @@
+"""The identity of a run's training data: content, not names. A resumed run may have moved its files, and is told what changed
+where their content did."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blockwalk.checkpoints.run_checkpoint import ONLY_EVALUATION
+from blockwalk.data.corpus import sources
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.train.ready import Ready
+
+TEMPLATE = "chat_template.jinja"
+_CHUNK = 1 << 20
+"""Bytes of a file that are digested at a time."""
+
+
+def identity(run: RunConfig, ready: Ready) -> dict[str, Any]:
+    """The parts that the examples are made of, as JSON values: digests of the text, the tokenizer's files and the chat
+    template, and counts of records and tokens. A text that is no file here (a hub data set) has no digest."""
+    files = {str(path): _digest(data) for path, data in ready.tokenizer_files.items()}
+    template = files.pop(TEMPLATE, "")
+    texts = [source for source in sources(run.data.train) if source]
+    return {
+        "text": [_file_digest(Path(os.path.expanduser(source))) for source in texts],
+        "records": ready.rows.report.records,
+        "sequences": len(ready.rows),
+        "tokens": len(ready.rows.token_ids),
+        "template": template,
+        "tokenizer": dict(sorted(files.items())),
+    }
+
+
+def _digest(data: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(data).data, digest_size=8).hexdigest()
+
+
+def _file_digest(path: Path) -> list[Any]:
+    """Bytes and digest of a file; none where the name is not a file's."""
+    if not path.is_file():
+        return []
+    digest = hashlib.blake2b(digest_size=8)
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return [path.stat().st_size, digest.hexdigest()]
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], saved_settings: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+    """The reasons why a resumed run's examples are others than a checkpoint's, a phrase each, by the :func:`identity` of both
+    and their settings of ``data``. A checkpoint that knows fewer parts, for it is older, differs in none of the others."""
+    before, known = {**now, **saved}, {**settings, **saved_settings}
+    phrases = []
+    if before["text"] != now["text"]:
+        old, new = (
+            " + ".join(f"{text[0]:,} bytes" if text else "no file" for text in side["text"]) for side in (before, now)
+        )
+        phrases.append(f"the text of data.train ({old}, now {'other ones' if old == new else new})")
+    for counted in ("records", "sequences", "tokens"):
+        if before[counted] != now[counted]:
+            phrases.append(f"the number of {counted} ({before[counted]:,}, now {now[counted]:,})")
+    if before["template"] != now["template"]:
+        phrases.append("the chat template")
+    if before["tokenizer"] != now["tokenizer"]:
+        either = dict(before["tokenizer"].items() ^ now["tokenizer"].items())
+        phrases.append(f"the tokenizer ({', '.join(sorted(either))})")
+    for name, value in settings.items():
+        if known[name] != value and not f"data.{name}".startswith(ONLY_EVALUATION):
+            phrases.append(f"data.{name} ({known[name]}, now {value})")
+    return phrases or ["the versions of the libraries that make them (the same text, template, tokenizer and settings)"]

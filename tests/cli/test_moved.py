@@ -1,0 +1,166 @@
+"""Oracle: the run that never moved: a run resumed under other names has its losses, and one with other content is refused with
+the part that the test changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from blockwalk.checkpoints import run_checkpoint
+from blockwalk.cli import main
+from tests.conftest import TinyRun
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Moved:
+    """A run of one step in a folder of its own, from a model and data of its own, to be resumed after a change."""
+
+    def __init__(self, tiny_run: TinyRun, folder: Path, *settings: str) -> None:
+        self.folder, self.model, self.data = folder, folder / "model", folder / "data.jsonl"
+        folder.mkdir()
+        shutil.copytree(tiny_run.model, self.model)
+        shutil.copyfile(tiny_run.train, self.data)
+        self.settings = [*tiny_run.arguments(folder / "run"), "--data.eval", "", *settings]
+        assert self.train(1) == 0
+
+    def train(self, steps: int, *changed: str) -> int:
+        """The exit code of the run, resumed where it can be."""
+        names = ["--model", str(self.model), "--data.train", str(self.data), "--resume_from_checkpoint", "latest"]
+        steps_of = ["--max_steps", str(steps), "--optimizer.total_steps", "2"]
+        return main.main(["train", *self.settings, *names, *steps_of, *changed])
+
+
+def model_moved(run: Moved) -> tuple[str, ...]:
+    run.model = run.model.rename(run.folder / "elsewhere")
+    return ()
+
+
+def data_moved(run: Moved) -> tuple[str, ...]:
+    run.data = run.data.rename(run.folder / "elsewhere.jsonl")
+    return ()
+
+
+def relative(run: Moved) -> tuple[str, ...]:
+    run.model, run.data = (Path(os.path.relpath(path)) for path in (run.model, run.data))
+    return ()
+
+
+RENAMED: dict[str, Callable[[Moved], tuple[str, ...]]] = {
+    "model moved": model_moved,
+    "data moved": data_moved,
+    "relative paths": relative,
+    "shows nothing": lambda _: ("--data.show_first", "false"),
+    "a limit that cuts nothing": lambda _: ("--data.max_length", "100"),
+    "shots of an evaluation": lambda _: ("--data.shots", "2"),
+}
+
+
+SETTINGS = ("--method plain --lora.rank 2", "--method zo2 --trainable disk --lora false")
+
+
+@pytest.fixture(scope="module")
+def stayed(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The losses of runs that never moved, by their settings."""
+    found = {}
+    for settings in SETTINGS:
+        run = Moved(tiny_run, tmp_path_factory.mktemp("stayed") / "here", *settings.split())
+        assert run.train(2) == 0
+        found[settings] = losses(run.folder / "run")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [*((SETTINGS[0], change) for change in RENAMED), (SETTINGS[1], "model moved"), (SETTINGS[1], "data moved")],
+)
+def test_a_run_goes_on_under_other_names(
+    settings: str, change: str, stayed: dict[str, list[float]], tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    moved = Moved(tiny_run, tmp_path / "moved", *settings.split())
+    assert moved.train(2, *RENAMED[change](moved)) == 0
+    assert losses(moved.folder / "run") == stayed[settings]
+
+
+def test_the_line_says_what_is_equal(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Moved(tiny_run, tmp_path / "run", "--method", "plain", "--lora.rank", "2")
+    model_moved(run)
+    data_moved(run)
+    assert run.train(2) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{run.folder / 'model'} → {run.model}; the same content, by a digest" in printed
+    assert f"{run.folder / 'data.jsonl'} → {run.data}; the same examples" in printed
+
+
+def more_text(run: Moved) -> tuple[str, ...]:
+    lines = run.data.read_text().splitlines(keepends=True)
+    run.data.write_text("".join([*lines, lines[0]]))
+    return ()
+
+
+def other_text(run: Moved) -> tuple[str, ...]:
+    first, second, *rest = run.data.read_text().splitlines(keepends=True)
+    other = next(line for line in rest if line != first)
+    run.data.write_text("".join([other, second, *rest]))
+    return ()
+
+
+def other_tokenizer(run: Moved) -> tuple[str, ...]:
+    file = run.model / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocabulary = values["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    file.write_text(json.dumps(values))
+    return ()
+
+
+CHANGED: dict[str, tuple[Callable[[Moved], tuple[str, ...]], str]] = {
+    "records": (more_text, "the number of records (64, now 65)"),
+    "text": (other_text, "the text of data.train ("),
+    "tokenizer": (other_tokenizer, "the tokenizer (tokenizer.json)"),
+    "setting": (lambda _: ("--data.max_length", "12"), "data.max_length (512, now 12)"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_refusal_says_what_changed(
+    change: str, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alter, expected = CHANGED[change]
+    run = Moved(tiny_run, tmp_path / "run", "--method", "plain", "--lora.rank", "2")
+    before = sorted(path.name for path in (run.folder / "run").rglob("*"))
+    assert run.train(2, *alter(run)) == 2
+    assert expected in capsys.readouterr().err
+    assert sorted(path.name for path in (run.folder / "run").rglob("*")) == before
+
+
+def test_a_chat_template_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, data = tmp_path / "model", tmp_path / "chat.jsonl"
+    shutil.copytree(tiny_run.model, model)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    data.write_text(8 * (json.dumps({"messages": turns}) + "\n"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    names = ["--model", str(model), "--data.train", str(data), "--output_dir", str(tmp_path / "run")]
+    train = ["train", *names, "--method", "plain", "--lora.rank", "2", "--max_steps", "1"]
+    assert main.main(train) == 0
+    (model / "chat_template.jinja").write_text(template.replace(": ", " = "))
+    assert main.main([*train, "--resume_from_checkpoint", "latest"]) == 2
+    assert "the chat template" in capsys.readouterr().err
+
+
+def test_words_that_training_ranks_must_stay() -> None:
+    """The digest of the examples has the right words alone."""
+    saved = {"zo": {"objective": "accuracy"}, "data": {"label_words": ["good", "bad"], "train": "a"}}
+    now = {**saved, "data": {**saved["data"], "train": "b"}}
+    assert run_checkpoint.changed_settings(saved, now, same_data=True) == ["data.train: a → b; the same examples"]
+    now = {**saved, "data": {"label_words": ["good", "worse"], "train": "a"}}
+    with pytest.raises(ValueError, match=r"data\.label_words"):
+        run_checkpoint.changed_settings(saved, now, same_data=True)
