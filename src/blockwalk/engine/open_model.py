@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from glob import escape
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockwalk.checkpoints import marks
 from blockwalk.cutting.adapters import adapt, adapt_alike, adapter_parameters, base_tensors, refuse_copies
 from blockwalk.cutting.skeleton import build_skeleton, load_config, persistent_buffers, stays_float32
 from blockwalk.cutting.verify import certified
@@ -26,6 +26,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
+from blockwalk.system import links
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.block_store.writer import write_store
@@ -138,7 +139,7 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
             return there
         log.info("packing %s to %s, once, into %s", path, codec, stores[-1])
         for other in workdirs[-1].glob(f"{escape(name)}-{'[0-9a-f]' * 32}"):
-            shutil.rmtree(other)
+            links.remove(other)
         write_store(stores[-1], source, certified(model).spec(), codec, copy_from=path)
         return stores[-1]
 
@@ -204,7 +205,13 @@ def open_model(
             return model, None, dtype
         base, tensors = base_tensors(model)
         config, cls = base.config, type(base)
-        shutil.rmtree(path, ignore_errors=True)  # another model's: whoever has its files mapped keeps them
+        if path.is_dir() and not (path.is_symlink() or marks.is_ours(path)):
+            raise ValueError(
+                f"{path} is there already, and not Blockwalk's: move it away, or choose another output_dir"
+            )
+        links.remove(path)  # another model's: whoever has its files mapped keeps them
+        path.mkdir(parents=True)
+        marks.write(path, "in memory")
         save_model(path, base, tensors)  # transformers' own writes on rank 0 alone
     else:
         config = load_config(path)

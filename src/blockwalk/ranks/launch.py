@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.ranks.place import LOST, LostRank, Place
+from blockwalk.system import links
 
 PORT = 29500
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
@@ -160,7 +161,7 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
         interface: the one that gloo and NCCL listen and talk on; empty: the one they choose.
 
     Raises:
-        ValueError: this machine has no such interface.
+        ValueError: this machine has no such interface, or a rank's log is a link.
         LostRank: a rank has not come within that time, or was lost later.
     """
     if here.world == 1:
@@ -177,9 +178,11 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
     folder = output_dir / "logs"
+    links.refuse_linked(folder)
+    links.refuse_linked(folder / f"rank-{here.rank:04d}")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{here.rank:04d}.log"
-    logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    rank_log = links.append_to(folder / f"rank-{here.rank:04d}.log")
+    logging.basicConfig(stream=rank_log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.captureWarnings(True)
     logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
     store = _store(here, start_timeout)
@@ -200,7 +203,7 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     try:
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
         if here.rank:
-            sys.stdout = path.open("a", encoding="utf-8", buffering=1)
+            sys.stdout = rank_log
         yield
         watch.close()
         dist.destroy_process_group()

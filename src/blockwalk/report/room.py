@@ -96,7 +96,8 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     if run.plan.frozen.codec.encoded and not is_store(run.model):  # it is packed first
         scratch += rows["frozen"].nbytes
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
-    goes = [(path, _size(path)) for path in run_checkpoint.whole(folder)]
+    half_written = (path for path in run_checkpoint.leftovers(folder) if path.parent == folder)
+    goes = [(path, _size(path)) for path in (*run_checkpoint.whole(folder), *half_written)]
     goes += [(folder / run_checkpoint.SCRATCH, _size(folder / run_checkpoint.SCRATCH))]
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
@@ -116,5 +117,6 @@ def _disk(path: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the files below; 0 where there is nothing."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    """Bytes of a file, or of those below a folder; 0 where there is nothing."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
