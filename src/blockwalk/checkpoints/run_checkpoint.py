@@ -262,8 +262,9 @@ def one_run(output_dir: Path) -> Iterator[None]:
         ValueError: another run is at work in it.
     """
     with atomic_files.locked(output_dir):
-        empty = {folder for folder in _working_folders(output_dir) if folder.is_dir() and not any(folder.iterdir())}
-        before = empty.union(leftovers(output_dir))
+        before = set(leftovers(output_dir))
+        if marks.run_of(output_dir) is None:  # no run of ours was here: empty folders are somebody's
+            before.update(folder for folder in _working_folders(output_dir) if folder.is_dir())
         try:
             yield
         finally:
