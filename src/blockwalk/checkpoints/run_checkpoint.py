@@ -340,6 +340,14 @@ def leftovers(output_dir: Path) -> list[Path]:
     return found
 
 
+def working_files(output_dir: Path) -> list[Path]:
+    """The block stores and :func:`leftovers` in a run's working folder."""
+    scratch, store = output_dir / SCRATCH, re.compile(f"{_WEIGHTS}|{_PACK}")
+    stores = [path for folder in (scratch, *_matching(scratch, _RANK)) for path in _matching(folder, store)]
+    left = [path for path in leftovers(output_dir) if scratch in path.parents]
+    return list(dict.fromkeys([*stores, *left]))
+
+
 def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
     """The paths in a folder that have such names; none where there is no folder."""
     return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.is_dir() else []

@@ -188,6 +188,8 @@ def report(arguments: argparse.Namespace) -> None:
     """Write ``report.html`` into a run's folder."""
     out = Path(arguments.run) / "report.html"
     curve = out.with_name("loss.svg")
+    if arguments.card:
+        card.trained_folder(arguments.run)  # refused before the page is written
     for path in (out, curve):
         own_text.refuse_foreign(path)
     own_text.write(out, html.report(arguments.run), card.COMMENT)

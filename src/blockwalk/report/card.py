@@ -23,21 +23,31 @@ COMMENT = "<!-- {} -->"
 """A comment of Markdown, HTML and SVG."""
 
 
-def write(folder: str | Path) -> Path:
-    """Write the card beside what a run trained, with its loss curve; answers the folder, which is ready to be uploaded.
+def trained_folder(folder: str | Path) -> Path:
+    """The folder of what a run trained, where a card may be written.
 
     Raises:
-        ValueError: the run has not ended; a link leads out of its folder; or a card that somebody wrote is there.
+        ValueError: the run has not ended; a link leads out of its folder; or a card or curve that somebody wrote is there.
     """
     run = Path(folder)
     trained = next((run / name for name in RESULTS if (run / name).is_dir()), None)
     if trained is None:
         raise ValueError(f"{run} holds neither adapter nor model: the run has not ended")
     within(run, trained)
-    card_path, curve = trained / "README.md", trained / "loss.svg"
-    for path in (card_path, curve):
-        own_text.refuse_foreign(path)
-    text = within(run, run / "config.yaml").read_text(encoding="utf-8")
+    within(run, run / "config.yaml")
+    for name in ("README.md", "loss.svg"):
+        own_text.refuse_foreign(trained / name)
+    return trained
+
+
+def write(folder: str | Path) -> Path:
+    """Write the card beside what a run trained, with its loss curve; answers the folder, which is ready to be uploaded.
+
+    Raises:
+        ValueError: as :func:`trained_folder`.
+    """
+    run, trained = Path(folder), trained_folder(folder)
+    text = (run / "config.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, Loader=Loader)
     adapter, model, data = trained.name == "adapter", settings["model"], settings["data"]
     train = data["train"] or data["task"]
@@ -45,7 +55,7 @@ def write(folder: str | Path) -> Path:
     library = "peft" if adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
     if Path(model).exists():
-        refuse_overlap(card_path, {"the model": model_paths(model)}, "output_dir")
+        refuse_overlap(trained / "README.md", {"the model": model_paths(model)}, "output_dir")
     else:  # a name that the hub knows
         head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
@@ -57,8 +67,8 @@ def write(folder: str | Path) -> Path:
     body = f"# {run.name}\n\n{what} `{model}`, trained on {sources} by Blockwalk, method `{settings['method']}`.\n\n"
     body += f"| | |\n|---|---|\n{rows}\n\n![loss](loss.svg)\n\n{again}\n"
     card = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body}"
-    own_text.write(curve, curves(run), COMMENT)
-    own_text.write(card_path, card, COMMENT)
+    own_text.write(trained / "loss.svg", curves(run), COMMENT)
+    own_text.write(trained / "README.md", card, COMMENT)
     return trained
 
 

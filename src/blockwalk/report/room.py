@@ -98,7 +98,7 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int) -> None:
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
     half_written = (path for path in run_checkpoint.leftovers(folder) if path.parent == folder)
     goes = [(path, _size(path)) for path in (*run_checkpoint.whole(folder), *half_written)]
-    goes += [(folder / run_checkpoint.SCRATCH, _size(folder / run_checkpoint.SCRATCH))]
+    goes += [(path, _size(path)) for path in run_checkpoint.working_files(folder)]
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
         place = next(place for place, _ in needs if _disk(place) == disk)

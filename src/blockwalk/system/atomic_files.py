@@ -36,6 +36,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A disk that is full, a quota that is used up, a file longer than ``ulimit -f`` allows."""
 LOCK = ".lock"
 """The file in a folder that :func:`locked` holds; it says who does."""
+_HOLDER = re.compile(r"process \d+ on ")
 
 
 def beside(path: Path, end: str = PARTIAL) -> Path:
@@ -252,7 +253,8 @@ def locked(folder: StrPath) -> Iterator[None]:
     ends; what was made here of it and of the folders around it, and stays empty, goes again.
 
     Raises:
-        ValueError: the folder is a file, or another process holds it; the message says which, where and since when.
+        ValueError: the folder is a file, or another process holds it; the message says which, where and since when; or the
+            lock's name is taken by a link, or by another file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -277,6 +279,9 @@ def locked(folder: StrPath) -> Iterator[None]:
                     continue
             except FileNotFoundError:  # whoever held the lock has just removed it: this file has no name any more
                 continue
+            file.seek(0)
+            if (text := file.read()) and not _HOLDER.match(text):
+                raise ValueError(f"{path} is not Blockwalk's, which keeps a lock under that name: move it away")
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
             file.flush()
