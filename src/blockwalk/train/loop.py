@@ -8,6 +8,7 @@ output_dir/
     ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
     adapter/ or model/     the trained weights, at the end
+    .blockwalk             the run's name: the mark of a folder that a run made
 """
 
 from __future__ import annotations
