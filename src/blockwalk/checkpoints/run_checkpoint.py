@@ -238,10 +238,12 @@ class Start:
         """Clear the way, when the run really starts: an earlier run goes to :data:`REPLACED`, newest checkpoint first, its
         ledger after them, so that what a kill leaves is a run that can be resumed. :func:`prune` removes it."""
         folder = Path(self.output_dir)
+        if self.in_the_way:
+            self._move_away(folder)
         if marks.run_of(folder) != self.run:
             marks.write(folder, self.run)
-        if not self.in_the_way:
-            return
+
+    def _move_away(self, folder: Path) -> None:
         replaced, logs = folder / REPLACED, [folder / name for name in LOGS]
         links.remove(replaced)
         replaced.mkdir()
@@ -424,7 +426,7 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
             f"{foreign[0]} ({kind_of(foreign[0])}) is there already, and no run made it: move it away, choose another"
             " output_dir, or set overwrite_output_dir: true, which replaces it"
         )
-    in_the_way += [path for path in foreign if path not in in_the_way and _NAME.fullmatch(path.name)]
+    in_the_way += [path for path in foreign if path not in in_the_way]
     replaced = [str(path) for path in (*in_the_way, *damaged)]
     if replaced and os.path.lexists(output_dir / REPLACED) and not marks.is_ours(output_dir / REPLACED):
         raise ValueError(
