@@ -276,6 +276,20 @@ def test_neither_the_old_nor_the_new_folder_is_lost_to_a_kill(tmp_path: Path) ->
     assert outcomes == {"old", "new"}
 
 
+def test_a_folder_of_ours_is_known_until_it_is_gone(tmp_path: Path) -> None:
+    """Oracle: SIGKILL before every call of its removal in turn."""
+    folder, killed, point = tmp_path / "replaced", True, 0
+    while killed and point < 50:
+        point += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        fill(folder, "a", "z", "checkpoint-000002/state.json")
+        marks.write(folder, "0123456789ab")
+        killed = killed_at(point, lambda: links.remove(folder))
+        assert marks.is_ours(folder) or not (killed or folder.exists()), point
+    assert not killed
+    assert point > 5
+
+
 def test_links_are_not_followed(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "secret").write_text("oauth_token: SECRET\n")
     for name, link in (("a", ".lock"), ("b", "adapter"), ("c", "config.yaml"), ("d", "scratch"), ("e", "../loop")):

@@ -8,6 +8,9 @@ import stat
 from pathlib import Path
 from typing import IO
 
+KNOWN_BY = (".blockwalk", "store.json", "config.json")
+"""Names of a mark, of a block store's index, and of a model's configuration."""
+
 
 def open_own(path: Path, flags: int) -> int:
     """Open a file that nobody else has under another name, and answer its descriptor.
@@ -42,11 +45,17 @@ def append_to(path: Path) -> IO[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that lies in it; where a link leads stays as it is."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    """Remove a file, a link, or a folder with all that lies in it; where a link leads stays as it is. Names by which a folder
+    is known again (:data:`KNOWN_BY`) go last: a kill leaves one that the next run still knows."""
+    if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    for file in sorted(path.iterdir(), key=lambda file: file.name in KNOWN_BY):
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        else:
+            file.unlink()
+    path.rmdir()
 
 
 def refuse_linked(folder: Path) -> None:
