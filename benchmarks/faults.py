@@ -1,6 +1,6 @@
 """What a run loses when it is killed, runs out of disk, is damaged, is started twice, or is handed crafted files: nothing.
 
-    sudo python benchmarks/faults.py [--check] [--json FILE] [--ci] [--only kills,full,flips,two,crafted]
+    sudo python benchmarks/faults.py [--check] [--json FILE] [--ci] [--only kills,full,flips,two,foreign,links,crafted]
                                      [--kills 1000] [--families mebp,plain] [--state FILE] [--seconds 7200]
 
 Each row harms small runs of every family (see fault_runs.py), lets them go on with ``resume_from_checkpoint: latest``, and
@@ -8,7 +8,9 @@ compares with the run that nobody disturbed: bits of weights and ledger, lines o
 processes that are killed, half of the times at a uniformly random moment, half before or after the n-th file-system
 call, n spread over all of them; a run is killed one to four times, and one that ends before is not counted. With ``--state``
 what was counted of every row is kept, and the next call goes on from there; a call takes at most ``--seconds``;
-``--families`` is for ``kills``. ``--ci`` is 60 kills over all families, a flipped bit for each, and two runs in one folder.
+``--families`` is for ``kills``. ``foreign`` kills runs in a folder full of files of others, which a refused run, a killed one
+and the one that goes on must leave alone; ``links`` plants links in a run's folder, whose targets must stay as they are.
+``--ci`` is 60 kills over all families, a flipped bit for each, two runs in one folder, and a few of foreign files and links.
 
 Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang rank_faults.py.
 """
@@ -316,6 +318,103 @@ def two(whole: Undisturbed, kept: Kept, offsets: int) -> Count:
     return count
 
 
+FOREIGN = (
+    "weights-v1/a", "weights-notes.txt", ".mine.partial", ".model.0123abcd.partial/a", "replaced/a", "joined-x/a",
+    "scratch/weights-7b/a", "scratch/weights-0123456789ab/a", "scratch/joined-abcdefgh/a", "scratch/.mine.partial",
+    "scratch/rank-0/mine", "scratch/rank-notes/a", "logs/notes.txt", "checkpoint-old/a", "train.jsonl",
+)  # fmt: skip
+"""Names of files of others, like those of a run."""
+
+
+def _others(folder: Path) -> dict[str, bytes]:
+    """Files of others, in a folder, which are there afterwards."""
+    for name in FOREIGN:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"mine: {name}")
+    return {name: (folder / name).read_bytes() for name in FOREIGN}
+
+
+def _touched(folder: Path, before: dict[str, bytes]) -> list[str]:
+    """The files of others that are gone, or have other bytes."""
+    return [
+        name for name, data in before.items() if not (folder / name).is_file() or (folder / name).read_bytes() != data
+    ]
+
+
+def foreign(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Runs in a folder full of files of others: one is refused, one is killed, and one goes on to the same bits."""
+    count, where = kept.count("foreign"), whole.where
+    for number in range(count.found["foreign"], wanted):
+        if kept.over:
+            break
+        first = sorted(FAMILIES, key=lambda family: family not in ("mebp", "zo2"))  # which write packs and weights
+        family, draw = first[number % len(first)], random.Random(f"foreign {number}")
+        expected, seconds, _ = whole.of(family)
+        folder = where.folder / f"foreign-{number}"
+        before = _others(folder)
+        refused = start(where, family, folder, "--budget", "10kB").wait()
+        process = start(where, family, folder)
+        time.sleep(draw.uniform(0.0, seconds))
+        process.kill()
+        process.wait()
+        wait_for_orphans()
+        code = start(where, family, folder).wait()
+        count.add("foreign")
+        about = f"{family} {number}"
+        if refused != 3 or code:
+            count.add(
+                "hangs" if None in (refused, code) else "failed",
+                about=f"{about}: {refused}, {code}: {said(folder)[-300:]}",
+            )
+        if touched := _touched(folder, before):
+            count.add("stray", about=f"{about}: {touched}")
+        for name in before:
+            (folder / name).unlink(missing_ok=True)
+        for kind, names in differences(result(folder), expected).items():
+            if names:
+                count.add(kind, about=f"{about}: {names}")
+        shutil.rmtree(folder)
+        count.done[family] = count.done.get(family, 0) + 1
+        kept.keep(count)
+    return count
+
+
+def linked(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Links in a run's folder: those that a run would write to are refused, and ``scratch`` may be one; their targets stay."""
+    count, where = kept.count("links"), whole.where
+    plants = (".lock", "adapter", "model", "config.yaml", "ledger.jsonl", "scratch")
+    for number in range(count.found["links"], wanted):
+        if kept.over:
+            break
+        link, family = plants[number % len(plants)], ("mebp", "zo2")[number // len(plants) % 2]
+        expected, _, _ = whole.of(family)
+        folder, target = where.folder / f"links-{number}", where.folder / f"target-{number}"
+        folder.mkdir()
+        before = _others(target) if link in ("adapter", "model", "scratch") else {}
+        if not before:
+            target.write_text("mine")
+        (folder / link).symlink_to(target)
+        code = start(where, family, folder).wait()
+        result_place = "adapter" if family == "mebp" else "model"
+        works = link == "scratch" or (link in ("adapter", "model") and link != result_place)
+        about = f"{family}: {link} is a link"
+        count.add("links")
+        if (code == 0) != works or "Traceback" in said(folder):
+            count.add("failed", about=f"{about}: exit {code}: {said(folder)[-300:]}")
+        if _touched(target, before) if before else target.read_text() != "mine":
+            count.add("stray", about=f"{about}: its target was changed")
+        if link == "scratch" and code == 0:
+            found = {name: value for name, value in result(folder).items() if not name.startswith("scratch/")}
+            bits = {name: value for name, value in expected.items() if not name.startswith("scratch/")}
+            for kind, names in differences(found, bits).items():
+                if names:
+                    count.add(kind, about=f"{about}: {names}")
+        shutil.rmtree(folder)
+        count.done[link] = count.done.get(link, 0) + 1
+        kept.keep(count)
+    return count
+
+
 def crafted(whole: Undisturbed) -> Count:
     """The tests that plant pickles, tags, paths and false lengths; see tests/cli/test_crafted.py."""
     import pytest
@@ -353,7 +452,8 @@ def main() -> None:
     began, kept = time.monotonic(), Kept(arguments.state, arguments.seconds)
     with place() as where:
         whole = Undisturbed(where)
-        rows = arguments.only or ("kills,flips,two" if arguments.ci else "kills,full,flips,two,crafted")
+        everything = "kills,full,flips,two,foreign,links,crafted"
+        rows = arguments.only or ("kills,flips,two,foreign,links" if arguments.ci else everything)
         for row in rows.split(","):
             if row == "kills":
                 counts.append(kills(whole, kept, arguments.families.split(","), each))
@@ -363,6 +463,10 @@ def main() -> None:
                 counts.append(flips(whole, kept, len(FAMILIES) if arguments.ci else 200))
             elif row == "two":
                 counts.append(two(whole, kept, 2 if arguments.ci else 50))
+            elif row == "foreign":
+                counts.append(foreign(whole, kept, 2 if arguments.ci else 40))
+            elif row == "links":
+                counts.append(linked(whole, kept, 6 if arguments.ci else 12))
             elif row == "crafted":
                 counts.append(crafted(whole))
             for line in counts[-1].lines():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints import marks, run_checkpoint
 from blockwalk.checkpoints.ledger import Mark
 from blockwalk.plan.choices import PrefixSettings
 from blockwalk.plan.parsing import plain_values
@@ -70,6 +70,8 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
         assert found.checkpoint == str(good)
         (said,) = found.damaged
         assert said.endswith("checkpoint-000009/state.json is missing; going on from checkpoint-000004")
+        assert list(tmp_path.glob(".*.partial")), "a run that may still be refused touches nothing"
+        run_checkpoint.sweep(tmp_path)
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
     with pytest.raises(ValueError, match=r"state\.json is missing"):
         run_checkpoint.load(tmp_path / "checkpoint-000009")
@@ -102,7 +104,7 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     assert run_checkpoint.whole(tmp_path) == []
     assert run_checkpoint.whole(tmp_path / run_checkpoint.REPLACED) == [tmp_path / run_checkpoint.REPLACED / first.name]
     third = write(tmp_path, 2)
-    assert set(tmp_path.iterdir()) == {third}, "what it replaced goes when it is whole"
+    assert set(tmp_path.iterdir()) == {third, tmp_path / marks.MARK}, "what it replaced goes when it is whole"
     with pytest.raises(ValueError, match="nowhere is not there"):
         run_checkpoint.prepare(tmp_path, str(tmp_path / "nowhere"), overwrite=True)
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from blockwalk.checkpoints import run_checkpoint
 from blockwalk.data import encode as data_encode
 from blockwalk.data.batching import (
     Batch,
@@ -38,7 +39,6 @@ from blockwalk.data.encode import Encoded, encode, encode_choices, load_tokenize
 from blockwalk.data.formats import Format, Record, Template, detect_format
 from blockwalk.data.sources import read_records
 from blockwalk.estimators.zeroth_order.objectives import ranked
-from blockwalk.system import atomic_files
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.ready import read_training_rows
@@ -206,10 +206,11 @@ def test_a_map_whose_name_stayed_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as power_lost:
         power_lost.setattr(tempfile, "_O_TMPFILE_WORKS", False)
         power_lost.setattr(os, "unlink", lambda path: None)
-        rows_of([5]).mapped(tmp_path)
-    assert list(tmp_path.iterdir())
-    atomic_files.remove_leftovers(tmp_path)
-    assert not list(tmp_path.iterdir())
+        (scratch := tmp_path / run_checkpoint.SCRATCH).mkdir()
+        rows_of([5]).mapped(scratch)
+    assert list(scratch.iterdir())
+    run_checkpoint.sweep(tmp_path)
+    assert not list(scratch.iterdir())
 
 
 def test_resuming_with_another_order_or_other_data_is_refused() -> None:

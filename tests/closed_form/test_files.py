@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.recorded_disk import recorded, survivors, volume_of
 
+from blockwalk.checkpoints import run_checkpoint
 from blockwalk.system import atomic_files
 
 
@@ -68,21 +69,23 @@ def test_a_folder_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     """Oracle: the folder's listing after SIGKILL in the middle of a file and of a folder."""
-    (tmp_path / "kept").write_text("old")
+    (tmp_path / "metrics.jsonl").write_text("old")
     for kill_inside in (atomic_files.atomic_open, atomic_files.atomic_folder):
         child = os.fork()
         if child == 0:
             try:
-                with kill_inside(tmp_path / ("kept" if kill_inside is atomic_files.atomic_open else "made")):
+                name = "metrics.jsonl" if kill_inside is atomic_files.atomic_open else "model"
+                with kill_inside(tmp_path / name):
                     os.kill(os.getpid(), signal.SIGKILL)
             finally:
                 os._exit(1)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    assert (tmp_path / "kept").read_text() == "old"
-    assert not (tmp_path / "made").exists()
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+    assert not (tmp_path / "model").exists()
     assert len(list(tmp_path.iterdir())) == 3
-    assert len(atomic_files.remove_leftovers(tmp_path)) == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["kept"]
+    assert len(run_checkpoint.leftovers(tmp_path)) == 2
+    run_checkpoint.sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_the_names_of_a_folder_outlast_the_power(tmp_path: Path) -> None:

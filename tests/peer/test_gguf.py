@@ -85,7 +85,7 @@ def test_a_model_in_llama_cpp_is_the_model(kind: str, tmp_path: Path, capsys: py
     folder = folder_of(kind, tmp_path / kind)
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
     assert f"llama-cli -m {tmp_path}/model.gguf" in capsys.readouterr().out
-    assert (tmp_path / "Modelfile").read_text() == "FROM ./model.gguf\n"
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./model.gguf\n# ")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ids = tokenizer(TEXT)["input_ids"]
     with llama_cpp(tmp_path / "model.gguf") as ask:
@@ -120,7 +120,7 @@ def test_an_adapter_in_llama_cpp_is_that_of_peft(tmp_path: Path) -> None:
     assert main.main(["gguf", str(folder), str(base), "--dtype", "f32"]) == 0
     arguments = ["gguf", str(folder), str(lora), "--adapter", str(tmp_path / "adapter"), "--base", str(base)]
     assert main.main(arguments) == 0
-    assert (lora.parent / "Modelfile").read_text() == f"FROM {base}\nADAPTER ./adapter.gguf\n"
+    assert (lora.parent / "Modelfile").read_text().startswith(f"FROM {base}\nADAPTER ./adapter.gguf\n# ")
     with llama_cpp(base, lora) as ask:
         assert their_loss(ask, ids, model.config.vocab_size) == pytest.approx(expected, rel=1e-2)
 

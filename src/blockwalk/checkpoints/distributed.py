@@ -23,7 +23,7 @@ import torch.distributed as dist
 from blockwalk.checkpoints import pieces
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.ranks.agreement import gather_json
-from blockwalk.system import atomic_files
+from blockwalk.system import atomic_files, links
 from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync
 from blockwalk.system.paths import StrPath
 
@@ -132,7 +132,7 @@ def write_folder(
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; save to another folder")
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        links.remove(partial)
         partial.mkdir(parents=True)
         for name, text in beside.items():
             atomic_files.write_bytes(partial / name, text.encode())

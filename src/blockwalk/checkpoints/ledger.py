@@ -30,6 +30,7 @@ from typing import Any
 
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.links import open_own
 from blockwalk.system.paths import StrPath
 
 FORMAT, VERSION = "blockwalk-ledger", 2
@@ -92,7 +93,7 @@ class Ledger:
             an existing ledger's, which then holds.
 
     Raises:
-        ValueError: the file is no ledger, or one of a run that differs; the message names what differs.
+        ValueError: the file is no ledger, a link, or the ledger of a run that differs; the message names what differs.
     """
 
     def __init__(self, path: StrPath, header: Mapping[str, Any]) -> None:
@@ -107,7 +108,7 @@ class Ledger:
             )
         if different := differences(self.header, header):
             raise ValueError(f"{self.path} is another run's ledger: {'; '.join(different)}. Choose another output_dir")
-        self._fd = os.open(self.path, os.O_WRONLY)
+        self._fd = open_own(self.path, os.O_WRONLY)
         if whole < os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, whole)
             os.fsync(self._fd)

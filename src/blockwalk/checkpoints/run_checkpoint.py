@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -22,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.checkpoints import ledger as ledger_module
+from blockwalk.checkpoints import marks
+from blockwalk.models.folder import STORE_INDEX
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.system import atomic_files
+from blockwalk.system import atomic_files, links
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.paths import StrPath
 from blockwalk.system.versions import installed
@@ -36,11 +37,17 @@ JOINED = "joined-"
 """The beginning of the names of working folders, below :data:`SCRATCH`, of ranks that join an elastic run."""
 REPLACED = "replaced"
 """The folder in which a run that another one replaces stays until that one's first checkpoint is whole."""
+RESULTS = ("adapter", "model")
+"""The folders of trained weights that a run leaves."""
 LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "forecast.json", "trace.json")
 """Files that a run writes beside its checkpoints and its ledger."""
 SCALARS = "state.json"
 SAME_WEIGHTS = "; the same content, by a digest of its configuration and weights (of a block store, its index)"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
+_PARTS = re.compile(
+    r"state\.json|rank-\d{5}\..+|\.(state\.json|rank-\d{5}\.json)\.[0-9a-f]{8}\.partial|\.metadata|state\.safetensors"
+)
+"""Names of the files of a checkpoint, whole or half written, and of the older format."""
 
 FIXED = ("model", "method", "seed", "batch_size", "lora", "prefix", "data")
 """Settings without which the saved state means something else; any other may change when a run is resumed, and what is
@@ -103,12 +110,14 @@ def scalars_text(made: Checkpoint) -> str:
 
 
 def prune(output_dir: Path, keep: int) -> None:
-    """Remove all whole checkpoints but the newest ``keep``, and the run that they replace."""
+    """Remove all whole checkpoints but the newest ``keep``, and the run that they replace. A link goes itself, and where it
+    leads stays."""
     found = whole(output_dir)
     for old in found[:-keep]:
         atomic_files.discard(old)
-    if found:
-        shutil.rmtree(output_dir / REPLACED, ignore_errors=True)
+    if found and marks.is_ours(output_dir / REPLACED):
+        with atomic_files.tolerating_use(output_dir / REPLACED):
+            links.remove(output_dir / REPLACED)
 
 
 def load(path: Path, *, weights: bool = True) -> Checkpoint:
@@ -138,6 +147,12 @@ def _scalars(path: Path) -> dict[str, Any]:
     state = atomic_files.read_sealed(path / SCALARS)
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has checkpoint format {state.get('format')}; this version reads format {FORMAT}")
+    named = _NAME.fullmatch(path.name)
+    if named is not None and int(named[1]) != state.get("step"):
+        raise ValueError(
+            f"{path} is named like step {int(named[1])} and holds step {state.get('step')}: give it its name again, or move it"
+            " away"
+        )
     with atomic_files.reading(path / SCALARS):
         objects = [state[name].items() for name in ("walker", "data", "config")]
         if not isinstance(state["step"], int) or (state["ledger"] is not None and len(state["ledger"]) != 2):
@@ -164,10 +179,24 @@ def verify(path: Path) -> None:
 
 
 def whole(output_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first: each had everything when it took its name."""
+    """The checkpoints of a run, oldest first: each had everything when it took its name. A folder of such a name with none of
+    a checkpoint's files in it is somebody else's, and not among them."""
+    return [path for path in _named(output_dir) if _is_ours(path)]
+
+
+def _named(output_dir: Path) -> list[Path]:
+    """Everything in a folder that is named like a checkpoint, oldest first."""
     if not output_dir.is_dir():
         return []
-    return sorted((p for p in output_dir.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()), key=step_of)
+    return sorted((path for path in output_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a path is a folder, or a link to one, with some of a checkpoint's files in it, or an empty one."""
+    if not path.is_dir():
+        return False
+    names = [file.name for file in path.iterdir()]
+    return not names or any(map(_PARTS.fullmatch, names))
 
 
 def latest(output_dir: Path) -> Path | None:
@@ -194,25 +223,38 @@ class Start:
     in_the_way: Sequence[str]
     damaged: Sequence[str] = ()
     """A message about each damaged checkpoint that is newer than ``checkpoint``."""
+    run: str = ""
+    """The name of the run: that of the checkpoint's where it goes on in the same folder, else a new one."""
+    overwrites: bool = False
+    """Whether what an earlier run left may be replaced: ``overwrite_output_dir``, now or when this run began."""
 
     @property
     def ledger(self) -> Path:
         """The ledger that the walker opens: a fresh run's has a name beside the earlier run's until :meth:`clear`."""
         name = ledger_module.NAME
-        return Path(self.output_dir) / (name if self.checkpoint is not None else f".{name}{atomic_files.PARTIAL}")
+        fresh = f".{name}.{self.run[:8]}{atomic_files.PARTIAL}"
+        return Path(self.output_dir) / (name if self.checkpoint is not None else fresh)
+
+    def may_replace(self, result: Path) -> bool:
+        """Whether a folder with trained weights is this run's own, or may be replaced by it."""
+        return self.overwrites or marks.run_of(result) == self.run
 
     def clear(self) -> None:
         """Clear the way, when the run really starts: an earlier run goes to :data:`REPLACED`, newest checkpoint first, its
         ledger after them, so that what a kill leaves is a run that can be resumed. :func:`prune` removes it."""
-        if not self.in_the_way:
-            return
         folder = Path(self.output_dir)
+        if self.in_the_way:
+            self._move_away(folder)
+        if marks.run_of(folder) != self.run:
+            marks.write(folder, self.run)
+
+    def _move_away(self, folder: Path) -> None:
         replaced, logs = folder / REPLACED, [folder / name for name in LOGS]
-        if replaced.exists():
-            atomic_files.discard(replaced)
+        links.remove(replaced)
         replaced.mkdir()
+        marks.write(replaced, self.run)
         for path in (*map(Path, reversed(self.in_the_way)), *(logs if self.checkpoint is None else [])):
-            if path.exists():
+            if os.path.lexists(path):
                 os.rename(path, replaced / path.name)
         atomic_files.fsync(replaced)
         atomic_files.fsync(folder)
@@ -220,52 +262,139 @@ class Start:
 
 @contextmanager
 def one_run(output_dir: Path) -> Iterator[None]:
-    """Hold a run's folder for the time of one run, and sweep what runs that ended before they began have left there.
+    """Hold a run's folder for the time of one run. At its end :func:`leftovers` go that were not there before it; the others
+    stay until :func:`sweep` is called.
 
     Raises:
         ValueError: another run is at work in it.
     """
     with atomic_files.locked(output_dir):
-        sweep(output_dir)
+        before = set(leftovers(output_dir))
+        if marks.run_of(output_dir) is None:  # no run of ours was here: empty folders are somebody's
+            before.update(folder for folder in _working_folders(output_dir) if folder.is_dir())
         try:
             yield
         finally:
-            sweep(output_dir)
+            _remove(leftovers(output_dir), before)
+            _remove_empty(output_dir, before)
 
 
 def sweep(output_dir: Path) -> None:
-    """Remove what nobody will ask for again: files half written, and weights on disk of another run than the ledger's. They
-    stay where the ledger that the checkpoints belong to is lost."""
-    ledger, scratch = output_dir / ledger_module.NAME, output_dir / SCRATCH
-    kept = "weights-*"
+    """Remove the :func:`leftovers` of ended runs; a folder of trained weights that a killed run was about to replace comes
+    back. Call it where nothing refuses the run any more."""
+    for name in RESULTS:
+        if marks.run_of(output_dir / name) is not None or not os.path.lexists(output_dir / name):
+            atomic_files.bring_back(output_dir / name)
+    _remove(leftovers(output_dir))
+
+
+def _remove(paths: Iterable[Path], kept: Container[Path] = ()) -> None:
+    for path in paths:
+        if path not in kept:
+            with suppress(FileNotFoundError):  # a rank that had joined removes its own
+                links.remove(path)
+
+
+def _remove_empty(output_dir: Path, kept: Container[Path]) -> None:
+    """Remove the working folders that are empty; one that is a link, and what was there before, stays."""
+    for folder in _working_folders(output_dir):
+        if folder not in kept and not folder.is_symlink():
+            with suppress(OSError):  # not empty, or not there
+                folder.rmdir()
+
+
+def _working_folders(output_dir: Path) -> list[Path]:
+    """The folders that a run's ranks work in, inner ones first."""
+    scratch = output_dir / SCRATCH
+    return [*_matching(scratch, _RANK), scratch, *_matching(output_dir / "logs", _RANK)]
+
+
+_HEX8, _END = "[0-9a-f]{8}", re.escape(atomic_files.PARTIAL)
+_FILES = "|".join(map(re.escape, (*LOGS, ledger_module.NAME, marks.MARK, "report.html", "loss.svg")))
+_LEFT = re.compile(
+    rf"\.({_FILES})\.{_HEX8}{_END}"
+    rf"|\.\.{re.escape(ledger_module.NAME)}\.{_HEX8}{_END}\.{_HEX8}{_END}"
+)
+"""Names of files that a killed run was writing, beside its logs."""
+_LEFT_FOLDER = re.compile(rf"\.({'|'.join(RESULTS)})\.{_HEX8}{_END}")
+_LEFT_CHECKPOINT = re.compile(rf"\.checkpoint-\d{{6,}}(\.{_HEX8})?{_END}")
+_LEFT_MAP = re.compile(rf"\.scratch-[a-z0-9_]{{8}}{_END}")
+_WEIGHTS, _PACK = "weights-[0-9a-f]{12}", ".+-[a-z0-9]+-[0-9a-f]{32}"
+_LEFT_STORE = re.compile(rf"\.({_WEIGHTS}|{_PACK})\.{_HEX8}{_END}")
+_STORE_PARTS = re.compile(rf"unit-\d{{5}}\.bin|{re.escape(STORE_INDEX)}")
+_RANK = re.compile(r"rank-\d+")
+
+
+def leftovers(output_dir: Path) -> list[Path]:
+    """The paths in a run's folder that ended runs left and nobody will ask for again: files half written, and weights on disk
+    of another run than the ledger's. These stay where the ledger that the checkpoints belong to is lost. Each carries our
+    mark: a name with the digits of a run, of chance or of a content, and contents of ours."""
+    scratch, logs = output_dir / SCRATCH, output_dir / "logs"
+    found = [path for path in _matching(output_dir, _LEFT_FOLDER) if marks.is_ours(path)]
+    for path in _matching(output_dir, _LEFT_CHECKPOINT):
+        if path.is_symlink() or _is_ours(path):
+            found.append(path)
+    for folder in (output_dir, *_matching(logs, _RANK)):
+        found += [path for path in _matching(folder, _LEFT) if not path.is_dir()]
+    found += [path for path in _matching(scratch, re.compile(rf"{JOINED}[a-z0-9_]{{8}}")) if marks.is_ours(path)]
+    kept = _kept_weights(output_dir)
+    for folder in (scratch, *_matching(scratch, _RANK)):
+        found += [path for path in _matching(folder, _LEFT_MAP) if not path.is_dir()]
+        found += [path for path in _matching(folder, _LEFT_STORE) if _is_store_in_part(path)]
+        if kept is not None:
+            weights = _matching(folder, re.compile(_WEIGHTS))
+            found += [path for path in weights if path.name not in kept and (path / STORE_INDEX).is_file()]
+    return found
+
+
+def working_files(output_dir: Path) -> list[Path]:
+    """The block stores and :func:`leftovers` in a run's working folder."""
+    scratch, store = output_dir / SCRATCH, re.compile(f"{_WEIGHTS}|{_PACK}")
+    stores = [path for folder in (scratch, *_matching(scratch, _RANK)) for path in _matching(folder, store)]
+    left = [path for path in leftovers(output_dir) if scratch in path.parents]
+    return list(dict.fromkeys([*stores, *left]))
+
+
+def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """The paths in a folder that have such names; none where there is no folder."""
+    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def _is_store_in_part(folder: Path) -> bool:
+    """Whether a folder holds a block store's units, or the files that are copied before them, or nothing yet."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = [path.name for path in folder.iterdir()]
+    return not names or "config.json" in names or any(_STORE_PARTS.fullmatch(name) for name in names)
+
+
+def _kept_weights(output_dir: Path) -> set[str] | None:
+    """Names of the weights on disk that belong to a ledger, this run's or a replaced one's; None: nobody can tell."""
+    names = set()
     with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
-        last = latest(output_dir)
-        if ledger.exists() or last is None or _mark(_scalars(last)) is None:
-            kept = f"weights-{ledger_module.read_ledger(ledger)[0]['run'] if ledger.exists() else ''}"
-    for joined in scratch.glob(f"{JOINED}*"):  # of ranks that were killed
-        shutil.rmtree(joined, ignore_errors=True)
-    for folder in (*scratch.glob("rank-*"), scratch, *output_dir.glob("logs/rank-*/"), output_dir):
-        if not folder.is_dir():
-            continue
-        atomic_files.remove_leftovers(folder)
-        for weights in folder.glob("weights-*"):
-            if not weights.match(kept):
-                shutil.rmtree(weights)
-        if folder != output_dir and not any(folder.iterdir()):
-            folder.rmdir()
+        ledger, last = output_dir / ledger_module.NAME, latest(output_dir)
+        if not ledger.exists() and last is not None and _mark(_scalars(last)) is not None:
+            return None
+        for path in (ledger, output_dir / REPLACED / ledger_module.NAME):
+            if path.exists():
+                names.add(f"weights-{ledger_module.read_ledger(path)[0]['run']}")
+        return names
+    return None
 
 
 def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> Start:
     """Decide where a run starts: nothing is changed before :meth:`Start.clear`.
 
     Raises:
-        ValueError: there is no such checkpoint, or an earlier run stands in the way and ``overwrite`` is false.
+        ValueError: there is no such checkpoint, or an earlier run, or files that no run of Blockwalk made, stand in the way
+            and ``overwrite`` is false.
     """
     output_dir = Path(folder)
     ledger = output_dir / ledger_module.NAME
     start: Path | None = None
     in_the_way: list[Path] = []
     damaged: dict[Path, str] = {}
+    foreign = [path for path in _named(output_dir) if not _is_ours(path)]
     if resume_from_checkpoint == "latest":
         start, damaged = _newest_undamaged(output_dir)
         if start is None and not overwrite and ledger.exists() and (steps := len(ledger_module.read_ledger(ledger)[1])):
@@ -285,16 +414,73 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
             )
         in_the_way = [p for p in whole(output_dir) if step_of(p) > step_of(start)]
     else:
-        in_the_way = [*([ledger] if ledger.exists() else []), *whole(output_dir)]
+        in_the_way = [*([ledger] if os.path.lexists(ledger) else []), *whole(output_dir)]
     if in_the_way and not overwrite:
         raise ValueError(
             f"{output_dir} holds an earlier run's {in_the_way[-1].name}; continue it with resume_from_checkpoint:"
             " latest, choose another output_dir, or set overwrite_output_dir: true"
         )
-    if start is not None and (mark := _mark(_scalars(start))) is not None:
+    saved = None if start is None else _scalars(start)
+    if start is not None and saved is not None and (mark := _mark(saved)) is not None:
         ledger_module.require(ledger, mark, start)
+    goes_on = saved if start is not None and _same_folder(start.parent, output_dir) else None
+    if goes_on is None and marks.run_of(output_dir) is None:
+        foreign += [output_dir / name for name in (marks.MARK, *LOGS) if os.path.lexists(output_dir / name)]
+    if foreign and not overwrite:
+        raise ValueError(
+            f"{foreign[0]} ({kind_of(foreign[0])}) is there already, and no run made it: move it away, choose another"
+            " output_dir, or set overwrite_output_dir: true, which replaces it"
+        )
+    in_the_way += [path for path in foreign if path not in in_the_way]
     replaced = [str(path) for path in (*in_the_way, *damaged)]
-    return Start(str(output_dir), None if start is None else str(start), replaced, list(damaged.values()))
+    if replaced and os.path.lexists(output_dir / REPLACED) and not marks.is_ours(output_dir / REPLACED):
+        raise ValueError(
+            f"{output_dir / REPLACED} ({kind_of(output_dir / REPLACED)}) is there already, and no run made it; an earlier run"
+            " is kept there until this one's first checkpoint: move it away, or choose another output_dir"
+        )
+    overwrites = overwrite or bool(goes_on and goes_on["config"].get("overwrite_output_dir"))
+    run = str((goes_on or {"data": {}})["data"].get("run") or marks.new_run())
+    return Start(
+        output_dir=str(output_dir),
+        checkpoint=None if start is None else str(start),
+        in_the_way=replaced,
+        damaged=list(damaged.values()),
+        run=run,
+        overwrites=overwrites,
+    )
+
+
+def refuse_result(start: Start, name: str) -> None:
+    """Refuse a run whose trained weights would replace what it did not make.
+
+    Raises:
+        ValueError: the folder that they go to exists, another run or nobody of ours made it, and ``overwrite_output_dir`` was
+            not set.
+    """
+    place = Path(start.output_dir) / name
+    taken = place if os.path.lexists(place) else next(iter(atomic_files.left_aside(place)), None)
+    if taken is None or start.may_replace(taken):
+        return
+    run = marks.run_of(taken)
+    maker = "this run did not make it" if run is None else f"run {run} made it, which this one does not go on with"
+    raise ValueError(
+        f"{place} ({kind_of(taken)}) is where the trained weights would go, and {maker}: move it away, choose another"
+        " output_dir, or set overwrite_output_dir: true, which replaces it"
+    )
+
+
+def kind_of(path: Path) -> str:
+    """Words for a path: a file, a link and where it leads, or a folder and some of what it holds."""
+    if path.is_symlink():
+        return f"a link to {os.readlink(path)}"
+    if not path.is_dir():
+        return "a file"
+    names = sorted(each.name for each in path.iterdir())
+    return f"a folder with {', '.join(names[:3])}{', ...' if names[3:] else ''}" if names else "an empty folder"
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return one.is_dir() and other.is_dir() and os.path.samefile(one, other)
 
 
 def _newest_undamaged(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:

@@ -43,13 +43,14 @@ def merge(arguments: argparse.Namespace) -> None:
 def gguf(arguments: argparse.Namespace) -> None:
     """Write a GGUF file, and a Modelfile beside it."""
     from blockwalk.convert import to_gguf
-    from blockwalk.system import atomic_files
+    from blockwalk.system import own_text
 
     out, adapter = Path(arguments.out), arguments.adapter
+    own_text.refuse_foreign(out.with_name("Modelfile"))
     with _bar("writing") as progress:
         to_gguf.convert(arguments.model, out, adapter=adapter, dtype=arguments.dtype, progress=progress)
     base = None if adapter is None else arguments.base or f"./{Path(arguments.model).name}.gguf"
-    atomic_files.write_bytes(out.with_name("Modelfile"), to_gguf.modelfile(out, base).encode())
+    own_text.write(out.with_name("Modelfile"), to_gguf.modelfile(out, base), "# {}")
     run = f"llama-cli -m {out}" if base is None else f"llama-cli -m {base} --lora {out}"
     print(f"written to {out}; run it with: {run}")
     print(f"or with Ollama:  ollama create {out.stem} -f {out.with_name('Modelfile')} && ollama run {out.stem}")

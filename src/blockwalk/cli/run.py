@@ -22,7 +22,7 @@ from blockwalk.report import advice, card, html
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
 from blockwalk.report.room import check_budget
 from blockwalk.simulate import hardware, planner, timeline
-from blockwalk.system import atomic_files, cache
+from blockwalk.system import cache, own_text
 from blockwalk.train import config, outlook
 
 
@@ -187,8 +187,13 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write ``report.html`` into a run's folder."""
     out = Path(arguments.run) / "report.html"
-    atomic_files.write_bytes(out, html.report(arguments.run).encode())
-    atomic_files.write_bytes(out.with_name("loss.svg"), html.curves(arguments.run).encode())
+    curve = out.with_name("loss.svg")
+    if arguments.card:
+        card.trained_folder(arguments.run)  # refused before the page is written
+    for path in (out, curve):
+        own_text.refuse_foreign(path)
+    own_text.write(out, html.report(arguments.run), card.COMMENT)
+    own_text.write(curve, html.curves(arguments.run), card.COMMENT)
     print(f"written to {out}, and its first curve to {out.with_name('loss.svg').name} beside it")
     if arguments.card:
         trained = card.write(arguments.run)

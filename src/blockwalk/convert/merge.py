@@ -21,6 +21,7 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import lies_in
+from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.numerics.codecs.weights import DenseWeight
 from blockwalk.plan.sizes import spans
 from blockwalk.system import atomic_files
@@ -51,7 +52,7 @@ def merge(
         ValueError: an adapter that is no plain LoRA, or not this model's; codes and no ``dtype``; an output that
             exists; a disk that is too full.
     """
-    atomic_files.refuse_existing(out_dir)
+    refuse_output(out_dir, model=model_paths(model), adapter=adapter_paths(adapter_dir))
     if not dtype and (codec := lies_in(model)) is not None:
         raise ValueError(
             f"{os.fspath(model)} is in {codec}, and a sum of weights and adapter is not: say with --dtype (bfloat16, float16 or"

@@ -27,6 +27,7 @@ from blockwalk.engine.pack import Progress
 from blockwalk.estimators.zeroth_order import mezo_original
 from blockwalk.estimators.zeroth_order.updates import apply_all_, rule_of, trained_in_order
 from blockwalk.models.folder import file_of, repository
+from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import chosen
@@ -72,7 +73,7 @@ def replay(
             or the weights that come out are not those that an exported ledger says.
     """
     found, entries = read_for(ledger, until)
-    atomic_files.refuse_existing(out)
+    _refuse_output(out, base, ledger, found)
     with ReplayedRun(Path(base), found, entries, progress, device) as run, atomic_files.atomic_folder(out) as folder:
         run.write(folder)
     return len(entries)
@@ -101,7 +102,7 @@ def export(
         ValueError: as :func:`replay`; or the run began from a saved adapter, which would have to go with the file.
     """
     found, entries = read_for(ledger, until)
-    atomic_files.refuse_existing(out)
+    _refuse_output(out, base, ledger, found)
     if isinstance(found["lora"], str):
         raise ValueError(
             f"this run began from the adapter in {found['lora']}: a ledger is enough only where a run begins from its base;"
@@ -112,6 +113,13 @@ def export(
             deque(replayed.units_after(), maxlen=0)
         found = {**found, "result": replayed.result}
     return len(entries), write_exported(out, found, entries)
+
+
+def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, found: Mapping[str, Any]) -> None:
+    """Refuse an output that exists, or lies over the base, the ledger, or the adapter that the run began from."""
+    lora = found["lora"]
+    adapter = adapter_paths(lora) if isinstance(lora, str) else []
+    refuse_output(out, model=model_paths(base), ledger=[file_of(ledger, NAME)], adapter=adapter)
 
 
 def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[Entry]]:

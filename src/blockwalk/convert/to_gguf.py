@@ -20,6 +20,7 @@ from blockwalk.convert.merge import read_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
 from blockwalk.models.folder import model_folder
+from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -65,7 +66,7 @@ def convert(
         import gguf
     except ImportError:
         raise ValueError(f"GGUF files are written with the gguf package: {INSTALL}") from None
-    atomic_files.refuse_existing(out)
+    refuse_output(out, model=model_paths(model), adapter=[] if adapter is None else adapter_paths(adapter))
     skeleton = build_skeleton(model)
     config: Any = skeleton.config
     if config.model_type not in FAMILIES:
@@ -85,7 +86,7 @@ def convert(
     # Rows of these projections llama.cpp wants in another order, by heads: it turns neighbours, transformers halves.
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     turned = heads if arch == gguf.MODEL_ARCH.LLAMA else {}
-    part = Path(f"{os.fspath(out)}.part")
+    part = atomic_files.beside(Path(out))
     writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[arch])
     try:
         if adapter is not None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import persistent_buffers
+from blockwalk.models.safetensors_file import Entry, write
 from blockwalk.numerics.codecs.weights import DenseWeight, LowRankSum, Value, Weight
 from blockwalk.numerics.lazy_linear import lora_linear, unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
@@ -403,8 +404,6 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
     ``state`` holds the adapter's parameters by canonical name; names of other parameters are ignored. Raises
     ValueError where one of the adapter's parameters is missing.
     """
-    from safetensors.torch import save_file
-
     names = adapter_parameters(model)
     if not names:
         names = {n: p for n, p in _prompt_encoder(model).items() if p.requires_grad}
@@ -420,7 +419,8 @@ def save_adapter(model: Any, state: Mapping[str, Tensor], folder: str | Path) ->
         tensors = {_in_file(name): tensor.contiguous() for name, tensor in tied.items()}
     else:
         tensors = {"prompt_embeddings": _prompt(model, state)}
-    save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(tensors.items())}
+    write(target / WEIGHTS_FILE, entries, (tensors[name] for name in entries))
     (config,) = model.peft_config.values()
     was, config.inference_mode = config.inference_mode, True
     try:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from glob import escape
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockwalk.checkpoints import marks
 from blockwalk.cutting.adapters import adapt, adapt_alike, adapter_parameters, base_tensors, refuse_copies
 from blockwalk.cutting.skeleton import build_skeleton, load_config, persistent_buffers, stays_float32
 from blockwalk.cutting.verify import certified
@@ -27,7 +26,8 @@ from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
-from blockwalk.system.atomic_files import PARTIAL, discard
+from blockwalk.system import links
+from blockwalk.system.atomic_files import discard
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.block_store.writer import write_store
@@ -152,9 +152,7 @@ def _pack(store: Path, write: Callable[[Path], None]) -> None:
     with suppress(FileNotFoundError):
         before = store.stat().st_ino
         if not _is_undamaged(store) and store.stat().st_ino == before:
-            aside = store.with_name(f".{store.name}-{uuid.uuid4().hex[:12]}{PARTIAL}")
-            os.rename(store, aside)
-            shutil.rmtree(aside)
+            discard(store)
     try:
         write(store)
     except (ValueError, OSError):  # its name is taken, or its folder was filled between two looks at it
@@ -224,7 +222,13 @@ def open_model(
             return model, None, dtype
         base, tensors = base_tensors(model)
         config, cls = base.config, type(base)
-        shutil.rmtree(path, ignore_errors=True)  # another model's: whoever has its files mapped keeps them
+        if path.is_dir() and not (path.is_symlink() or marks.is_ours(path)):
+            raise ValueError(
+                f"{path} is there already, and not Blockwalk's: move it away, or choose another output_dir"
+            )
+        links.remove(path)  # another model's: whoever has its files mapped keeps them
+        path.mkdir(parents=True)
+        marks.write(path, "in memory")
         save_model(path, base, tensors)  # transformers' own writes on rank 0 alone
     else:
         config = load_config(path)

@@ -13,9 +13,9 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.calibrate import Calibrated
 from blockwalk.engine.second_order import has_grid
+from blockwalk.models.places import model_paths, refuse_output
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
-from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -50,7 +50,7 @@ def pack(
         ValueError: no such model, one that cannot be cut into blocks, tensors that do not fit it, an output that exists,
             a disk that is too full, or a value that the codec cannot hold.
     """
-    atomic_files.refuse_existing(out_dir)
+    refuse_output(out_dir, model=model_paths(model_dir))
     if sequences and not has_grid(Layout((1, 1), codec, group_size=group_size)):
         raise ValueError(f"--calibrate rounds to int4 and int4a, not to {codec}: choose one of them, or leave it out")
     model = build_skeleton(model_dir, torch.float32 if sequences else None)

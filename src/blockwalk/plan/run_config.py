@@ -130,8 +130,9 @@ class RunConfig:
     output_dir: str = "runs/blockwalk"
     """The folder of the run: its configuration, metrics, checkpoints, and trained weights."""
     overwrite_output_dir: bool = False
-    """Whether an earlier run's checkpoints, ledger and metrics are replaced; they stay in ``output_dir/replaced`` until this
-    run's first checkpoint is whole."""
+    """Whether an earlier run's checkpoints, ledger, metrics and trained weights are replaced, and files under their names that
+    no run made; they stay in ``output_dir/replaced`` until this run's first checkpoint is whole, trained weights in their
+    place until the new ones are."""
     resume_from_checkpoint: str = ""
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
 

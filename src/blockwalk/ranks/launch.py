@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.ranks.place import LOST, PORT, LostRank, Place, meeting_point, port_of
+from blockwalk.system import links
 
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
 STORE = "BLOCKWALK_STORE"
@@ -179,7 +180,8 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
         interface: the one that gloo and NCCL listen and talk on; empty: the one they choose.
 
     Raises:
-        ValueError: this machine has no such interface, or the variables of the launcher do not say where rank 0 is.
+        ValueError: this machine has no such interface, a rank's log is a link, or the variables of the launcher do not say
+            where rank 0 is.
         LostRank: a rank has not come within that time, or was lost later.
     """
     if here.world == 1:
@@ -199,9 +201,11 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
         meeting_point(here)  # refused before anything is written
 
     folder = output_dir / "logs"
+    links.refuse_linked(folder)
+    links.refuse_linked(folder / f"rank-{here.rank:04d}")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{here.rank:04d}.log"
-    logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    rank_log = links.append_to(folder / f"rank-{here.rank:04d}.log")
+    logging.basicConfig(stream=rank_log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.captureWarnings(True)
     logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
     store = _store(here, start_timeout)
@@ -222,7 +226,7 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     try:
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
         if here.rank:
-            sys.stdout = path.open("a", encoding="utf-8", buffering=1)
+            sys.stdout = rank_log
         yield
         watch.close()
         dist.destroy_process_group()

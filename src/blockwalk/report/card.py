@@ -9,23 +9,44 @@ from typing import Any
 import yaml
 
 from blockwalk.checkpoints.ledger import NAME as LEDGER
+from blockwalk.checkpoints.marks import MARK
+from blockwalk.checkpoints.run_checkpoint import RESULTS
 from blockwalk.models import hub
 from blockwalk.models.folder import repository
+from blockwalk.models.places import model_paths, refuse_overlap
 from blockwalk.plan.parsing import Loader, adapter_settings
 from blockwalk.report.html import curves, figures
-from blockwalk.system import atomic_files
+from blockwalk.system import own_text
+from blockwalk.system.links import within
+
+COMMENT = "<!-- {} -->"
+"""A comment of Markdown, HTML and SVG."""
+
+
+def trained_folder(folder: str | Path) -> Path:
+    """The folder of what a run trained, where a card may be written.
+
+    Raises:
+        ValueError: the run has not ended; a link leads out of its folder; or a card or curve that somebody wrote is there.
+    """
+    run = Path(folder)
+    trained = next((run / name for name in RESULTS if (run / name).is_dir()), None)
+    if trained is None:
+        raise ValueError(f"{run} holds neither adapter nor model: the run has not ended")
+    within(run, trained)
+    within(run, run / "config.yaml")
+    for name in ("README.md", "loss.svg"):
+        own_text.refuse_foreign(trained / name)
+    return trained
 
 
 def write(folder: str | Path) -> Path:
     """Write the card beside what a run trained, with its loss curve; answers the folder, which is ready to be uploaded.
 
     Raises:
-        ValueError: the run has not ended.
+        ValueError: as :func:`trained_folder`.
     """
-    run = Path(folder)
-    trained = next((run / name for name in ("adapter", "model") if (run / name).is_dir()), None)
-    if trained is None:
-        raise ValueError(f"{run} holds neither adapter nor model: the run has not ended")
+    run, trained = Path(folder), trained_folder(folder)
     text = (run / "config.yaml").read_text(encoding="utf-8")
     settings: dict[str, Any] = yaml.load(text, Loader=Loader)
     adapter, model, data = trained.name == "adapter", settings["model"], settings["data"]
@@ -33,7 +54,9 @@ def write(folder: str | Path) -> Path:
     tags = ["blockwalk", settings["method"], *(["lora"] if settings["lora"] else [])]
     library = "peft" if adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
-    if not Path(model).exists():  # a name that the hub knows
+    if Path(model).exists():
+        refuse_overlap(trained / "README.md", {"the model": model_paths(model)}, "output_dir")
+    else:  # a name that the hub knows
         head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures(run))
@@ -44,8 +67,8 @@ def write(folder: str | Path) -> Path:
     body = f"# {run.name}\n\n{what} `{model}`, trained on {sources} by Blockwalk, method `{settings['method']}`.\n\n"
     body += f"| | |\n|---|---|\n{rows}\n\n![loss](loss.svg)\n\n{again}\n"
     card = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body}"
-    atomic_files.write_bytes(trained / "loss.svg", curves(run).encode())
-    atomic_files.write_bytes(trained / "README.md", card.encode())
+    own_text.write(trained / "loss.svg", curves(run), COMMENT)
+    own_text.write(trained / "README.md", card, COMMENT)
     return trained
 
 
@@ -54,13 +77,16 @@ def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
     the weights and the tokenizer. Answers the repository's page.
 
     Raises:
-        ValueError: the run has not ended, has no ledger, or the hub refuses.
+        ValueError: the run has not ended, has no ledger, has a link that leads out of its folder, or the hub refuses.
     """
     run = Path(folder)
-    beside = [run / "config.yaml", *(path for path in [run / LEDGER] if path.is_file())]
+    beside = [within(run, run / "config.yaml"), *(path for path in [within(run, run / LEDGER)] if path.is_file())]
     if ledger and len(beside) == 1:
         raise ValueError(f"{run} has no {LEDGER}: its method differentiates, and its weights are needed")
     trained = write(run)
-    own = [trained / "README.md", trained / "loss.svg"] if ledger else sorted(trained.iterdir())
+    own = [trained / "README.md", trained / "loss.svg"]
+    if not ledger:
+        own = sorted(path for path in trained.rglob("*") if within(run, path).is_file() and path.name != MARK)
+    files = {path.relative_to(trained).as_posix(): path for path in own}
     hub.create(repo)
-    return hub.upload(repo, {path.name: path for path in (*own, *beside)})
+    return hub.upload(repo, {**files, **{path.name: path for path in beside}})

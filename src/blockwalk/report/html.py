@@ -20,6 +20,7 @@ import yaml
 from blockwalk.plan.parsing import Loader
 from blockwalk.program.program import human_bytes
 from blockwalk.system.atomic_files import read_json, reading, whole_lines
+from blockwalk.system.links import within
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 240, 84, 24, 24
 """Sizes of a chart, in its own units: it scales with the page."""
@@ -70,12 +71,13 @@ def report(folder: str | Path) -> str:
 
 
 def _page(run: Path) -> str:
-    steps = whole_lines(run / "metrics.jsonl")
+    steps = whole_lines(within(run, run / "metrics.jsonl"))
     if not steps:
         raise ValueError(f"{run} holds no metrics.jsonl with a step in it; give a run's output_dir")
-    evaluations = whole_lines(run / "evaluations.jsonl")
-    config = (run / "config.yaml").read_text(encoding="utf-8") if (run / "config.yaml").is_file() else ""
-    forecast = _object(run / "forecast.json")
+    evaluations = whole_lines(within(run, run / "evaluations.jsonl"))
+    settings = within(run, run / "config.yaml")
+    config = settings.read_text(encoding="utf-8") if settings.is_file() else ""
+    forecast = _object(within(run, run / "forecast.json"))
     memory = _series("peak of each step", steps, "peak_bytes", 1e-6)
     foreseen = _level(steps, forecast.get("process_bytes"), 1e-6)
     average = _level(steps, forecast.get("average_seconds"), 1.0)
@@ -84,7 +86,7 @@ def _page(run: Path) -> str:
         f'<p class="what">{html.escape(" · ".join(_header(config, run / "metrics.jsonl")))}</p>',
         _table(_summary(steps, evaluations, forecast)),
         chart("Loss", _losses(steps, evaluations), from_zero=False),
-        chart("Accuracy on held-out records, %", [_series("accuracy", evaluations, "accuracy", 100)], from_zero=False),
+        chart("Accuracy on held-out records, %", _held_out("accuracy", evaluations, "accuracy", 100), from_zero=False),
         chart("Learning rate", [_series("learning rate", steps, "learning_rate")]),
         chart("Tokens a second", [_series("tokens a second", steps, "tokens_per_second")]),
         chart("Seconds a step", [_series("measured", steps, "seconds"), *average]),
@@ -93,7 +95,7 @@ def _page(run: Path) -> str:
         chart("Bytes moved a step, MB", list(_moved(steps))),
         _section("Bytes moved in a step at the longest sequences, as foreseen", forecast.get("bytes_moved", {})),
     ]
-    if trace := _object(run / "trace.json"):
+    if trace := _object(within(run, run / "trace.json")):
         parts.append(timeline("A step's timeline", trace))
     parts.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
     if versions := forecast.get("versions"):
@@ -106,7 +108,8 @@ def _page(run: Path) -> str:
 def curves(folder: str | Path) -> str:
     """The losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
-    losses = _losses(whole_lines(run / "metrics.jsonl"), whole_lines(run / "evaluations.jsonl"))
+    steps, evaluations = (whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    losses = _losses(steps, evaluations)
     return standalone(chart("Loss", losses, from_zero=False))
 
 
@@ -121,9 +124,8 @@ def standalone(drawn: str) -> str:
 def figures(folder: str | Path) -> Iterator[tuple[str, str]]:
     """Names and values of a run's summary, from its folder."""
     run = Path(folder)
-    yield from _summary(
-        whole_lines(run / "metrics.jsonl"), whole_lines(run / "evaluations.jsonl"), _object(run / "forecast.json")
-    )
+    steps, evaluations = (whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    yield from _summary(steps, evaluations, _object(within(run, run / "forecast.json")))
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -232,7 +234,17 @@ def _series(name: str, lines: Lines, key: str, scale: float = 1.0) -> Series:
 
 
 def _losses(steps: Lines, evaluations: Lines) -> list[Series]:
-    return [_series("training", steps, "loss"), _series("held out", evaluations, "loss")]
+    return [_series("training", steps, "loss"), *_held_out("held out", evaluations, "loss")]
+
+
+def _held_out(name: str, evaluations: Lines, key: str, scale: float = 1.0) -> list[Series]:
+    """A series for each set of held-out records, the last one's under the plain name: figures of two sets make no curve."""
+    sets = list(dict.fromkeys(line.get("records") for line in evaluations))
+    series = []
+    for number, records in enumerate(sets, 1):
+        lines = [line for line in evaluations if line.get("records") == records]
+        series.append(_series(name if number == len(sets) else f"{name}, records {number}", lines, key, scale))
+    return series
 
 
 def _header(config: str, metrics: Path) -> Iterator[str]:
@@ -259,6 +271,7 @@ def _summary(steps: Lines, evaluations: Lines, forecast: dict[str, Any]) -> Iter
     yield "steps", f"{steps[-1]['step']}"
     yield "training loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}"
     if evaluations:
+        evaluations = [line for line in evaluations if line.get("records") == evaluations[-1].get("records")]
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"
         if right := [100 * each["accuracy"] for each in evaluations if each.get("accuracy") is not None]:
             yield "held-out accuracy", f"{right[0]:.1f}% → {right[-1]:.1f}%"

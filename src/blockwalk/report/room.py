@@ -128,8 +128,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
             " trained weights on the disk tier are kept in: choose an output_dir on another disk"
         )
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
-    goes = [(path, _size(path)) for path in run_checkpoint.whole(folder)]
-    goes += [(folder / run_checkpoint.SCRATCH, _size(folder / run_checkpoint.SCRATCH))]
+    half_written = (path for path in run_checkpoint.leftovers(folder) if path.parent == folder)
+    goes = [(path, _size(path)) for path in (*run_checkpoint.whole(folder), *half_written)]
+    goes += [(path, _size(path)) for path in run_checkpoint.working_files(folder)]
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
         place = next(place for place, _ in needs if _disk(place) == disk)
@@ -148,5 +149,6 @@ def _disk(path: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the files below; 0 where there is nothing."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    """Bytes of a file, or of those below a folder; 0 where there is nothing."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -1,8 +1,8 @@
 """Files that appear whole or not at all: written beside their place, synced, renamed, and the folder synced.
 
 A rename within one file system is atomic (POSIX): whoever looks sees the old file or the new one, and after a loss of
-power the same holds because the data is on the disk before the name changes. A process killed in between leaves only a
-leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_leftovers` sweeps those.
+power the same holds because the data is on the disk before the name changes. A process killed in between leaves only
+``.NAME.<8 hexadecimal digits>.partial``, and of a folder that was to be replaced ``.NAME.<8 hexadecimal digits>.replaced``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ from typing import IO, Any
 
 import yaml
 
+from blockwalk.system import links
 from blockwalk.system.paths import StrPath
 
 log = logging.getLogger(__name__)
 
-PARTIAL = ".partial"
+PARTIAL, ASIDE = ".partial", ".replaced"
+"""The ends of the names of what is being written, and of the folder whose place it takes."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A disk that is full, a quota that is used up, a file longer than ``ulimit -f`` allows."""
 LOCK = ".lock"
 """The file in a folder that :func:`locked` holds; it says who does."""
+_HOLDER = re.compile(r"process \d+ on ")
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+def beside(path: Path, end: str = PARTIAL) -> Path:
+    """A path of its own beside another, for what is to take its name, or has given it up."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{end}")
 
 
 def fsync(path: StrPath) -> None:
@@ -50,8 +54,18 @@ def fsync(path: StrPath) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those around it, with durable names; leave one that is there alone."""
+    """Make a folder, and those around it, with durable names; leave one that is there alone.
+
+    Raises:
+        ValueError: the path, or one around it, is a file, or a link that leads nowhere.
+    """
     if not path.is_dir():
+        if path.is_symlink():
+            raise ValueError(
+                f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make that folder"
+            )
+        if path.exists():
+            raise ValueError(f"{path} is a file, and a folder is needed: choose another name")
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
         fsync(path.parent)
@@ -86,7 +100,7 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
     """Open a file for writing that replaces ``path`` when the block ends well, and leaves it alone when it raises. It is synced
     before it takes its name."""
     path = Path(path)
-    partial = _beside(path)
+    partial = beside(path)
     try:
         with naming(path), open(partial, "wb") as file:
             yield file
@@ -192,7 +206,8 @@ def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
     """Build a folder beside ``path``, which takes that name, synced, when the block ends well and goes when it raises.
 
     Args:
-        replace: take the place of a folder that is there, which stays until this one is whole.
+        replace: take the place of a folder that is there, which stays until this one is whole: a kill leaves it in its
+            place or beside it, for :func:`bring_back`. A link that is there goes, and where it leads stays.
 
     Raises:
         ValueError: ``path`` exists already, before or after the building, and is not to be replaced.
@@ -201,16 +216,21 @@ def atomic_folder(path: StrPath, *, replace: bool = False) -> Iterator[Path]:
     if not replace:
         refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _beside(path)
+    partial = beside(path)
     partial.mkdir()
     try:
         with naming(path):
             yield partial
             fsync_tree(partial)
-        if replace and path.exists():
-            old = _beside(path)
+        if replace and os.path.lexists(path):
+            old = beside(path, ASIDE)
             os.rename(path, old)
-            os.rename(partial, path)
+            try:
+                os.rename(partial, path)
+            except BaseException:
+                os.rename(old, path)
+                raise
+            fsync(path.parent)
             discard(old)
         else:
             refuse_existing(path)  # os.rename would silently replace an empty folder
@@ -233,7 +253,8 @@ def locked(folder: StrPath) -> Iterator[None]:
     ends; what was made here of it and of the folders around it, and stays empty, goes again.
 
     Raises:
-        ValueError: the folder is a file, or another process holds it; the message says which, where and since when.
+        ValueError: the folder is a file, or another process holds it; the message says which, where and since when; or the
+            lock's name is taken by a link, or by another file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -242,7 +263,7 @@ def locked(folder: StrPath) -> Iterator[None]:
     make_folder(folder)
     path = folder / LOCK
     while True:
-        with path.open("a+", encoding="utf-8") as file:
+        with links.append_to(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -258,6 +279,9 @@ def locked(folder: StrPath) -> Iterator[None]:
                     continue
             except FileNotFoundError:  # whoever held the lock has just removed it: this file has no name any more
                 continue
+            file.seek(0)
+            if (text := file.read()) and not _HOLDER.match(text):
+                raise ValueError(f"{path} is not Blockwalk's, which keeps a lock under that name: move it away")
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
             file.flush()
@@ -271,30 +295,40 @@ def locked(folder: StrPath) -> Iterator[None]:
             return
 
 
-def discard(path: Path) -> None:
-    """Remove a file or a folder that nobody will ask for again; it stops being named as it was first.
-
-    It may stay as a leftover, with a warning: an NFS client keeps a file that some process has open or mapped (as ``.nfs…``,
-    in its folder) until that one lets go of it. No run ends for want of a removal: the next sweep tries again.
-    """
-    leftover = path if path.name.endswith(PARTIAL) else _beside(path)
+@contextmanager
+def tolerating_use(path: Path) -> Iterator[None]:
+    """Turn the failure to remove a path into a warning. An NFS client keeps a file that some process has open or mapped (as
+    ``.nfs…``, in its folder) until that one lets go of it; no run ends for want of a removal."""
     try:
-        if leftover != path:
-            os.rename(path, leftover)
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+        yield
     except OSError as error:
         log.warning("%s is not removed now, for it is in use: %s", path, error)
 
 
-def remove_leftovers(folder: StrPath) -> list[Path]:
-    """Remove what killed writers left in ``folder``, and return it. Call it only where no other writer is at work."""
-    leftovers = [p for p in Path(folder).iterdir() if p.name.startswith(".") and p.name.endswith(PARTIAL)]
-    for path in leftovers:
-        discard(path)
-    return leftovers
+def discard(path: Path) -> None:
+    """Remove a file, a link or a folder that nobody will ask for again; it stops being named as it was first. What cannot be
+    removed now stays as a leftover, with a warning, for the next sweep."""
+    leftover = path if path.name.endswith((PARTIAL, ASIDE)) else beside(path)
+    with tolerating_use(path):
+        if leftover != path:
+            os.rename(path, leftover)
+        links.remove(leftover)
+
+
+def left_aside(path: Path) -> list[Path]:
+    """The folders that :func:`atomic_folder` took from a path, and had no time to remove."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(ASIDE)}")
+    return sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name)) if path.parent.is_dir() else []
+
+
+def bring_back(path: Path) -> None:
+    """Give a folder that a killed :func:`atomic_folder` was about to replace its place again, or remove it where the new one
+    has taken that."""
+    for old in left_aside(path):
+        if os.path.lexists(path):
+            links.remove(old)
+        else:
+            os.rename(old, path)
 
 
 def nearest(path: Path) -> Path:

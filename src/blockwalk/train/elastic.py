@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import DistError
 
+from blockwalk.checkpoints import marks
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batching import Batch, LabelWordBatch
@@ -75,6 +76,7 @@ def lend(run: RunConfig) -> int:
         there = ranks.header()
         _require(there["facts"], facts(run, ready))
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
+            marks.write(Path(folder), "joined")  # by which a later run knows what a killed rank left
             ready = ready.put_away(Path(folder))
             with Walker(run.model, ready.plan, lora=run.adapters, workdir=folder, ranks=ranks) as walker:
                 _require(there["ledger"], header(walker.engine, run.adapters, ""))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +39,7 @@ class Evaluation:
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Evaluation:
         """The evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for a name that it does not know."""
-        return cls(**{name: value for name, value in line.items() if name not in ("step", "seconds")})
+        return cls(**{name: value for name, value in line.items() if name not in ("step", "seconds", "records")})
 
     @property
     def scores(self) -> dict[str, float]:
@@ -80,6 +82,16 @@ class HeldOut:
     def encoded(self) -> Encoded:
         """Every sequence that is measured."""
         return self.rows if isinstance(self.rows, Encoded) else self.rows.rows
+
+    def fingerprint(self) -> str:
+        """A digest of the records, with the answers that count as right: 16 hexadecimal digits."""
+        right: Any = ()
+        if isinstance(self.rows, Choices):
+            right = (self.rows.firsts.tolist(), self.rows.right)
+        elif isinstance(self.rows, Answers):
+            right = ([list(map(int, prompt)) for prompt in self.rows.prompts], self.rows.answers)
+        text = json.dumps([self.encoded.fingerprint(), right])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def visit(self, world: int) -> tuple[Shape, int]:
         """The largest visit of a block: the shape of a rank's part of a batch, and how many batches there are."""

@@ -8,6 +8,7 @@ output_dir/
     ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
     adapter/ or model/     the trained weights, at the end
+    .blockwalk             the run's name: the mark of a folder that a run made
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from typing import Any
 
 import torch
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints import marks, run_checkpoint
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
+from blockwalk.data.corpus import sources
 from blockwalk.engine.open_model import refuse_rounded
+from blockwalk.models.places import data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
@@ -86,6 +89,8 @@ class Outcome:
             for title, ended in self.after.scores.items():
                 yield f"held-out {title:<10}{self.before.scores[title]:.1f}% → {ended:.1f}%"
             yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
+        elif self.after is not None:
+            yield f"held-out loss      {self.after.loss:.4f}"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
@@ -124,6 +129,7 @@ def train(
         first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
+        first(lambda: _refuse_places(run, start, trace))
         shared = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False) if run.elastic else None
         ready = prepare(run)
         plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
@@ -131,7 +137,7 @@ def train(
         require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()})
         check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
-        loop = _Loop(run, ready, memory, stop, weights, callbacks)
+        loop = _Loop(run, ready, memory, stop, weights, start, callbacks)
         loop.elastic = shared
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
@@ -147,7 +153,7 @@ def train(
         with Walker(run.model, plan, lora=run.adapters, workdir=scratch, ledger=ledger, ranks=shared) as walker:
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True
-            loop.begin(walker, step_forecast, start)
+            loop.begin(walker, step_forecast)
             if walker.ranks.rank == 0:
                 atomic_files.write_bytes(output_dir / "config.yaml", config.dump(run).encode())
                 step_forecast.write(output_dir, trace)
@@ -178,6 +184,30 @@ def train(
                         f" step's peak, {human_bytes(held)} were held when more was refused"
                         + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
                     ) from error
+
+
+def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Path | None) -> None:
+    """Refuse a run that would write over what it reads, or over trained weights that it did not make.
+
+    Raises:
+        ValueError: it would; the message names the path, and the setting to change.
+    """
+    output_dir, result = Path(run.output_dir), "model" if run.adapters is None else "adapter"
+    named = [name for name in (*sources(run.data.train), *sources(run.data.eval)) if name]
+    data = [path for name in named for path in data_paths(name)]
+    read = {"the model": model_paths(run.model), "a data file": data}
+    refuse_overlap(output_dir / result, read, "output_dir")
+    written = [output_dir / name for name in (*run_checkpoint.LOGS, LEDGER, run_checkpoint.REPLACED)]
+    for path in (*written, *map(Path, start.in_the_way)):
+        refuse_overlap(path, read, "output_dir", inside=False)
+    if trace:
+        refuse_overlap(trace, read, "--trace", inside=False)
+    folders = [folder for name in named if (folder := Path(name).expanduser()).is_dir()]
+    if output_dir.is_dir() and any(os.path.samefile(folder, output_dir) for folder in folders):
+        raise ValueError(
+            f"{output_dir} is a folder of records, and the run's logs would be read as some: choose another output_dir"
+        )
+    run_checkpoint.refuse_result(start, result)
 
 
 def _opening(
@@ -231,7 +261,14 @@ class _Loop:
     """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
 
     def __init__(
-        self, run: RunConfig, ready: Ready, memory: PeakMemory, stop: _Stop, weights: str, callbacks: Sequence[Callback]
+        self,
+        run: RunConfig,
+        ready: Ready,
+        memory: PeakMemory,
+        stop: _Stop,
+        weights: str,
+        start: run_checkpoint.Start,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.config, self.ready, self.memory, self.stop, self.callbacks = run, ready, memory, stop, callbacks
         self.weights = weights
@@ -241,8 +278,12 @@ class _Loop:
         """The parts that the examples are made of: see :mod:`blockwalk.train.data_identity`."""
         self.total = ready.total
         self.output_dir = Path(run.output_dir)
+        self.start = start
         self.saved: run_checkpoint.Checkpoint | None = None
-        self.changes: list[str] = []
+        self.notes: list[str] = []
+        """Sentences about what differs from the run that is gone on with."""
+        self.held_out = "" if ready.held_out is None else ready.held_out.fingerprint()
+        """The digest of the held-out records; empty where there are none."""
         self.evaluated = -1
         """The step of the last evaluation, on every rank as in rank 0's log."""
         self.stopped_by: signal.Signals | None = None
@@ -265,19 +306,28 @@ class _Loop:
                 f"cannot resume: the training data are not those that the run began with: {'; '.join(changed)}. Put those back,"
                 " or begin a new run in another output_dir"
             )
-        self.changes = run_checkpoint.changed_settings(
+        changes = run_checkpoint.changed_settings(
             saved.config,
             settings,
             any_method=saved.slices is not None and not self.config.plan.zeroth_order,
             same_model="weights" in saved.data,
             same_data=True,
         )
+        self.notes = [f"changed since the checkpoint: {change}" for change in changes]
+        before = saved.data.get("held_out", "")
+        if before and self.held_out and before != self.held_out:
+            name = ", ".join(sources(self.config.data.eval)) or self.config.data.task
+            self.notes.append(
+                f"data.eval ({name}) holds other records, or other tokens of them, than up to step {saved.step} (content"
+                f" {before}, now {self.held_out}): losses on them are not compared with those before"
+            )
         self.ready.batches.load_state_dict(saved.data["batches"])
         self.saved = saved
 
-    def begin(self, walker: Walker, step_forecast: StepForecast, start: run_checkpoint.Start) -> None:
+    def begin(self, walker: Walker, step_forecast: StepForecast) -> None:
         """Load the checkpoint's weights, then make the folder this run's: nothing refuses the run from here on."""
         self.walker, self.step_forecast = walker, step_forecast
+        start = self.start
         if self.saved is not None:
             self._load(self.saved)
         rank = walker.ranks.rank
@@ -285,6 +335,7 @@ class _Loop:
             start.clear()
         if walker.ledger is not None:
             walker.ledger.rename(self.output_dir / LEDGER)
+        first(lambda: run_checkpoint.sweep(self.output_dir))  # the other ranks write nothing meanwhile
         own = Path() if rank == 0 else Path("logs") / f"rank-{rank:04d}"
         before = Path(start.checkpoint).parent / own if start.checkpoint else None
         atomic_files.make_folder(self.output_dir / own)
@@ -308,6 +359,23 @@ class _Loop:
                 _, tokens = self.ready.next_batch(self.config.data.label_scores)
                 if entry.step > self.metrics.last_step:
                     self.metrics.write(_line(entry, tokens))
+        self.notes += self._lost_lines()
+
+    def _lost_lines(self) -> list[str]:
+        """A sentence for each log that lacks lines from before the checkpoint."""
+        if self.saved is None:
+            return []
+        notes = []
+        expected = {"metrics.jsonl": self.saved.step, "evaluations.jsonl": self.saved.data.get("evaluated", -1)}
+        for log in (self.metrics, self.evaluations):
+            last, name = expected[log.path.name], log.path.name
+            if log.last_step < last:
+                notes.append(
+                    f"{name} lacks lines up to step {last}, which the checkpoint was saved after: they were lost"
+                )
+            elif name == "metrics.jsonl" and last > 0 and log.first_line is not None and log.first_line["step"] > 1:
+                notes.append(f"{name} begins with step {log.first_line['step']}: the lines before were lost")
+        return notes
 
     def _evaluated(self) -> int:
         """The step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell of it."""
@@ -334,8 +402,8 @@ class _Loop:
         self.walker.ranks.own_stop_signal = lambda: self.stop.asked
         if self.saved is not None:
             progress.say(f"resumed at step {done}")
-        for change in self.changes:
-            progress.say(f"note: changed since the checkpoint: {change}")
+        for note in self.notes:
+            progress.say(f"note: {note}")
         saved_at = -1 if self.saved is None else self.saved.step
         self._tell("begin", self.step_forecast.values())
         if not self._agreed():
@@ -359,6 +427,7 @@ class _Loop:
             self._save()
         self.walker.wait_saved()
         self._prune()  # also what a kill right after the last checkpoint left
+        first(lambda: run_checkpoint.sweep(self.output_dir))  # weights of a run that this one has replaced
         if self.stopped_by is None:
             self._evaluate()
         self.metrics.close()
@@ -447,7 +516,7 @@ class _Loop:
         except _Interrupted:
             return
         seconds = time.perf_counter() - began
-        line = {"step": step, **dataclasses.asdict(found), "seconds": seconds}
+        line = {"step": step, **dataclasses.asdict(found), "seconds": seconds, "records": self.held_out}
         if self.walker.ranks.rank == 0:
             self.evaluations.write(line)
             self.evaluations.sync()  # it cannot be made any more once the ledger has gone on
@@ -466,7 +535,14 @@ class _Loop:
         """
         on_disk = self.walker.ledger is not None and self.walker.plan.trainable.on_disk
         self.metrics.sync()
-        data = {"batches": self.ready.batches.state_dict(), "weights": self.weights, "identity": self.identity}
+        data = {
+            "batches": self.ready.batches.state_dict(),
+            "weights": self.weights,
+            "identity": self.identity,
+            "run": self.start.run,
+            "held_out": self.held_out,
+            "evaluated": self.evaluated,
+        }
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
             path = run_checkpoint.path_of(self.output_dir, step)
@@ -495,7 +571,10 @@ class _Loop:
             saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
         else:
             first_rank = self.walker.ranks.rank == 0  # the others bring what it writes
-            with atomic_files.atomic_folder(saved_to, replace=True) if first_rank else nullcontext(saved_to) as folder:
+            own = self.start.may_replace(saved_to)
+            with atomic_files.atomic_folder(saved_to, replace=own) if first_rank else nullcontext(saved_to) as folder:
+                if first_rank:
+                    marks.write(folder, self.start.run)
                 self.walker.save_pretrained(folder)
                 if first_rank:
                     for name, file in self.ready.tokenizer_files.items():
@@ -503,6 +582,8 @@ class _Loop:
                         (folder / name).write_bytes(file.data)
         began, ended = self.metrics.first_line, self.metrics.last_line
         before, after = self.evaluations.first_line, self.evaluations.last_line
+        if before and after and before.get("records") != after.get("records"):
+            before = None  # of other records
         return Outcome(
             steps=self.walker.steps_done,
             first_loss=began["loss"] if began else None,

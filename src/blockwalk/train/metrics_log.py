@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockwalk.system import atomic_files
+from blockwalk.system import atomic_files, links
 from blockwalk.system.atomic_files import whole_lines
 
 
@@ -28,7 +28,8 @@ class MetricsLog:
         atomic_files.write_bytes(path, text.encode())
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
         self.last_line: Mapping[str, Any] | None = kept[-1] if kept else None
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.path = path
+        self._file = links.append_to(path)
 
     @property
     def last_step(self) -> int:

@@ -2,9 +2,11 @@
 
 A digest costs one read of the weights, on several threads, and is kept in the cache folder beside what the
 kernel says of the files: device, inode, size, and the times of the last write and of the last change of the inode. One thing
-is trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every write, and no
-program can set it back; but its clock ticks in milliseconds, so that files which were changed within the last seconds are
-not remembered, and are read again next time.
+is trusted: that no file gets other bytes while all of these stay equal. The kernel moves the last one at every call of
+``write``, and no program can set it back; but its clock ticks in milliseconds, so that files which were changed within the
+last seconds are not remembered, and are read again next time. A store through a shared map moves it only where the page was
+clean: files are synced before they are read, which makes their pages clean, and what lies in memory alone (tmpfs, whose
+pages are never clean) is not remembered. A change by another machine, on a disk that several share, is as that disk tells.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from blockwalk.models.folder import STORE_INDEX, checkpoint_files, model_folder
@@ -37,6 +40,8 @@ def weights_digest(folder: StrPath) -> str:
     folder = model_folder(folder).resolve()
     names = ["config.json", *([STORE_INDEX] if is_store(folder) else checkpoint_files(folder))]
     paths = [folder / name for name in names if (folder / name).is_file()]
+    for path in paths:
+        _sync(path)
     seen = _seen(paths)
     entry = f"digest-{cache.key(os.fsencode(folder))}"
     remembered = cache.read_json(entry, lambda kept: (kept["seen"], str(kept["digest"])))
@@ -50,9 +55,27 @@ def weights_digest(folder: StrPath) -> str:
             digest.update(json.dumps([path.name, *threads.map(_digest_span, [path] * len(starts), starts)]).encode())
     if _seen(paths) != seen:
         raise ValueError(f"{folder} changed while it was read: wait until it is written, and start again")
-    if began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED:
+    settled = began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED
+    if settled and not _in_memory({device for device, *_ in seen}):
         cache.write_json(entry, {"seen": seen, "digest": digest.hexdigest()})
     return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Have the pages of a file written that were changed through a map, so that the kernel hears of the next change."""
+    with suppress(OSError), open(path, "rb") as file:  # a disk that cannot sync is read-only
+        os.fsync(file)
+
+
+def _in_memory(devices: set[int]) -> bool:
+    """Whether one of some devices is a file system that lies in memory, whose pages are written nowhere; true where the kernel
+    does not say."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeError):
+        return True
+    kinds = {mount[2]: mount[mount.index("-") + 1] for mount in mounts}
+    return any(kinds.get(f"{os.major(each)}:{os.minor(each)}") in ("tmpfs", "ramfs") for each in devices)
 
 
 def _seen(paths: list[Path]) -> list[list[int]]:

@@ -8,38 +8,23 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from blockwalk.models.folder import INDEX
+from blockwalk.models.safetensors_file import DTYPE as DTYPE
+from blockwalk.models.safetensors_file import Entry as Entry
+from blockwalk.models.safetensors_file import write as write
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.sizes import spans
-from blockwalk.system.atomic_files import naming, reading, write_json
+from blockwalk.system.atomic_files import reading, write_json
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
-DTYPE = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""The format's names of dtypes, as torch's."""
-_NAME = {dtype: name for name, dtype in DTYPE.items()}
 SHARD_BYTES = 5_000_000_000
 """The most bytes of tensors in one file, as Hugging Face cuts them."""
 
@@ -76,43 +61,6 @@ def read_header(path: StrPath) -> dict[str, StoredTensor]:
                 raise ValueError(f"{path} is truncated: {key} ends at byte {8 + length + stop}, the file has {size}")
             tensors[key] = StoredTensor(key, path.name, 8 + length + start, stop - start, dtype, shape)
     return tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor to be written: its shape and dtype, known before its values are."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def write(path: StrPath, entries: Mapping[str, Entry], pieces: Iterable[Tensor]) -> None:
-    """Write a safetensors file in pieces, holding one piece at a time.
-
-    Args:
-        path: the file; it is not synced.
-        entries: the tensors, in the order of the file.
-        pieces: their values in that order, each tensor in one piece or several; a piece is of its tensor's dtype.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, entry in entries.items():
-        stop = offset + entry.nbytes
-        header[name] = {"dtype": _NAME[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    written = 0
-    with naming(path, 8 + len(text) + offset), open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for piece in pieces:
-            flat = piece.detach().to("cpu").contiguous().reshape(-1)
-            written += file.write(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
-    assert written == offset, f"{path}: {written} bytes of {offset} were given"
 
 
 def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[str], Iterable[Tensor]]) -> None:
