@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share, side_by_side
+from blockwalk.data.batching import LabelWordBatch, cut_padding, loss_tokens, micro_batches, share, side_by_side
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
@@ -382,6 +382,7 @@ class Walker:
         shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
+        parts = [cut_padding(each) for each in parts]
         labels = [each["labels"].to("cpu") for each in parts]
         self.estimator.begin([self._sent(each) for each in parts], labels, asked)
         try:
