@@ -28,7 +28,7 @@ from blockwalk.estimators.zeroth_order.mezo_original import MezoOriginal
 from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import make_schedule
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
@@ -133,6 +133,8 @@ class Walker:
         rate = plan.optimizer
         schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
         lora = as_adapters(lora)
+        if training:
+            refuse_dropout(plan, lora)
         self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
