@@ -375,6 +375,13 @@ def _require_patterns(lora: LoraSettings, adapted: Sequence[str]) -> None:
                 )
 
 
+def _ties_its_ends(base: Any) -> bool:
+    """Whether a plain model's embedding and head, adapted or not, are one weight."""
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    first, second = (getattr(getattr(end, "base_layer", end), "weight", None) for end in ends)
+    return first is not None and first is second
+
+
 def refuse_tied_lora(model: Any) -> None:
     """Raise ValueError for LoRA on both ends of a model with ``ensure_weight_tying``, where it is to be trained.
 
@@ -716,7 +723,7 @@ def _is_copy(tensor: Tensor, own: Value) -> bool:
 def refuse_parted(model: Any, saved: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError where a file's two pairs of factors, of the embedding and of the head, differ that PEFT ties: of these
     it takes one. ``saved`` has them by their names in ``model``, the plain one."""
-    if not config.get("ensure_weight_tying"):
+    if not config.get("ensure_weight_tying") or not _ties_its_ends(model):
         return
     ends = {module: canonical_name(name, ("default",), "") for name, module in model.named_modules()}
     embedding, head = ends.get(model.get_input_embeddings()), ends.get(model.get_output_embeddings())
