@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockwalk import method
 from blockwalk.data.batching import cut_padding, loss_tokens
+from blockwalk.plan.choices import LoraSettings
 from blockwalk.program.program import Shape
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
@@ -57,6 +58,23 @@ def test_a_long_row_has_no_mask_and_the_same_gradients(batch: dict[str, Tensor])
     assert abs(loss - float(theirs)) < 1e-5
     for name, parameter in control.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "mebp"])
+def test_micro_batches_of_long_rows_end_where_each_ends(name: str) -> None:
+    """Rows of unequal length, one to a micro-batch: the step's loss is that of the batch as it came."""
+    batch = {key: torch.cat([row()[key], row(tokens=2033)[key]]) for key in row()}
+    model = tiny_model("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        expected = float(copy.deepcopy(model)(**batch, use_cache=False).loss)
+    lora = LoraSettings(rank=2) if name == "mebp" else None
+    raw = {"frozen": "disk"} if name == "mebp" else {}
+    plan = method(name, compute_dtype="float32", gradient_accumulation_steps=2, **raw)
+    with Walker(model, plan, lora=lora, device="cpu") as walker:
+        masks = masks_of(walker)
+        assert abs(walker.step(batch).loss - expected) < 1e-5
+    assert masks
+    assert all(mask is None for mask in masks)
 
 
 def test_zeroth_order_has_no_mask_either() -> None:
