@@ -82,12 +82,58 @@ def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsy
     ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=8, do_sample=False)[0]
     assert found == tokenizer.decode(ids[len(tokenizer(prompt)["input_ids"]) :], skip_special_tokens=True) + "\n"
 
+    found = run(capsys, "generate", "--model", merged, "--prompt", prompt, "--max_new_tokens", "8")
+    assert found == tokenizer.decode(ids[len(tokenizer(prompt)["input_ids"]) :], skip_special_tokens=True) + "\n"
+    alone = json.loads(run(capsys, "eval", *arguments, "--model", merged, "--json"))
+    assert alone.keys() == saved.keys(), "nothing is rounded, so there is one figure"
+    assert alone["loss"] == pytest.approx(after[1], rel=1e-4)
+
     store = str(tmp_path / "store")
     run(capsys, "pack", str(tiny_run.model), store, "--codec", "int8")
     on_store = ["eval", *arguments, "--model", store, "--frozen", "disk × int8", "--adapter", str(out / "adapter")]
     coded = json.loads(run(capsys, *on_store, "--json"))
     assert coded["loss"] != last["loss"]
     assert coded["loss"] == pytest.approx(last["loss"], rel=0.02), "8 bits are nearly the same"
+
+
+def test_what_rounds_says_so_in_one_line(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the loss in transformers. Without an adapter a model is read raw, whatever the run's file says of training,
+    unless the command line names a codec."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    records = [json.loads(line) for line in tiny_run.eval.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
+    loss = accuracy_and_loss(AutoModelForCausalLM.from_pretrained(tiny_run.model), tokenizer, records)[1]
+    arguments = [*tiny_run.arguments(tmp_path / "out"), "--method", "mebp"]
+    file = tmp_path / "run.yaml"
+    file.write_text("frozen: disk × int4a\n", encoding="utf-8")
+    for asked, says in (
+        ([], ""),
+        ([str(file)], ""),
+        (["--frozen", "disk × int4a"], "over weights in int4a, then over the model's own"),
+        (["--as-trained"], "over weights in int4a alone"),
+    ):
+        assert main.main(["eval", *asked, *arguments, "--json"]) == 0
+        captured = capsys.readouterr()
+        figures, notes = (
+            json.loads(captured.out),
+            [line for line in captured.err.splitlines() if "over weights" in line],
+        )
+        assert (figures["loss"] == pytest.approx(loss, rel=1e-5)) == (not says)
+        assert len(notes) == bool(says)
+        assert says in "".join(notes)
+    pytest.importorskip("gguf")
+    half = tmp_path / "half.gguf"
+    assert main.main(["gguf", str(tiny_run.model), str(half), "--dtype", "f16"]) == 0
+    capsys.readouterr()
+    assert main.main(["eval", *arguments, "--model", str(half), "--compute_dtype", "float32", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["loss"] == pytest.approx(loss, rel=1e-4)
+    assert "over weights" not in captured.err
+    prompt = ["--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
+    for asked, lines in (([], 0), (["--frozen.codec", "int4a"], 1)):
+        assert main.main(["generate", *asked, *prompt]) == 0
+        assert capsys.readouterr().err.count("over weights in int4a; --frozen disk reads the model's own") == lines
 
 
 @pytest.mark.parametrize("codec", ["int4", "int8", "fp8", "bf16", "fp16", "fp32", "raw"])

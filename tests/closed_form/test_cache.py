@@ -44,7 +44,7 @@ def test_all_that_is_kept_lies_below_the_folder(
     monkeypatch.setattr(identity, "_SETTLED", -60.0)
     UnitCosts(tiny_run.model)(method("plain"), Shape(1, 8))
     generate = ["generate", "--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
-    assert main.main(generate) == 0  # the row that is the default keeps its frozen weights in int4
+    assert main.main([*generate, "--frozen", "disk × int4a"]) == 0
     native.load("codecs")
     found = {path.relative_to(chosen).parts[0].partition("-")[0] for path in chosen.rglob("*") if path.is_file()}
     assert found == {"anatomy", "costs", "digest", "packed"} | ({"native"} if native._compiler() else set())

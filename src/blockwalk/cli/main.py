@@ -293,6 +293,7 @@ def _configured(
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     run = config.load(values.config, overrides)
+    values.named = {name for name, _ in overrides}
     for name in command.needs:
         if not operator.attrgetter(name)(run) and not (name.startswith("data.") and run.data.task):
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")

@@ -77,8 +77,8 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights, over these as
-    they are as well: what ``merge`` deploys."""
+    """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights below an
+    adapter, over these as they are as well: what ``merge`` deploys."""
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.encode import load_tokenizer
     from blockwalk.tiers.block_store.store import is_store
@@ -92,13 +92,13 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         print(f"note: {note}", file=sys.stderr)
     if run.data.packing:
         require_borders(run.model)
-    plans = [run.plan]
-    if run.plan.frozen.codec.encoded and not is_store(model_folder(run.model)) and not arguments.as_trained:
-        plans.append(override(run.plan, {"frozen": "disk"}))
-        codec = run.plan.frozen.codec
-        print(
-            f"note: over weights in {codec}, then over the model's own; --as-trained leaves these out", file=sys.stderr
-        )
+    plans = [run.plan if arguments.as_trained else _plan_to_read(run, arguments)]
+    codec = plans[0].frozen.codec
+    if codec.encoded and not is_store(model_folder(run.model)):
+        both = not arguments.as_trained
+        more = ", then over the model's own; --as-trained leaves these out" if both else " alone (--as-trained)"
+        print(f"note: over weights in {codec}{more}", file=sys.stderr)
+        plans += [override(run.plan, {"frozen": "disk"})] * both
     found = []
     for plan in plans:
         with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:
@@ -107,13 +107,14 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
         values = [dataclasses.asdict(each) for each in found]
         print(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
     else:
-        over = [f"   over weights in {run.plan.frozen.codec}", "   over the model's own, as merge deploys them"]
+        over = [f"   over weights in {codec}", "   over the model's own, as merge deploys them"]
         print("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
 
 
 def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
     from blockwalk.data.encode import load_tokenizer
+    from blockwalk.tiers.block_store.store import is_store
     from blockwalk.walk.generation import stop_ids
     from blockwalk.walk.walker import Walker
 
@@ -125,12 +126,22 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
         turns = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
-    stops = stop_ids(run.model, tokenizer)
-    with Walker(_packed(run, run.plan), run.plan, lora=arguments.adapter, training=False) as walker:
+    stops, plan = stop_ids(run.model, tokenizer), _plan_to_read(run, arguments)
+    if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
+        print(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
+    with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:
         written = walker.generate(
-            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
+            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=plan.seed
         )
     print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _plan_to_read(run: RunConfig, arguments: argparse.Namespace) -> Plan:
+    """The plan for a model that is read and not trained. Without an adapter that learnt over rounded weights there is no reason
+    to round them: they are read raw from disk, unless the command line itself names their place or codec."""
+    named = {"frozen", "frozen.codec"} & arguments.named
+    rounds = run.plan.frozen.codec.encoded
+    return override(run.plan, {"frozen": "disk"}) if rounds and not arguments.adapter and not named else run.plan
 
 
 def _packed(run: RunConfig, plan: Plan) -> str | Path:

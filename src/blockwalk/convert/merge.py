@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from blockwalk.cutting.adapters import RESIZED, present_names, refuse_parted
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
@@ -139,6 +140,7 @@ def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
     Raises:
         ValueError: no adapter, no plain LoRA (with the setting that makes it another), or one for another model.
     """
+    from peft import PeftConfig
     from peft.utils.other import get_pattern_key
     from safetensors.torch import load_file
     from transformers.pytorch_utils import Conv1D
@@ -150,19 +152,23 @@ def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
     config: dict[str, Any] = atomic_files.read_json(folder / "adapter_config.json")
     _refuse_variants(folder, config)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     factors: dict[str, dict[str, Tensor]] = {}
     replacements: dict[str, Tensor] = {}
-    for key, tensor in load_file(folder / "adapter_model.safetensors").items():
-        name = key.removeprefix("base_model.model.")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    if any(".lora_" in key and _plain(key).partition(".lora_")[0] not in modules for key in tensors):
+        tensors = present_names(model, PeftConfig.from_pretrained(str(folder)), tensors)
+    tensors = {_plain(key): tensor for key, tensor in tensors.items()}
+    refuse_parted(model, tensors, config, folder / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
         found = _LORA_KEY.fullmatch(name)
         if found:
             factor = found["factor"] + ("_bias" if found["leaf"] == "bias" else "")
             factors.setdefault(found["module"], {})[factor] = tensor.float()
         else:
-            replacements[name.replace(".base_layer.", ".")] = tensor
+            replacements[re.sub(_WRAPPERS, ".", name)] = tensor
 
     changes = {name: Change(replacement=tensor) for name, tensor in replacements.items()}
-    modules = dict(model.named_modules(remove_duplicate=False))
     for name, factor_of in factors.items():
         if not {"A", "B"} <= factor_of.keys() or name not in modules or f"{name}.weight" not in parameters:
             raise ValueError(f"{folder} is not an adapter of {type(model).__name__}: {name} has no weight, or A or B")
@@ -179,6 +185,11 @@ def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
             raise ValueError(f"{folder} has DoRA on {name}, whose norms are not of rows: merge it with PEFT")
         changes[f"{name}.weight"] = Change(replacement, left_NR, right_RD, scaling, magnitude_N)
         if "B_bias" in factor_of:
+            if f"{name}.bias" not in parameters:
+                raise ValueError(
+                    f"{folder} has lora_bias, a bias for {name}, which has none in {type(model).__name__}: there is no"
+                    " tensor to merge it into. Use the adapter beside its base, or train it with lora_bias: false"
+                )
             column_N1 = factor_of["B_bias"].unsqueeze(1)
             changes[f"{name}.bias"] = Change(replacements.get(f"{name}.bias"), column_N1, torch.ones(1, 1), scaling)
     for name, change in changes.items():
@@ -189,11 +200,27 @@ def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
         if change.replacement is not None and given == wanted:
             given = tuple(change.replacement.shape)
         if given != wanted or wanted is None:
+            ends = {f"{module}.weight" for module in _ends(model)}
             raise ValueError(
                 f"{folder} is not an adapter of this {type(model).__name__}: {name} is {wanted or 'absent'} in the model "
-                f"and {given} in the adapter"
+                f"and {given} in the adapter{RESIZED if name in ends and change.replacement is not None else ''}"
             )
     return changes
+
+
+_WRAPPERS = r"\.(base_layer|original_module|modules_to_save)\."
+"""Parts of names that PEFT puts between a module and its weight; of a resized module it writes all three."""
+
+
+def _plain(key: str) -> str:
+    """A tensor's name in an adapter's file, as it is in the plain model."""
+    return key.removeprefix("base_model.model.")
+
+
+def _ends(model: Any) -> list[str]:
+    """The names of the embedding and of the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in ends]
 
 
 def _refuse_variants(folder: Path, config: Mapping[str, Any]) -> None:

@@ -52,9 +52,15 @@ _WHY = {
 }
 
 
+_STARTS = (True, False, "gaussian")
+"""``init_lora_weights`` that need no base weights."""
+_LEAVES_BASE = ("orthogonal", "eva")
+"""Further ones that leave the base weights as they are, so that a saved adapter is plain LoRA."""
+
+
 def _refuse(config: Any) -> None:
     """Raise ValueError for a ``LoraConfig`` that does not leave the base weights alone."""
-    if config.init_lora_weights not in (True, False, "gaussian"):
+    if config.init_lora_weights not in _STARTS:
         raise ValueError(
             f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes them;"
             " give the Walker the model that PEFT makes (get_peft_model), or set it to True (its default), 'gaussian' or False"
@@ -119,13 +125,13 @@ def lora_config(
     )
 
 
-def add_adapter(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
+def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = "") -> Any:
     """Put a LoRA adapter, or a prefix, on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
 
     The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
     ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
-    never calls, and experts with their routers. Raises ValueError for what is no ``LoraConfig`` or ``PrefixTuningConfig``, or
-    does not leave the base weights alone.
+    never calls, and experts with their routers. ``saved`` names the folder of an adapter that was trained before. Raises
+    ValueError for what is no ``LoraConfig`` or ``PrefixTuningConfig``, or does not leave the base weights alone.
     """
     from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
@@ -142,7 +148,7 @@ def add_adapter(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         wrapped: Any = get_peft_model(model, config)
     if not lora:
         return wrapped
-    _train_in_place(wrapped)
+    _train_in_place(wrapped, saved)
     _fuse(wrapped)
     for name, param in wrapped.named_parameters():
         if ".lora_" in name and param.dtype != torch.float32:
@@ -161,7 +167,7 @@ def refuse_copies(model: Any) -> None:
                 )
 
 
-def _train_in_place(wrapped: Any) -> None:
+def _train_in_place(wrapped: Any, saved: str) -> None:
     """Train ``modules_to_save`` where they stand: PEFT's copies give way to the modules that they were made of.
 
     Raises ValueError where one of two tied weights would be trained by itself.
@@ -180,9 +186,13 @@ def _train_in_place(wrapped: Any) -> None:
     for name, param in wrapped.named_parameters(remove_duplicate=False):
         theirs = ".lora_" in name or name.startswith(tuple(f"{module}." for module in copied))
         if param.requires_grad and not theirs:
+            cure = (
+                f"write a model that has both (blockwalk merge MODEL {saved} OUT), and name OUT"
+                if saved
+                else "set ensure_weight_tying: true (lora.options), which trains both as the one that they are"
+            )
             raise ValueError(
-                f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the other; set"
-                " ensure_weight_tying: true (lora.options), which trains both as the one that they are"
+                f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the other; {cure}"
             )
 
 
@@ -277,15 +287,119 @@ def adapt(
     base weights, ``read`` gives a skeleton's by canonical name as a walk reads them, ``given`` any model's as
     it came, where that is not the same."""
     if isinstance(lora, str | os.PathLike):
-        return load_adapter(model, os.fspath(lora))
+        return load_adapter(model, os.fspath(lora), given=given or read)
     if isinstance(lora, PrefixSettings):
         return _add_prefix(model, lora, seed, revision, given or read)
     options = {"revision": revision, **lora.options}
     config = lora_config(lora.rank, lora.alpha, lora.target_modules, lora.dropout, **options)
-    wrapped = add_adapter(model, config, seed=seed)
+    places = _Places.of(model)
+    try:
+        wrapped = add_adapter(model, config, seed=seed)
+    except ValueError:
+        _require_matches(config, places)  # PEFT says which names it looked for, and not which there are
+        raise
+    _require_matches(wrapped.peft_config["default"], places)
+    _require_patterns(lora, wrapped.base_model.targeted_module_names)
+    refuse_tied_lora(wrapped)
     if read is not None:
         _read_norms(wrapped, read)
     return wrapped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Places:
+    """The names in a plain model that an adapter's settings may mean."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    linears: tuple[str, ...]
+    """The last parts of the names of its linear layers, sorted."""
+    layers: int
+
+    @staticmethod
+    def of(model: Any) -> _Places:
+        from transformers.pytorch_utils import Conv1D
+
+        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        return _Places(
+            tuple(name for name, _ in model.named_modules()),
+            tuple(name for name, _ in model.named_parameters(remove_duplicate=False)),
+            tuple(sorted(linears)),
+            int(getattr(model.config.get_text_config(), "num_hidden_layers", 0)),
+        )
+
+
+def _require_matches(config: Any, places: _Places) -> None:
+    """Raise ValueError where a name, a pattern or a layer's number in a ``LoraConfig`` means nothing in the model: PEFT would
+    pass over it as long as another one means something."""
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    fields = (
+        ("target_modules", "lora", places.modules),
+        ("exclude_modules", "lora.options", places.modules),
+        ("target_parameters", "lora.options", places.parameters),
+    )
+    for field, section, names in fields:
+        wanted = getattr(config, field, None) or ()
+        if isinstance(wanted, str):
+            all_or_none = wanted.lower() == "all-linear" or wanted == DUMMY_TARGET_MODULES
+            if not all_or_none and not any(re.fullmatch(wanted, name) for name in names):
+                raise ValueError(
+                    f"{section}.{field} is {wanted!r}, a pattern for whole names, and no name matches it; a list names"
+                    f" modules by their ends. The model's linear layers are {', '.join(places.linears)}"
+                )
+            continue
+        for end in sorted(wanted):
+            if not any(name == end or name.endswith(f".{end}") for name in names):
+                leaves = {name.rpartition(".")[2] for name in names}
+                raise ValueError(
+                    f"{section}.{field} has {end!r}, and no name in the model ends so{did_you_mean(end, sorted(leaves))};"
+                    f" its linear layers are {', '.join(places.linears)}"
+                )
+    numbers = getattr(config, "layers_to_transform", None)
+    numbers = [numbers] if isinstance(numbers, int) else numbers or ()
+    if beyond := [number for number in numbers if places.layers and not 0 <= number < places.layers]:
+        raise ValueError(
+            f"lora.options.layers_to_transform has {beyond[0]}, and the model's layers are 0 to {places.layers - 1}"
+        )
+
+
+def _require_patterns(lora: LoraSettings, adapted: Sequence[str]) -> None:
+    """Raise ValueError for a rank or an alpha of modules that have no adapter."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in lora.options.get(field) or ():
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in adapted):
+                leaves = sorted({name.rpartition(".")[2] for name in adapted})
+                raise ValueError(
+                    f"lora.options.{field} has {pattern!r}, and no module with an adapter is named so; they end in"
+                    f" {', '.join(leaves)}"
+                )
+
+
+def _ties_its_ends(base: Any) -> bool:
+    """Whether a plain model's embedding and head, adapted or not, are one weight."""
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    first, second = (getattr(getattr(end, "base_layer", end), "weight", None) for end in ends)
+    return first is not None and first is second
+
+
+def refuse_tied_lora(model: Any) -> None:
+    """Raise ValueError for LoRA on both ends of a model with ``ensure_weight_tying``, where it is to be trained.
+
+    PEFT keeps one pair of factors, of which the head reads the transposes, and ties a file's two pairs when it loads them;
+    the walk trains each factor by itself."""
+    for config in getattr(model, "peft_config", {}).values():
+        base = model.get_base_model()
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        if getattr(config, "ensure_weight_tying", False) and all(
+            getattr(end, "lora_A", None) is not None for end in ends
+        ):
+            raise ValueError(
+                "ensure_weight_tying ties the LoRA of the embedding to the LoRA of the head, which the walk cannot train as"
+                " one; leave ensure_weight_tying out (two adapters, which PEFT keeps apart as well), or train the weight"
+                " itself: take both out of lora.target_modules and set lora.options.modules_to_save: [embed_tokens] with"
+                " ensure_weight_tying: true"
+            )
 
 
 def _add_prefix(
@@ -447,9 +561,13 @@ def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
     return prompt.cpu().contiguous()
 
 
-def load_adapter(model: nn.Module, folder: str | Path) -> Any:
+def load_adapter(model: nn.Module, folder: str | Path, *, given: Callable[[str], Value] | None = None) -> Any:
     """Put a saved adapter on a model: what :func:`add_adapter` answers, with the saved values (the adapter's in float32). A
     prefix that was computed is one now: its values are what PEFT keeps.
+
+    A file may hold copies of base weights beside the adapter (PEFT writes the embedding and the head where they carry one, as
+    ``base_layer``): they must be the model's own, which ``given`` reads by canonical name. Without it those of a skeleton are
+    not compared. Names of older versions of transformers are read as PEFT reads them.
 
     Raises ValueError where the folder's tensors are not those that its configuration asks for.
     """
@@ -459,22 +577,161 @@ def load_adapter(model: nn.Module, folder: str | Path) -> Any:
 
     path = Path(folder) / WEIGHTS_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no PEFT adapter: there is no {WEIGHTS_FILE}")
+        raise ValueError(f"{folder} holds no PEFT adapter: there is no {WEIGHTS_FILE}{_where_it_is(Path(folder))}")
     with reading(Path(folder) / "adapter_config.json"):
         config = PeftConfig.from_pretrained(str(folder))
     try:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
+    _refuse_saved(folder, config)
     config.inference_mode = config.prefix_projection = False
-    wrapped = add_adapter(model, config)
+    begun = getattr(config, "init_lora_weights", True)
+    if begun not in _STARTS:
+        config.init_lora_weights = True  # it comes with its values
+    wrapped = add_adapter(model, config, saved=os.fspath(folder))
+    if begun not in _STARTS:
+        wrapped.peft_config["default"].init_lora_weights = begun
     params = adapter_parameters(wrapped) or _prompt_encoder(wrapped)
+    if not tensors.keys() >= {_in_file(name) for name in params}:
+        tensors = present_names(wrapped, config, tensors)
     saved = {name: tensors.pop(_in_file(name)) for name in params if _in_file(name) in tensors}
+    tensors = _without_copies(wrapped, tensors, given, path)
     if odd := sorted(tensors.keys() | params.keys() - saved.keys()):
         raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")
+    first_name: dict[int, str] = {}
     for name, param in params.items():
         if param.shape != saved[name].shape:
-            raise ValueError(f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this model")
+            rows = RESIZED if ".lora_" not in name and param.ndim == 2 else ""
+            raise ValueError(
+                f"{name} is {list(saved[name].shape)} in {path} and {list(param.shape)} in this model{rows}"
+            )
+        first = first_name.setdefault(id(param), name)
+        if not torch.equal(saved[first], saved[name]):
+            raise ValueError(
+                f"{path} has two different copies of one weight, {first} and {name}, which this model ties: PEFT trained them"
+                f" apart. Write a model that has both (blockwalk merge MODEL {os.fspath(folder)} OUT), and name OUT"
+            )
+    refuse_parted(wrapped.get_base_model(), saved, config.to_dict(), path)
+    for name, param in params.items():
         value = saved[name].to(torch.float32 if ".lora_" in name else param.dtype)
-        torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]  # a placeholder has no data
+        if param.is_meta:  # a placeholder has no data
+            torch.utils.swap_tensors(param, nn.Parameter(value))  # type: ignore[no-untyped-call]
+        else:
+            param.data = value
     return wrapped
+
+
+def _where_it_is(folder: Path) -> str:
+    """A hint for the folder of a run, or of one of its checkpoints, in place of its adapter's."""
+    if (folder / "adapter" / WEIGHTS_FILE).is_file():
+        return f"; did you mean {folder / 'adapter'}?"
+    if (folder / "state.json").is_file():
+        return "; a checkpoint goes on with --resume_from_checkpoint, and a run's adapter is written at its end"
+    return ""
+
+
+def _refuse_saved(folder: str | Path, config: Any) -> None:
+    """Raise ValueError for a saved adapter that changes the model itself, with the way to use it all the same."""
+    if getattr(config, "bias", "none") != "none":
+        raise ValueError(
+            f"{folder} was trained with bias = {config.bias!r}: it holds biases of the model itself. Write a model that has"
+            f" them (blockwalk merge MODEL {folder} OUT), and name OUT"
+        )
+    start = getattr(config, "init_lora_weights", True)
+    if start not in (*_STARTS, None, *_LEAVES_BASE):
+        raise ValueError(
+            f"{folder} began with init_lora_weights = {start!r}, which changed the model's own weights; save it as plain LoRA"
+            " with PEFT: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...)"
+        )
+    if getattr(config, "trainable_token_indices", None):
+        raise ValueError(
+            f"{folder} has trainable_token_indices: it trained rows of the embedding beside it. Merge it with PEFT"
+            " (merge_and_unload), and name the merged model"
+        )
+
+
+RESIZED = (
+    ": the vocabulary was resized before the adapter was trained; resize the model in the same way (resize_token_embeddings),"
+    " save it, and name that one"
+)
+"""The end of a message about an embedding or a head that has another number of rows in an adapter's file."""
+
+
+def present_names(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter's tensors under the names of PEFT's files for this version of transformers, as PEFT itself renames them when
+    it loads: models with pictures had other names before transformers 4.52."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+    except ImportError:  # an older PEFT renames nothing
+        return dict(tensors)
+    renamed: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(
+        model=model, peft_config=config, adapter_state_dict=dict(tensors), adapter_name="default"
+    )
+    return renamed
+
+
+def _without_copies(
+    wrapped: Any, tensors: Mapping[str, Tensor], given: Callable[[str], Value] | None, path: Path
+) -> dict[str, Tensor]:
+    """The tensors of a file without those that are copies of the model's own weights.
+
+    Raises ValueError for one of another shape or with other values: PEFT would load it into the model.
+    """
+    adapters = tuple(wrapped.peft_config)
+    first_name: dict[int, str] = {}
+    base: dict[str, nn.Parameter] = {}
+    for name, param in wrapped.named_parameters(remove_duplicate=False):
+        if ".lora_" not in name:
+            base[canonical_name(name, adapters)] = param
+            first_name.setdefault(id(param), canonical_name(name, adapters))
+    others = {}
+    for key, tensor in tensors.items():
+        name = re.sub(r"\.(base_layer|original_module|modules_to_save)\.", ".", key.removeprefix("base_model.model."))
+        if name not in base:
+            others[key] = tensor
+            continue
+        param = base[name]
+        if tensor.shape != param.shape:
+            raise ValueError(f"{name} is {list(tensor.shape)} in {path} and {list(param.shape)} in this model{RESIZED}")
+        own: Value | None = None if param.is_meta else param.detach()
+        if own is None and given is not None:
+            own = given(first_name[id(param)])
+        if own is not None and not _is_copy(tensor, own):
+            raise ValueError(
+                f"{path} holds {name} with other values than this model's. Write a model that has them"
+                f" (blockwalk merge MODEL {path.parent} OUT), and name OUT"
+            )
+    return others
+
+
+def _is_copy(tensor: Tensor, own: Value) -> bool:
+    """Whether a saved tensor has a weight's values, up to the rounding of either dtype."""
+    if isinstance(own, Tensor) and own.ndim < 2:
+        return torch.equal(tensor.to(own.dtype), own)
+    weight = DenseWeight(own) if isinstance(own, Tensor) else own
+    some = max(1, DECODE_BYTES["cpu"] // (tensor.shape[1] * weight.dtype.itemsize))
+    for start, stop in spans(0, tensor.shape[0], some):
+        theirs_ND, ours_ND = tensor[start:stop], weight.rows(start, stop).to("cpu")
+        if not (
+            torch.equal(theirs_ND.to(ours_ND.dtype), ours_ND) or torch.equal(ours_ND.to(theirs_ND.dtype), theirs_ND)
+        ):
+            return False
+    return True
+
+
+def refuse_parted(model: Any, saved: Mapping[str, Tensor], config: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError where a file's two pairs of factors, of the embedding and of the head, differ that PEFT ties: of these
+    it takes one. ``saved`` has them by their names in ``model``, the plain one."""
+    if not config.get("ensure_weight_tying") or not _ties_its_ends(model):
+        return
+    ends = {module: canonical_name(name, ("default",), "") for name, module in model.named_modules()}
+    embedding, head = ends.get(model.get_input_embeddings()), ends.get(model.get_output_embeddings())
+    for factor, other in (("A", "B"), ("B", "A")):
+        left = saved.get(f"{embedding}.lora_embedding_{factor}")
+        right = saved.get(f"{head}.lora_{other}.weight")
+        if left is not None and right is not None and not torch.equal(left.t(), right):
+            raise ValueError(
+                f"{path} has ensure_weight_tying, and its LoRA of {embedding} is not that of {head}: PEFT would take one of"
+                " them for both. Set ensure_weight_tying to false in its adapter_config.json, if they were trained apart"
+            )

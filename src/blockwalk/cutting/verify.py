@@ -1,8 +1,9 @@
-"""The check that a configuration passes before its models are cut: loss and every gradient against the model's own.
+"""The check that a configuration passes before its models are cut: causality, then loss and gradients against the model's own.
 
-A small random instance of the same configuration runs twice in float32: by its own forward and autograd (the control), and
-block by block with nothing but the unit at work holding its parameters. The verdict is kept in memory and in the
-cache folder, under a hash of the configuration, the versions and this code.
+A small random instance of the same configuration must not look at later tokens: it would learn from the very tokens that it
+is to predict. It then runs twice in float32: by its own forward and autograd (the control), and block by block with nothing
+but the unit at work holding its parameters. The verdict is kept in memory and in the cache folder, under a hash of the
+configuration, the versions and this code.
 """
 
 from __future__ import annotations
@@ -33,6 +34,18 @@ from blockwalk.system.out_of_memory import is_out_of_memory
 
 TOLERANCE = 1e-4
 """Largest relative difference (of norms) between the walk and the control, in float32."""
+CAUSAL_TOLERANCE = 1e-5
+"""Largest change of the logits up to a token, relative to their norm, that other tokens after it may make, in float32. It is
+rounding alone: an expert's product has other rows, which moves a mixture's logits by about 1e-7."""
+_CAUSAL_TOKENS = 24
+"""Tokens of the rows that causality is tried on: several windows, chunks and blocks of a small instance."""
+_CAUSAL_SETTINGS: Mapping[str, Any] = {
+    "is_decoder": True,
+    "is_causal": True,
+    "causal": True,
+    "use_bidirectional_attention": False,
+}
+"""Settings of ``transformers`` configurations that let a model see later tokens, with the value that forbids it."""
 SEED = 20_26
 _known: dict[str, Anatomy | str] = {}
 
@@ -121,6 +134,7 @@ def study(cls: Any, config: Any) -> Anatomy:
         _roughen(model)
         batch = small_batch(model.config)
         model.eval()
+        _require_causal(model)
         candidates = layer_candidates(model)
         trace = CallTrace()
         handles = watch(model, candidates, trace)
@@ -180,6 +194,48 @@ def _hands_on(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> bool
         for call in prologue.calls:
             hidden_BSD = cut.forward(call, hidden_BSD)
     return bool(prologue.calls[0].handed.entries)
+
+
+def _require_causal(model: Any) -> None:
+    """Raise ValueError for a model whose logits up to a token change with the tokens after it, with the figures."""
+    changes_T = later_changes(model)
+    worst = int(changes_T.argmax())
+    if bool(changes_T[worst] <= CAUSAL_TOLERANCE):
+        return
+    config = model.config.get_text_config()
+    settings = [
+        f"; its configuration has {name} = {json.dumps(getattr(config, name))}, and a decoder's has {json.dumps(causal)}"
+        for name, causal in _CAUSAL_SETTINGS.items()
+        if getattr(config, name, causal) not in (causal, None)
+    ]
+    raise ValueError(
+        f"it attends to later tokens, as an encoder does, and would read what it is to predict{''.join(settings)}. On a small"
+        f" instance, other tokens after token {worst + 1} change its logits up to there by {float(changes_T[worst]):.1e} of"
+        f" their norm (at most {CAUSAL_TOLERANCE} is allowed)"
+    )
+
+
+def later_changes(model: Any) -> Tensor:
+    """The relative change of the logits up to each token, in float64 [S - 1], when every later token becomes another: the
+    larger of those without a mask and under one that hides the right end of the rows."""
+    generator = torch.Generator().manual_seed(SEED)
+    count = _CAUSAL_TOKENS
+    vocab = model.config.get_text_config().vocab_size
+    ids_S = torch.randint(3, vocab, (count,), generator=generator)
+    shift_S = torch.randint(1, vocab - 3, (count,), generator=generator)
+    others_S = (ids_S - 3 + shift_S) % (vocab - 3) + 3
+    seen_SS = torch.ones(count, count, dtype=torch.bool).tril()
+    ids_SS = torch.where(seen_SS, ids_S, others_S)  # row t: the tokens up to t, then others; the last row: all of them
+    mask_SS = torch.ones_like(ids_SS)
+    mask_SS[:, -2:] = 0
+    changes = []
+    for masks in ({}, {"attention_mask": mask_SS}):
+        with torch.no_grad():
+            logits_SSV = model(input_ids=ids_SS, **masks, use_cache=False).logits
+        changes.append(
+            torch.tensor([difference(row[:t], logits_SSV[-1, :t]) for t, row in enumerate(logits_SSV[:-1], 1)])
+        )
+    return torch.stack(changes).amax(0)
 
 
 def _find_head_form(cut: CutModel, batch: Mapping[str, Tensor]) -> Anatomy:

@@ -27,7 +27,8 @@ have ``position_ids`` in place of the mask: where these restart a document begin
 
 IGNORE = -100
 SIDE_BY_SIDE = 2048
-"""The most tokens of a row that a batch's examples are laid side by side in: transformers makes its mask in 17 MB."""
+"""The most tokens of a row that a batch's examples are laid side by side in: transformers makes its mask in 17 MB. Longer rows
+are rid of their padding, so that they have no mask (:func:`cut_padding`)."""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Numbers:
@@ -212,6 +213,26 @@ def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
         name: each_BS.new_full((groups, length), fill).masked_scatter_(own_GN, each_BS.expand_as(own_BS)[own_BS])
         for name, (each_BS, fill) in given.items()
     }
+
+
+def cut_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A micro-batch, tensors [B, S], without the padding that ends its rows: where they have more than :data:`SIDE_BY_SIDE`
+    tokens, hold one document each and end together, as a single row does.
+
+    The rest hides nothing, so that transformers makes no mask of S × S. The batch itself where something in the padding is
+    learnt, and in every other case.
+    """
+    length = batch["input_ids"].shape[1]
+    if length <= SIDE_BY_SIDE or not batch.keys() & {"attention_mask", "position_ids"}:
+        return batch
+    places_S = torch.arange(length, device=batch["input_ids"].device)
+    own_BS = batch["attention_mask"] != 0 if "attention_mask" in batch else batch["position_ids"] == places_S
+    stop = int(own_BS[0].sum())
+    if not 0 < stop < length or not torch.equal(own_BS, (places_S < stop).expand_as(own_BS)):
+        return batch
+    if bool((batch["labels"][:, stop:] != IGNORE).any()):
+        return batch
+    return {name: each_BS[:, :stop] for name, each_BS in batch.items()}
 
 
 def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:

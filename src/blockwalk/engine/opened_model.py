@@ -3,13 +3,14 @@ in. Every home is filled from it."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from blockwalk.cutting.adapters import adapt, adapter_parameters
+from blockwalk.cutting.adapters import adapt, adapter_parameters, refuse_tied_lora
 from blockwalk.cutting.skeleton import persistent_buffers
 from blockwalk.cutting.verify import certified
 from blockwalk.engine.open_model import folder_of, open_model, open_source, refuse_rounded
@@ -23,6 +24,8 @@ from blockwalk.plan.plan import Plan
 from blockwalk.program.residency import epilogue_reads
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.protocols import WeightSource, as_stored
+
+log = logging.getLogger(__name__)
 
 
 class OpenedModel:
@@ -60,7 +63,13 @@ class OpenedModel:
         if lora is not None:
             revision = None if isinstance(model, nn.Module) else repository(model)[1]
             module = self._adapted(module, folder_of(model, workdir), lora, revision)
-        if not training:
+        if training:
+            refuse_tied_lora(module)
+            dropouts = [getattr(each, "lora_dropout", 0.0) for each in getattr(module, "peft_config", {}).values()]
+            if plan.zeroth_order and any(dropouts):
+                text = "the adapter's lora_dropout is %s; method %s drops nothing, so that losses differ by the noise alone"
+                log.warning(text, max(dropouts), plan.method)
+        else:
             module.requires_grad_(False)
         self.module = module
         self.cut = certified(module).to(device)

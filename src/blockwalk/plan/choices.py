@@ -23,7 +23,7 @@ class LoraSettings:
     alpha: float = 16
     """An adapter's answer is multiplied by alpha / rank."""
     dropout: float = 0.0
-    """The share of an adapter's inputs that training leaves out, drawn anew for each step."""
+    """The share of an adapter's inputs that training leaves out, drawn anew for each step; none under zeroth order."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer that text passes but the
     head, experts and routers; [] for none: ``lora.options.modules_to_save`` alone are trained, such as the head."""

@@ -15,6 +15,7 @@ from typing import Any
 from blockwalk.plan.choices import (
     CacheSettings,
     Estimator,
+    LoraSettings,
     MeshSettings,
     OptimizerSettings,
     Timing,
@@ -272,6 +273,15 @@ def _groups(plan: Plan) -> Iterator[str]:
                 f"{inner} is {getattr(plan, inner)}, {few} ranks, and {outer} is {getattr(plan, outer)}, {many}: {inner} is"
                 f" spread {rule} {outer}; change one of them"
             )
+
+
+def refuse_dropout(plan: Plan, adapters: Any) -> None:
+    """Raise ValueError for a dropout of adapters under zeroth order, which walks in evaluation mode."""
+    if plan.zeroth_order and isinstance(adapters, LoraSettings) and adapters.dropout:
+        raise ValueError(
+            f"lora.dropout is {adapters.dropout}, and method {plan.method!r} drops nothing: a step's losses must differ by its"
+            " perturbation alone; set lora.dropout: 0"
+        )
 
 
 def _fixed(plan: Plan) -> Iterator[str]:

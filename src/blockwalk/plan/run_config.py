@@ -11,7 +11,7 @@ from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import plain_values
-from blockwalk.plan.plan import Plan, by_name
+from blockwalk.plan.plan import Plan, by_name, refuse_dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,7 @@ class RunConfig:
             raise ValueError(f"data.task_part is {self.data.task_part!r}; it must be test or dev")
         if self.prefix and self.lora is not None:
             raise ValueError("prefix and lora are both given, and a run trains one of them; leave the other out")
+        refuse_dropout(self.plan, self.adapters)
         if self.prefix and self.data.packing:
             raise ValueError("data.packing begins positions anew in a row, which no prefix allows; leave one out")
         sources = 1 if isinstance(self.data.train, str) else len(self.data.train)

@@ -29,6 +29,7 @@ from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
 from blockwalk.cutting.verify import certified
+from blockwalk.data.batching import SIDE_BY_SIDE
 from blockwalk.engine.open_model import comes_in
 from blockwalk.numerics import lazy_linear, row_tiles
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
@@ -65,20 +66,28 @@ class UnitCosts:
         lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration; None: none.
         device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
         padded: whether batches hold padding, so that a mask [B, 1, S, S] is made.
+        cut: whether a long row by itself is rid of it (:func:`blockwalk.data.batching.cut_padding`).
 
     Raises:
         ValueError: there is no such model, or it cannot be cut; at the first question for what is kept in no file.
     """
 
     def __init__(
-        self, model: StrPath | Any, *, lora: Adapters | StrPath | Any = None, device: str = "cpu", padded: bool = False
+        self,
+        model: StrPath | Any,
+        *,
+        lora: Adapters | StrPath | Any = None,
+        device: str = "cpu",
+        padded: bool = False,
+        cut: bool = False,
     ) -> None:
         given = load_config(model)
         self._class = model_class(given)
         self.config = model_config(given, self._class)
         self.device, self._lora, self._padded = device, lora, padded
+        self._cut_padding = cut
         self._lies_in = comes_in(model)
-        self._digest = _digest(self.config, lora, device, padded)
+        self._digest = _digest(self.config, lora, device, padded, cut)
         self._cuts: dict[torch.dtype, CutModel] = {}
         self._known: dict[str, Costs] = {}
 
@@ -108,7 +117,8 @@ class UnitCosts:
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
-            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded)
+            alone = self._cut_padding and shape.batch == 1 and shape.sequence > SIDE_BY_SIDE
+            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded and not alone)
             found = row_tiles.standing_for(self.device, work)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
@@ -131,8 +141,8 @@ class UnitCosts:
 
 
 def of_run(run: RunConfig) -> UnitCosts:
-    """The costs of a run's model here; its batches hold padding."""
-    return UnitCosts(run.model, lora=run.adapters, device=chosen().type, padded=True)
+    """The costs of a run's model here; its batches hold padding, and a packed row has a mask however long it is."""
+    return UnitCosts(run.model, lora=run.adapters, device=chosen().type, padded=True, cut=not run.data.packing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,7 +485,7 @@ def _scratch(bench: _Bench, device: str) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
+def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str:
     """Everything that the figures depend on beside traits and shape."""
     import transformers
 
@@ -484,7 +494,7 @@ def _digest(config: Any, lora: Any, device: str, padded: bool) -> str:
     settings["dtype"] = str(config.dtype)
     adapter = asdict(lora) if is_dataclass(lora) else _folder_digest(lora)  # type: ignore[arg-type]
     here = [str(row_tiles.multiplied_in(dtype)) for dtype in (torch.bfloat16, torch.float16) if device == "cpu"]
-    facts = [_SOURCES, settings, adapter, device, here, padded, torch.__version__, transformers.__version__]
+    facts = [_SOURCES, settings, adapter, device, here, padded, cut, torch.__version__, transformers.__version__]
     return cache.key(json.dumps(facts, sort_keys=True, default=str).encode())
 
 

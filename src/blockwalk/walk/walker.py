@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.data.batching import LabelWordBatch, loss_tokens, micro_batches, share, side_by_side
+from blockwalk.data.batching import LabelWordBatch, cut_padding, loss_tokens, micro_batches, share, side_by_side
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
@@ -28,7 +28,7 @@ from blockwalk.estimators.zeroth_order.mezo_original import MezoOriginal
 from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
-from blockwalk.plan.plan import Plan
+from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import make_schedule
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
@@ -133,6 +133,8 @@ class Walker:
         rate = plan.optimizer
         schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
         lora = as_adapters(lora)
+        if training:
+            refuse_dropout(plan, lora)
         self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
@@ -382,6 +384,7 @@ class Walker:
         shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
+        parts = [cut_padding(each) for each in parts]
         labels = [each["labels"].to("cpu") for each in parts]
         self.estimator.begin([self._sent(each) for each in parts], labels, asked)
         try:
