@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,9 +51,11 @@ def gguf(arguments: argparse.Namespace) -> None:
         to_gguf.convert(arguments.model, out, adapter=adapter, dtype=arguments.dtype, progress=progress)
     base = None if adapter is None else arguments.base or f"./{Path(arguments.model).name}.gguf"
     atomic_files.write_bytes(out.with_name("Modelfile"), to_gguf.modelfile(out, base).encode())
-    run = f"llama-cli -m {out}" if base is None else f"llama-cli -m {base} --lora {out}"
+    files = ["-m", str(out)] if base is None else ["-m", base, "--lora", str(out)]
+    run = shlex.join(["llama-cli", *files])
+    create = shlex.join(["ollama", "create", out.stem, "-f", str(out.with_name("Modelfile"))])
     print(f"written to {out}; run it with: {run}")
-    print(f"or with Ollama:  ollama create {out.stem} -f {out.with_name('Modelfile')} && ollama run {out.stem}")
+    print(f"or with Ollama:  {create} && {shlex.join(['ollama', 'run', out.stem])}")
 
 
 def replay(arguments: argparse.Namespace) -> None:

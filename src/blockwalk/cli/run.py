@@ -143,8 +143,8 @@ def _packed(run: RunConfig, plan: Plan) -> str | Path:
     path = model_folder(run.model).resolve()
     if is_store(path) or not plan.frozen.codec.encoded:
         return run.model
-    packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
     try:
+        packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
         packs.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home directory: packed for this time alone
         return run.model

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Piece
+from blockwalk.plan.parsing import host_and_port
 from blockwalk.ranks.launch import key_store
 from blockwalk.ranks.shared_forwards import SharedForwards, digest_of
 
@@ -211,7 +212,7 @@ def elastic(mesh: MeshSettings, address: str, timeout: float, *, joins: bool) ->
     Raises:
         LostRank: the address is taken; or nobody answers there within ``timeout`` seconds.
     """
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     who = "the rank that joins" if joins else "the run's host"
-    store = key_store(host, int(port), timeout, not joins, who, "the run's host", "elastic")
+    store = key_store(host, port, timeout, not joins, who, "the run's host", "elastic")
     return Elastic(mesh, store=store, number=store.add("ranks", 1) if joins else 0)

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.ranks.place import LOST, LostRank, Place
+from blockwalk.system.cores import usable_cores
+from blockwalk.system.signals import STOPS, handled
 
 PORT = 29500
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
@@ -61,7 +63,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     print(f"starting {ranks_per_node} ranks here; {others}", flush=True)
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
         common = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node)),
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_node)),
             **os.environ,
             STORE: str(Path(folder, "store")),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -100,26 +102,24 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         ended = [(rank, each.pid, each.poll() or 0) for rank, each in enumerate(ranks)]
         return [each for each in ended if each[2] not in (0, *(sign for n in asked for sign in (-n, 128 + n)))]
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        while any(each.poll() is None for each in ranks) and not failures():
-            time.sleep(0.1)
-        if failures():
-            deadline = time.monotonic() + GRACE
-            for each in ranks:
-                each.terminate()
-            while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+    with handled(pass_on, STOPS):
+        try:
+            while any(each.poll() is None for each in ranks) and not failures():
                 time.sleep(0.1)
-            message, code = first_failure(failures())
-            print(f"blockwalk: {message}", file=sys.stderr)
-            return code
-        return 128 + asked[0] if any(each.returncode for each in ranks) else 0
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            if failures():
+                deadline = time.monotonic() + GRACE
+                for each in ranks:
+                    each.terminate()
+                while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                message, code = first_failure(failures())
+                print(f"blockwalk: {message}", file=sys.stderr)
+                return code
+            return 128 + asked[0] if any(each.returncode for each in ranks) else 0
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
 
 
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:

@@ -8,10 +8,8 @@ leftover whose name starts with ``.`` and ends with ``.partial``; :func:`remove_
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -25,9 +23,8 @@ from typing import IO, Any
 
 import yaml
 
+from blockwalk.system.locks import lock
 from blockwalk.system.paths import StrPath
-
-log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -243,16 +240,10 @@ def locked(folder: StrPath) -> Iterator[None]:
     path = folder / LOCK
     while True:
         with path.open("a+", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock(file.fileno(), folder):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise ValueError(
-                    f"{folder} is in use by {holder}: wait for its end, or choose another folder"
-                ) from None
-            except OSError as error:
-                log.warning("%s is on a file system without locks (%s): see that no other run uses it", folder, error)
+                raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder")
             try:
                 if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                     continue

@@ -46,6 +46,7 @@ from blockwalk.system.atomic_files import whole_lines
 from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
+from blockwalk.system.signals import STOPS, handled
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
@@ -100,7 +101,7 @@ def train(
     callbacks: Iterable[Callback] = (),
     trace: str | Path | None = None,
 ) -> Outcome:
-    """Train as configured, to the end or until SIGTERM or SIGINT, on which a checkpoint is saved.
+    """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a checkpoint is saved.
 
     Args:
         run: the configuration: a value, a mapping of settings, or the path of a YAML file.
@@ -519,7 +520,7 @@ def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGINT before the run began; nothing was changed."""
+    """A signal before the run began; nothing was changed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -532,8 +533,8 @@ class _Interrupted(Exception):
 
 @dataclass(slots=True)
 class _Stop:
-    """The action of SIGTERM and SIGINT: they end the process where it stands, or are noted for the loop, which ends between two
-    steps."""
+    """The action of the signals that ask a run to end: they end the process where it stands, or are noted for the loop, which
+    ends between two steps."""
 
     noted: bool = False
     asked: int = 0
@@ -542,11 +543,11 @@ class _Stop:
 
 @contextmanager
 def _stop_signals() -> Iterator[_Stop]:
-    """SIGTERM and SIGINT as a :class:`_Stop` says; a second one acts as it would have."""
+    """Signals that ask the run to end, as a :class:`_Stop` says; a second one acts as it would have."""
     stop = _Stop()
 
     def act(number: int, _: FrameType | None) -> None:
-        signal.signal(number, previous[signal.Signals(number)])
+        signal.signal(number, previous[number])
         if not stop.noted:
             raise Stopped(number)
         stop.asked = number
@@ -554,10 +555,5 @@ def _stop_signals() -> Iterator[_Stop]:
             when = "after this step, or this batch of an evaluation"
             os.write(2, f"\nstopping {when}, with a checkpoint; ^C again to quit\n".encode())
 
-    watched = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, act) for number in watched}
-    try:
+    with handled(act, STOPS) as previous:
         yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
