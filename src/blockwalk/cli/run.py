@@ -113,6 +113,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
+    from blockwalk.data.chat_template import render_chat
     from blockwalk.data.encode import load_tokenizer
     from blockwalk.walk.generation import stop_ids
     from blockwalk.walk.walker import Walker
@@ -123,7 +124,7 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
         if not tokenizer.chat_template:
             raise ValueError(f"{run.model} has no chat template; leave --chat out")
         turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = render_chat(tokenizer, turns, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
     stops = stop_ids(run.model, tokenizer)
     with Walker(_packed(run, run.plan), run.plan, lora=arguments.adapter, training=False) as walker:

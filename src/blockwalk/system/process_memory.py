@@ -20,6 +20,7 @@ DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
 _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
 
 
@@ -39,6 +40,14 @@ def peak_resident_bytes() -> int:
     """Bytes of the most resident memory that this process has had, file pages that the kernel can drop included: what ``top``
     shows as RSS; 0 where there is no ``/proc``."""
     return _status((b"VmHWM:",)) or 0
+
+
+def address_space_bytes() -> int:
+    """Bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no ``/proc``."""
+    try:
+        return int(_STATM.read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def _status(names: tuple[bytes, ...]) -> int | None:
