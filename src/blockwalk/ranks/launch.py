@@ -30,6 +30,7 @@ from typing import Any
 from blockwalk.ranks.place import LOST, LostRank, Place
 from blockwalk.system.cores import usable_cores
 from blockwalk.system.signals import STOPS, handled
+from blockwalk.system.terminal import clean_record, say
 
 PORT = 29500
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
@@ -48,19 +49,19 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     """
     module = ["-m", "blockwalk", *arguments]
     if nodes > 1:
-        print("run on each node, with the first node's name in place of HOST:")
+        say("run on each node, with the first node's name in place of HOST:")
         for node in range(nodes):
             where = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
-            print(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
-        print(
+            say(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
+        say(
             "ranks listen without a password: whoever reaches them can stop the run or falsify it. Keep others out, as root on"
             " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks'"
             " traffic on one interface:"
         )
-        print(firewall(_own_ports()))
+        say(firewall(_own_ports()))
         return 0
     others = "for several nodes, add --nnodes N to see the command for each"
-    print(f"starting {ranks_per_node} ranks here; {others}", flush=True)
+    say(f"starting {ranks_per_node} ranks here; {others}")
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
         common = {
             "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_node)),
@@ -113,7 +114,7 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
                 while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
                     time.sleep(0.1)
                 message, code = first_failure(failures())
-                print(f"blockwalk: {message}", file=sys.stderr)
+                say(f"blockwalk: {message}", file=sys.stderr)
                 return code
             return 128 + asked[0] if any(each.returncode for each in ranks) else 0
         finally:
@@ -180,6 +181,8 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{here.rank:04d}.log"
     logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(clean_record)
     logging.captureWarnings(True)
     logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
     store = _store(here, start_timeout)
@@ -200,7 +203,7 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     try:
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
         if here.rank:
-            sys.stdout = path.open("a", encoding="utf-8", buffering=1)
+            sys.stdout = path.open("a", encoding="utf-8", errors="replace", buffering=1)
         yield
         watch.close()
         dist.destroy_process_group()

@@ -13,7 +13,6 @@ output_dir/
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,6 +46,7 @@ from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.system.signals import STOPS, handled
+from blockwalk.system.terminal import hurry, say_in_handler, steady
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
@@ -120,7 +120,7 @@ def train(
     refuse_rounded(run.model, run.plan, run.adapters)
     callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
-    with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
+    with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
@@ -547,13 +547,14 @@ def _stop_signals() -> Iterator[_Stop]:
     stop = _Stop()
 
     def act(number: int, _: FrameType | None) -> None:
+        hurry()
         signal.signal(number, previous[number])
         if not stop.noted:
             raise Stopped(number)
         stop.asked = number
         if place.place().rank == 0:  # not through a buffered writer, which this may have interrupted
             when = "after this step, or this batch of an evaluation"
-            os.write(2, f"\nstopping {when}, with a checkpoint; ^C again to quit\n".encode())
+            say_in_handler(f"\nstopping {when}, with a checkpoint; ^C again to quit\n")
 
     with handled(act, STOPS) as previous:
         yield stop
