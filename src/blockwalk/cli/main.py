@@ -28,6 +28,7 @@ from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
+from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 
@@ -318,6 +319,7 @@ def _configured(
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     run = config.load(values.config, overrides)
+    require_temporary(run.output_dir)
     for name in command.needs:
         if not operator.attrgetter(name)(run) and not (name.startswith("data.") and run.data.task):
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")

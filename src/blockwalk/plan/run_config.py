@@ -12,7 +12,7 @@ from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.parsing import host_and_port, plain_values
-from blockwalk.plan.plan import Plan, by_name
+from blockwalk.plan.plan import Plan, beyond, by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in PATHS:
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        for message in beyond(self):
+            raise ValueError(message)
         for name, least in LEAST.items():
             if (value := operator.attrgetter(name)(self)) < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")

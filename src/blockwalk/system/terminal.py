@@ -1,6 +1,6 @@
 """Lines on standard output and standard error: cleaned of what would control a terminal, and never the end of a run.
 
-What is printed may come from others: records, names of files, a model's configuration, ranks that nobody authenticated.
+Printed text may come from others: records, names of files, a model's configuration, ranks that nobody authenticated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def one_line(text: str) -> str:
 
 
 def say(*texts: object, file: IO[str] | None = None, end: str = "\n") -> None:
-    """Print texts, a line each, cleaned, to standard output unless a ``file`` is given. What cannot be written is dropped."""
+    """Print texts, a line each, cleaned, to standard output unless a ``file`` is given. Lines that cannot be
+    written are dropped."""
     stream = sys.stdout if file is None else file
     text = clean("\n".join(map(str, texts))) + end
     with suppress(OSError, ValueError, AttributeError):  # full or broken; closed; None where there is none
