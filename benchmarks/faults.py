@@ -1,6 +1,6 @@
 """What a run loses when it is killed, runs out of disk, is damaged, is started twice, or is handed crafted files: nothing.
 
-    sudo python benchmarks/faults.py [--check] [--json FILE] [--ci] [--only kills,full,flips,two,crafted]
+    sudo python benchmarks/faults.py [--check] [--json FILE] [--ci] [--only kills,full,flips,two,locks,pipes,crafted]
                                      [--kills 1000] [--families mebp,plain] [--state FILE] [--seconds 7200]
 
 Each row harms small runs of every family (see fault_runs.py), lets them go on with ``resume_from_checkpoint: latest``, and
@@ -8,13 +8,17 @@ compares with the run that nobody disturbed: bits of weights and ledger, lines o
 processes that are killed, half of the times at a uniformly random moment, half before or after the n-th file-system
 call, n spread over all of them; a run is killed one to four times, and one that ends before is not counted. With ``--state``
 what was counted of every row is kept, and the next call goes on from there; a call takes at most ``--seconds``;
-``--families`` is for ``kills``. ``--ci`` is 60 kills over all families, a flipped bit for each, and two runs in one folder.
+``--families`` is for ``kills``. ``locks`` takes the kernel's locks away, as some network file systems do; ``pipes`` gives a run
+output that is full, closed, broken, or never read. ``--ci`` is 60 kills over all families, a flipped bit for each, two runs in
+one folder, a run without locks, and one with each bad output.
 
 Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang rank_faults.py.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -32,7 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, machine, parser
 from benchmarks.fault_runs import (
     FAMILIES,
+    OUTPUTS,
     Place,
+    bad_output,
     count_calls,
     dies_at,
     differences,
@@ -316,6 +322,58 @@ def two(whole: Undisturbed, kept: Kept, offsets: int) -> Count:
     return count
 
 
+def locks(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Runs on a file system that has no locks: they end as others do."""
+    count, where = kept.count("locks"), whole.where
+
+    def harm(rank: int) -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+        fcntl.flock = refuse
+
+    for number in range(count.found["locks"], wanted):
+        if kept.over:
+            break
+        family = ("mebp", "zo2", *FAMILIES)[number % (len(FAMILIES) + 2)]
+        disturbed(count, whole, family, where.folder / f"locks-{number}", harm, "without locks")
+        count.add("locks")
+        kept.keep(count)
+    return count
+
+
+def pipes(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Runs whose standard output and error are a full device, closed, a pipe without a reader, or one that nobody reads."""
+    count, where = kept.count("pipes"), whole.where
+    for number in range(count.found["pipes"], wanted):
+        if kept.over:
+            break
+        kind, family = OUTPUTS[number % len(OUTPUTS)], list(FAMILIES)[number % len(FAMILIES)]
+        disturbed(
+            count, whole, family, where.folder / f"pipes-{number}", lambda rank, kind=kind: bad_output(kind), kind
+        )
+        count.add("pipes")
+        kept.keep(count)
+    return count
+
+
+def disturbed(
+    count: Count, whole: Undisturbed, family: str, folder: Path, harm: Callable[[int], None], about: str
+) -> None:
+    """One run that ends by itself, exit code 0, with the same files as an undisturbed one."""
+    expected = whole.of(family)[0]
+    code = start(whole.where, family, folder, harm=harm).wait()
+    if code is None:
+        count.add("hangs", about=f"{family} {about}")
+    elif code:
+        count.add("failed", about=f"{family} {about}: exit {code}: {said(folder)[-300:]}")
+    else:
+        for kind, names in differences(result(folder), expected).items():
+            if names:
+                count.add(kind, about=f"{family} {about}: {names}")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def crafted(whole: Undisturbed) -> Count:
     """The tests that plant pickles, tags, paths and false lengths; see tests/cli/test_crafted.py."""
     import pytest
@@ -353,7 +411,9 @@ def main() -> None:
     began, kept = time.monotonic(), Kept(arguments.state, arguments.seconds)
     with place() as where:
         whole = Undisturbed(where)
-        rows = arguments.only or ("kills,flips,two" if arguments.ci else "kills,full,flips,two,crafted")
+        rows = arguments.only or (
+            "kills,flips,two,locks,pipes" if arguments.ci else "kills,full,flips,two,locks,pipes,crafted"
+        )
         for row in rows.split(","):
             if row == "kills":
                 counts.append(kills(whole, kept, arguments.families.split(","), each))
@@ -363,6 +423,10 @@ def main() -> None:
                 counts.append(flips(whole, kept, len(FAMILIES) if arguments.ci else 200))
             elif row == "two":
                 counts.append(two(whole, kept, 2 if arguments.ci else 50))
+            elif row == "locks":
+                counts.append(locks(whole, kept, 1 if arguments.ci else 20))
+            elif row == "pipes":
+                counts.append(pipes(whole, kept, len(OUTPUTS) if arguments.ci else 40))
             elif row == "crafted":
                 counts.append(crafted(whole))
             for line in counts[-1].lines():

@@ -1,4 +1,4 @@
-"""Oracle: closed forms. Each number among the settings is refused by its name where no run could have it, before anything is read;
+"""Oracle: closed forms. Each number among the settings is refused by its name where no run could have it;
 text that others wrote is inert in Markdown, by its specification's escapes; an address without its password."""
 
 from __future__ import annotations

@@ -210,7 +210,8 @@ class Elastic(SharedForwards):
 
 
 def _request(line: str) -> tuple[int, float | None] | None:
-    """The number of a rank that wants to take part, and the seconds that a piece takes it; None for a line that no rank wrote."""
+    """The number of a rank that wants to take part, and the seconds that a piece takes it; None for a line of another
+    form."""
     try:
         rank, pace = json.loads(line)
     except (ValueError, TypeError, RecursionError):
