@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import threading
@@ -20,7 +21,8 @@ DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
+_PAGE = resource.getpagesize()
 _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
 
 
@@ -45,9 +47,13 @@ def peak_resident_bytes() -> int:
 def address_space_bytes() -> int:
     """Bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no ``/proc``."""
     try:
-        return int(_STATM.read_bytes().split()[0]) * resource.getpagesize()
+        fd = os.open(_STATM, os.O_RDONLY)
     except OSError:
         return 0
+    try:
+        return int(os.read(fd, 64).split()[0]) * _PAGE
+    finally:
+        os.close(fd)
 
 
 def _status(names: tuple[bytes, ...]) -> int | None:
