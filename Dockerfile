@@ -1,6 +1,6 @@
 # Blockwalk in an image. CPU by default; for NVIDIA GPUs:
 #   docker build --build-arg TORCH=https://download.pytorch.org/whl/cu130 -t blockwalk .
-#   docker run --rm -v "$PWD":/work blockwalk train run.yaml
+#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD":/work blockwalk train run.yaml
 FROM python:3.12-slim
 ARG TORCH=https://download.pytorch.org/whl/cpu
 # gcc: noise and 4-bit decoding are compiled for the processor at their first use
@@ -10,6 +10,9 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY src /src/src
 COPY examples /src/examples
 RUN pip install --no-cache-dir "/src[data,track,gguf]" && rm -rf /src
+# Files in /work are written by this user: --user "$(id -u):$(id -g)" makes them yours
+RUN useradd --create-home blockwalk && install --directory --owner blockwalk --mode 1777 /cache /work
 ENV BLOCKWALK_CACHE=/cache
+USER blockwalk
 WORKDIR /work
 ENTRYPOINT ["blockwalk"]

@@ -28,6 +28,7 @@ import torch
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.cli import main
 from blockwalk.ranks import launch
+from blockwalk.system import terminal
 from tests.conftest import TinyRun, make_tiny_run
 
 LIMIT = 75.0
@@ -190,6 +191,33 @@ def wait_for_orphans() -> None:
 def said(folder: Path) -> str:
     """All that runs in a folder have said so far."""
     return folder.with_name(f"{folder.name}.said").read_text(errors="replace")
+
+
+OUTPUTS = ("full", "closed", "broken", "unread")
+"""Kinds of standard output that nobody gets to read."""
+
+
+def bad_output(kind: str) -> None:
+    """Give this process a standard output and error of a kind of :data:`OUTPUTS`."""
+    read, write = os.pipe()
+    if kind == "full":
+        write = os.open("/dev/full", os.O_WRONLY)
+    elif kind == "broken":
+        os.close(read)
+    elif kind == "unread":
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write, b"x")
+        os.set_blocking(write, True)
+        terminal.PATIENCE = 1.0
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if kind == "closed":
+            os.close(number)
+            setattr(sys, name, None)
+        else:
+            os.dup2(write, number)
+            setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
 
 
 _CALLS = ("open", "write", "pwrite", "pwritev", "writev", "fsync", "fdatasync", "ftruncate", "posix_fallocate", "rename",

@@ -1,6 +1,7 @@
 """What a run loses when it is killed, runs out of disk, is damaged, is started twice, or is handed crafted files: nothing.
 
-    sudo python benchmarks/faults.py [--check] [--json FILE] [--ci] [--only kills,full,flips,two,foreign,links,crafted]
+    sudo python benchmarks/faults.py [--check] [--json FILE] [--ci]
+                                     [--only kills,full,flips,two,foreign,links,locks,pipes,crafted]
                                      [--kills 1000] [--families mebp,plain] [--state FILE] [--seconds 7200]
 
 Each row harms small runs of every family (see fault_runs.py), lets them go on with ``resume_from_checkpoint: latest``, and
@@ -10,13 +11,17 @@ call, n spread over all of them; a run is killed one to four times, and one that
 what was counted of every row is kept, and the next call goes on from there; a call takes at most ``--seconds``;
 ``--families`` is for ``kills``. ``foreign`` kills runs in a folder full of files of others, which a refused run, a killed one
 and the one that goes on must leave alone; ``links`` plants links in a run's folder, whose targets must stay as they are.
-``--ci`` is 60 kills over all families, a flipped bit for each, two runs in one folder, and a few of foreign files and links.
+``locks`` takes the kernel's locks away, as some network file systems do; ``pipes`` gives a run output that is full, closed,
+broken, or never read. ``--ci`` is 60 kills over all families, a flipped bit for each, two runs in one folder, and a few of
+foreign files, links, a run without locks, and one with each bad output.
 
 Losses of power are power_loss.py, fuzzing of the readers is fuzz.py, ranks that die or hang rank_faults.py.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -34,7 +39,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.common import Bound, finish, machine, parser
 from benchmarks.fault_runs import (
     FAMILIES,
+    OUTPUTS,
     Place,
+    bad_output,
     count_calls,
     dies_at,
     differences,
@@ -415,6 +422,58 @@ def linked(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
     return count
 
 
+def locks(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Runs on a file system that has no locks: they end as others do."""
+    count, where = kept.count("locks"), whole.where
+
+    def harm(rank: int) -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+        fcntl.flock = refuse
+
+    for number in range(count.found["locks"], wanted):
+        if kept.over:
+            break
+        family = ("mebp", "zo2", *FAMILIES)[number % (len(FAMILIES) + 2)]
+        disturbed(count, whole, family, where.folder / f"locks-{number}", harm, "without locks")
+        count.add("locks")
+        kept.keep(count)
+    return count
+
+
+def pipes(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
+    """Runs whose standard output and error are a full device, closed, a pipe without a reader, or one that nobody reads."""
+    count, where = kept.count("pipes"), whole.where
+    for number in range(count.found["pipes"], wanted):
+        if kept.over:
+            break
+        kind, family = OUTPUTS[number % len(OUTPUTS)], list(FAMILIES)[number % len(FAMILIES)]
+        disturbed(
+            count, whole, family, where.folder / f"pipes-{number}", lambda rank, kind=kind: bad_output(kind), kind
+        )
+        count.add("pipes")
+        kept.keep(count)
+    return count
+
+
+def disturbed(
+    count: Count, whole: Undisturbed, family: str, folder: Path, harm: Callable[[int], None], about: str
+) -> None:
+    """One run that ends by itself, exit code 0, with the same files as an undisturbed one."""
+    expected = whole.of(family)[0]
+    code = start(whole.where, family, folder, harm=harm).wait()
+    if code is None:
+        count.add("hangs", about=f"{family} {about}")
+    elif code:
+        count.add("failed", about=f"{family} {about}: exit {code}: {said(folder)[-300:]}")
+    else:
+        for kind, names in differences(result(folder), expected).items():
+            if names:
+                count.add(kind, about=f"{family} {about}: {names}")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def crafted(whole: Undisturbed) -> Count:
     """The tests that plant pickles, tags, paths and false lengths; see tests/cli/test_crafted.py."""
     import pytest
@@ -452,8 +511,8 @@ def main() -> None:
     began, kept = time.monotonic(), Kept(arguments.state, arguments.seconds)
     with place() as where:
         whole = Undisturbed(where)
-        everything = "kills,full,flips,two,foreign,links,crafted"
-        rows = arguments.only or ("kills,flips,two,foreign,links" if arguments.ci else everything)
+        everything = "kills,full,flips,two,foreign,links,locks,pipes,crafted"
+        rows = arguments.only or ("kills,flips,two,foreign,links,locks,pipes" if arguments.ci else everything)
         for row in rows.split(","):
             if row == "kills":
                 counts.append(kills(whole, kept, arguments.families.split(","), each))
@@ -467,6 +526,10 @@ def main() -> None:
                 counts.append(foreign(whole, kept, 2 if arguments.ci else 40))
             elif row == "links":
                 counts.append(linked(whole, kept, 6 if arguments.ci else 12))
+            elif row == "locks":
+                counts.append(locks(whole, kept, 1 if arguments.ci else 20))
+            elif row == "pipes":
+                counts.append(pipes(whole, kept, len(OUTPUTS) if arguments.ci else 40))
             elif row == "crafted":
                 counts.append(crafted(whole))
             for line in counts[-1].lines():

@@ -12,6 +12,7 @@ from typing import Any
 
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
+from blockwalk.system.terminal import say
 from blockwalk.system.versions import installed
 
 
@@ -19,10 +20,10 @@ def environment(arguments: argparse.Namespace) -> None:
     """Print the versions and the hardware, for a bug report."""
     found = describe()
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         width = max(map(len, found))
-        print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+        say("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
 
 
 def doctor(arguments: argparse.Namespace) -> None:
@@ -31,16 +32,16 @@ def doctor(arguments: argparse.Namespace) -> None:
     from blockwalk.simulate import hardware
 
     out, here = Path(arguments.out), place.place()
-    print("measuring this machine: a minute or a few, best while nothing else runs", file=sys.stderr)
+    say("measuring this machine: a minute or a few, best while nothing else runs", file=sys.stderr)
 
-    def say(what: str) -> None:
-        print(f"  {what}", file=sys.stderr, flush=True)
+    def tell(what: str) -> None:
+        say(f"  {what}", file=sys.stderr)
 
-    found = probe.measure(out.absolute().parent, name=platform.node() or "here", say=say)
+    found = probe.measure(out.absolute().parent, name=platform.node() or "here", say=tell)
     if here.rank == 0:
         hardware.save(found.hardware, out)
-        print("\n".join(found.lines()))
-        print(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")
+        say("\n".join(found.lines()))
+        say(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")
 
 
 def describe() -> dict[str, str]:

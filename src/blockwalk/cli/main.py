@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import operator
 import os
 import sys
@@ -28,6 +29,8 @@ from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
 from blockwalk.system import open_files
+from blockwalk.system.temporary import require_temporary
+from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
@@ -67,6 +70,8 @@ class Command:
     takes_settings: bool = False
     """Whether the subcommand takes every setting of :mod:`blockwalk.train.config` as a flag, and is called with the resolved
     configuration."""
+    answers: bool = False
+    """Whether the result is what the subcommand prints: a reader is waited for, and output that is lost is a failure."""
     needs: tuple[str, ...] = ("model",)
     """Names of the settings that must be given."""
     reads_weights: bool = True
@@ -119,6 +124,7 @@ COMMANDS = (
             _value("--trace", "FILE", "with --hardware: the best plan's timeline, for Perfetto"),
         ),
         takes_settings=True,
+        answers=True,
         reads_weights=False,
     ),
     Command(
@@ -142,6 +148,7 @@ COMMANDS = (
         "blockwalk.cli.run:evaluate",
         (_CONFIG, _ADAPTER, _JSON, _AS_TRAINED),
         takes_settings=True,
+        answers=True,
         needs=("model", "data.eval"),
     ),
     Command(
@@ -157,6 +164,7 @@ COMMANDS = (
             _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0),
         ),
         takes_settings=True,
+        answers=True,
     ),
     Command(
         "merge",
@@ -234,25 +242,45 @@ COMMANDS = (
         "print a script that completes commands and settings: source it, or put it where your shell looks",
         "blockwalk.cli.start:complete",
         (_choice("shell", ["bash", "zsh", "tcsh", "fish"], "the shell"),),
+        answers=True,
     ),
-    Command("env", "print versions and hardware, for bug reports", "blockwalk.cli.machine:environment", (_JSON,)),
+    Command(
+        "env",
+        "print versions and hardware, for bug reports",
+        "blockwalk.cli.machine:environment",
+        (_JSON,),
+        answers=True,
+    ),
 )
 """Every subcommand, in the order of ``blockwalk --help``."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``blockwalk`` with these arguments (``sys.argv`` unless given) and answer its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    by_name = {command.name: command for command in COMMANDS}
+    command = next((by_name[word] for word in arguments if word in by_name), None)
+    answers = command is None or command.answers
+    with steady(math.inf if answers else PATIENCE) as streams:
+        code = _run(command, arguments)
+        lost = [stream.failure for stream in streams if stream.failure is not None]
+        if answers and code == 0 and lost and not isinstance(lost[0], BrokenPipeError):  # head has read enough
+            say(f"blockwalk: error: standard output: {lost[0].strerror}", file=sys.stderr)
+            return FAILED
+        return code
+
+
+def _run(command: Command | None, all_arguments: list[str]) -> int:
+    """Run a subcommand with all of the command line's arguments, and answer its exit code."""
     if not _debugging():
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    arguments = all_arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = all_arguments
     open_files.raise_limit()
     here = place.Place()
-    by_name = {command.name: command for command in COMMANDS}
-    command = next((by_name[word] for word in arguments if word in by_name), None)
     commands = parser(command if "-h" in arguments or "--help" in arguments else None)
     try:
         given: list[tuple[str, Any]] = []
@@ -284,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
             os._exit(code)  # a thread may wait for other ranks for ever
         return code
     except KeyboardInterrupt:
-        print("blockwalk: interrupted", file=sys.stderr)
+        say("blockwalk: interrupted", file=sys.stderr)
         return 130
 
 
@@ -294,6 +322,7 @@ def _configured(
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     run = config.load(values.config, overrides)
     values.named = {name for name, _ in overrides}
+    require_temporary(run.output_dir)
     for name in command.needs:
         if not operator.attrgetter(name)(run) and not (name.startswith("data.") and run.data.task):
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
@@ -322,8 +351,7 @@ def _explain(error: Exception) -> int:
     """Print an error as one line and answer the exit code that it means."""
     if _debugging():
         traceback.print_exception(error)
-    text = " ".join(str(error).split())
-    text += open_files.way_out(error)
+    text = one_line(str(error)) + open_files.way_out(error)
     code = FAILED
     if isinstance(error, DoesNotFit):
         code = TOO_LARGE
@@ -332,10 +360,10 @@ def _explain(error: Exception) -> int:
     elif isinstance(error, place.LostRank):
         code = place.LOST
     elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
-        code, text = BAD_INPUT, f"{error.filename}: {error.strerror}"
+        code, text = BAD_INPUT, text if error.filename is None else f"{error.filename}: {error.strerror}"
     else:
         text = f"{type(error).__name__}: {text} (BLOCKWALK_DEBUG=1 shows where)"
-    print(f"blockwalk: error: {text}", file=sys.stderr)
+    say(f"blockwalk: error: {one_line(text)}", file=sys.stderr)
     return code
 
 

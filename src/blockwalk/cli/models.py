@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 from blockwalk.plan.placement import Codec
 from blockwalk.program.program import human_bytes
+from blockwalk.system.terminal import is_terminal, say
 
 CALIBRATION = 128, 512
 """Records that ``pack --calibrate`` draws, and the most tokens of each."""
@@ -28,7 +30,7 @@ def pack(arguments: argparse.Namespace) -> None:
         sequences = sample(arguments.calibrate, load_tokenizer(arguments.model), *CALIBRATION)
     with _bar("packing") as progress:
         packing.pack(arguments.model, arguments.out, codec, arguments.group_size, sequences, progress=progress)
-    print(f"packed {arguments.model} in {codec} to {arguments.out}")
+    say(f"packed {arguments.model} in {codec} to {arguments.out}")
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -37,7 +39,7 @@ def merge(arguments: argparse.Namespace) -> None:
 
     with _bar("merging") as progress:
         packing.merge(arguments.model, arguments.adapter, arguments.out, dtype=arguments.dtype, progress=progress)
-    print(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
+    say(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
 
 
 def gguf(arguments: argparse.Namespace) -> None:
@@ -51,9 +53,11 @@ def gguf(arguments: argparse.Namespace) -> None:
         to_gguf.convert(arguments.model, out, adapter=adapter, dtype=arguments.dtype, progress=progress)
     base = None if adapter is None else arguments.base or f"./{Path(arguments.model).name}.gguf"
     own_text.write(out.with_name("Modelfile"), to_gguf.modelfile(out, base), "# {}")
-    run = f"llama-cli -m {out}" if base is None else f"llama-cli -m {base} --lora {out}"
-    print(f"written to {out}; run it with: {run}")
-    print(f"or with Ollama:  ollama create {out.stem} -f {out.with_name('Modelfile')} && ollama run {out.stem}")
+    files = ["-m", str(out)] if base is None else ["-m", base, "--lora", str(out)]
+    run = shlex.join(["llama-cli", *files])
+    create = shlex.join(["ollama", "create", out.stem, "-f", str(out.with_name("Modelfile"))])
+    say(f"written to {out}; run it with: {run}")
+    say(f"or with Ollama:  {create} && {shlex.join(['ollama', 'run', out.stem])}")
 
 
 def replay(arguments: argparse.Namespace) -> None:
@@ -63,7 +67,7 @@ def replay(arguments: argparse.Namespace) -> None:
     with _bar("replaying") as progress:
         given = (arguments.base, arguments.ledger, arguments.out)
         steps = replaying.replay(*given, until=arguments.until, progress=progress)
-    print(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
+    say(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -73,14 +77,14 @@ def export(arguments: argparse.Namespace) -> None:
     with _bar("checking") as progress:
         given, rebuild = (arguments.base, arguments.ledger, arguments.out), not arguments.no_rebuild
         steps, nbytes = replaying.export(*given, until=arguments.until, rebuild=rebuild, progress=progress)
-    print(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
-    print(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
+    say(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
+    say(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
 
 
 @contextmanager
 def _bar(title: str) -> Iterator[Any]:
     """A function of (bytes done, bytes in all) that shows a bar on a terminal; None elsewhere."""
-    if not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         yield None
         return
     from rich import progress

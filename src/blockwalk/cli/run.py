@@ -23,6 +23,7 @@ from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
 from blockwalk.report.room import check_budget
 from blockwalk.simulate import hardware, planner, timeline
 from blockwalk.system import cache, own_text
+from blockwalk.system.terminal import say
 from blockwalk.train import config, outlook
 
 
@@ -35,19 +36,19 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.join:
         from blockwalk.train.elastic import lend
 
-        print(f"the run at {run.elastic} has ended; this rank walked {lend(run)} times for it")
+        say(f"the run at {run.elastic} has ended; this rank walked {lend(run)} times for it")
         return 0
     if arguments.dry_run:
-        print(*dry_run(run), sep="\n")
+        say(*dry_run(run))
         return 0
     try:
         with launch.joined(here, Path(run.output_dir), run.start_timeout, run.interface):
             outcome = training.train(run, trace=arguments.trace)
-            print("\n".join(outcome.lines()))  # of ranks other than 0 to their logs
+            say(*outcome.lines())  # of ranks other than 0 to their logs
             if outcome.stopped_by is not None:
-                print(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
+                say(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
     except training.Stopped as stopped:
-        print(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
+        say(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
         sys.stdout.flush()
         os._exit(128 + stopped.signal)  # a thread may wait for other ranks, or for the tokenizer
     return 0 if outcome.stopped_by is None else 128 + int(outcome.stopped_by)
@@ -68,11 +69,11 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
         *zeroth_order_advice(run.plan, run.adapters),
         *outlook.notes(run, run.data.max_length),
     ):
-        print(line)
+        say(line)
     if arguments.program:
-        print(forecast.program)
+        say(forecast.program)
         if most := of_block(forecast.program, Placements(forecast.plan, forecast.model, forecast.device)):
-            print(f"launches of our own kernels on an accelerator: {most} a block and step")
+            say(f"launches of our own kernels on an accelerator: {most} a block and step")
     check_budget(run, forecast)
 
 
@@ -89,7 +90,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     tokenizer, rows = load_tokenizer(run.model), eval_batch_size(run)
     held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
     for note in held_out.notes():
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", file=sys.stderr)
     if run.data.packing:
         require_borders(run.model)
     plans = [run.plan if arguments.as_trained else _plan_to_read(run, arguments)]
@@ -97,7 +98,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     if codec.encoded and not is_store(model_folder(run.model)):
         both = not arguments.as_trained
         more = ", then over the model's own; --as-trained leaves these out" if both else " alone (--as-trained)"
-        print(f"note: over weights in {codec}{more}", file=sys.stderr)
+        say(f"note: over weights in {codec}{more}", file=sys.stderr)
         plans += [override(run.plan, {"frozen": "disk"})] * both
     found = []
     for plan in plans:
@@ -105,14 +106,15 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
             found.append(held_out.evaluate(walker))
     if arguments.json:
         values = [dataclasses.asdict(each) for each in found]
-        print(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
+        say(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
     else:
         over = [f"   over weights in {codec}", "   over the model's own, as merge deploys them"]
-        print("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
+        say("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
 
 
 def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
+    from blockwalk.data.chat_template import render_chat
     from blockwalk.data.encode import load_tokenizer
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.walk.generation import stop_ids
@@ -124,16 +126,16 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
         if not tokenizer.chat_template:
             raise ValueError(f"{run.model} has no chat template; leave --chat out")
         turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = render_chat(tokenizer, turns, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
     stops, plan = stop_ids(run.model, tokenizer), _plan_to_read(run, arguments)
     if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
-        print(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
+        say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
     with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:
         written = walker.generate(
             ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=plan.seed
         )
-    print(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+    say(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def _plan_to_read(run: RunConfig, arguments: argparse.Namespace) -> Plan:
@@ -154,8 +156,8 @@ def _packed(run: RunConfig, plan: Plan) -> str | Path:
     path = model_folder(run.model).resolve()
     if is_store(path) or not plan.frozen.codec.encoded:
         return run.model
-    packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
     try:
+        packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
         packs.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home directory: packed for this time alone
         return run.model
@@ -174,25 +176,25 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps)
     trained = "every parameter" if run.adapters is None else str(run.adapters)
     nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
-    print(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
+    say(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
     ranking = planner.rank(task)
-    print("\n".join(ranking.lines()))
+    say("\n".join(ranking.lines()))
     if arguments.largest_batch:
-        print("-- most sequences of a micro-batch that fit")
+        say("-- most sequences of a micro-batch that fit")
         for label, plan in planner.candidates(task):
-            print(f"{label:<34} {planner.largest_batch(task, plan):>8}")
+            say(f"{label:<34} {planner.largest_batch(task, plan):>8}")
     best = ranking.best
     if best is None or best.simulation is None:
         raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
     for what, found in (("best of them", best), ("larger step", ranking.larger)):
         if found is not None:
             file = config.as_yaml(advice.recommended(run, found.plan))
-            print(f"\nthe {what} as a file (run.yaml):\n\n{file}", end="")
+            say(f"\nthe {what} as a file (run.yaml):\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
         events = timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
         timeline.write(arguments.trace, events)
-        print(f"timeline of {best.label}: {arguments.trace}")
+        say(f"timeline of {best.label}: {arguments.trace}")
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -205,12 +207,12 @@ def report(arguments: argparse.Namespace) -> None:
         own_text.refuse_foreign(path)
     own_text.write(out, html.report(arguments.run), card.COMMENT)
     own_text.write(curve, html.curves(arguments.run), card.COMMENT)
-    print(f"written to {out}, and its first curve to {out.with_name('loss.svg').name} beside it")
+    say(f"written to {out}, and its first curve to {out.with_name('loss.svg').name} beside it")
     if arguments.card:
         trained = card.write(arguments.run)
-        print(f"a model card in {trained}; upload both with: blockwalk push {arguments.run} OWNER/NAME")
+        say(f"a model card in {trained}; upload both with: blockwalk push {arguments.run} OWNER/NAME")
 
 
 def push(arguments: argparse.Namespace) -> None:
     """Upload what a run trained, or its ledger."""
-    print(f"uploaded to {card.push(arguments.run, arguments.repo, ledger=arguments.ledger)}")
+    say(f"uploaded to {card.push(arguments.run, arguments.repo, ledger=arguments.ledger)}")

@@ -14,6 +14,7 @@ from blockwalk.program.program import Pool, Shape, human_bytes
 from blockwalk.report import advice
 from blockwalk.simulate import hardware, planner
 from blockwalk.system import atomic_files
+from blockwalk.system.terminal import is_terminal, say
 from blockwalk.train import config
 
 INSTALL = "pip install 'blockwalk[shell]'"
@@ -48,7 +49,7 @@ def init(arguments: argparse.Namespace) -> None:
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",
     ]
     atomic_files.write_bytes(out, "\n".join(_file(facts, advice.recommended(run, best.plan))).encode())
-    print(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
+    say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
 
 
 def _examples() -> None:
@@ -59,12 +60,12 @@ def _examples() -> None:
     there = next(path for path in (package / "examples", package.parents[1] / "examples") if path.is_dir())
     atomic_files.refuse_existing("examples")
     shutil.copytree(there, "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    print("written to examples; next: blockwalk train examples/quickstart.yaml")
+    say("written to examples; next: blockwalk train examples/quickstart.yaml")
 
 
 def _ask(name: str, what: str) -> str:
     """The answer to a question, or an error where nobody can be asked."""
-    if not sys.stdin.isatty() or not (answer := input(f"{what}: ").strip()):
+    if not is_terminal(sys.stdin) or not (answer := input(f"{what}: ").strip()):
         raise ValueError(f"{name} is missing: {what}")
     return answer
 
@@ -96,4 +97,4 @@ def complete(arguments: argparse.Namespace) -> None:
                 values = settings_help.described(name)[0]
                 choices = values.split("|") if "|" in values else None
                 subparsers.choices[command.name].add_argument(f"--{name}", choices=choices, help=group)
-    print(shtab.complete(parser, arguments.shell))
+    say(shtab.complete(parser, arguments.shell))

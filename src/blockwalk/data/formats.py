@@ -118,9 +118,17 @@ class Template:
 
     @property
     def fields(self) -> list[str]:
-        """Names in braces, in order."""
+        """Names in braces, in order.
+
+        Raises:
+            ValueError: braces that do not close, or with more in them than a name.
+        """
         try:
-            return [name for _, name, _, _ in string.Formatter().parse(self.text) if name is not None]
+            parts = list(string.Formatter().parse(self.text))
+            for _, name, form, conversion in parts:
+                if form or conversion:
+                    raise ValueError(f"{{{name}}} takes a field's name alone, without what follows it (! or :)")
+            return [name for _, name, _, _ in parts if name is not None]
         except ValueError as error:
             raise ValueError(f"template {self.text!r}: {error}") from None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from blockwalk.data.chat_template import chat_bounds, render_chat
 from blockwalk.data.formats import Format, Record, alpaca_prompt, tools_of, turns_of
 
 Tokenizer = Any
@@ -49,7 +50,8 @@ def render(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendered:
             f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: give records with"
             " 'prompt' and 'completion', or 'text', instead"
         )
-    return _render_turns(record, kind, tokenizer)
+    with chat_bounds(tokenizer, record.fields):
+        return _render_turns(record, kind, tokenizer)
 
 
 def render_pair(prompt: str, completion: str, where: str, *, end: bool = True) -> Rendered:
@@ -73,10 +75,10 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
     def render(count: int, *, ask: bool) -> str:
         try:
             some = messages[:count]
-            text = tokenizer.apply_chat_template(some, tools=tools, tokenize=False, add_generation_prompt=ask)
+            text = render_chat(tokenizer, some, tools=tools, add_generation_prompt=ask)
         except Exception as error:
             raise ValueError(f"{record.where}: the chat template refused the conversation: {error}") from error
-        return str(text)
+        return text
 
     whole = render(len(messages), ask=False)
     spans, left_out = [], 0

@@ -3,7 +3,6 @@ folder that is packed first, or a model in memory."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
 from blockwalk.system import links
 from blockwalk.system.atomic_files import discard
+from blockwalk.system.locks import lock
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import BlockStore, is_store, read_index
 from blockwalk.tiers.block_store.writer import write_store
@@ -166,16 +166,14 @@ def _alone(folder: Path) -> Iterator[None]:
     """The time in which no other process packs into a folder. The first of the ranks that share it packs, and the others wait
     for as long as that one lives; where it dies, the kernel lets the next one go on. A folder that stays empty goes again."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+    fd = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(fd, folder):
             log.info("another process packs into %s: waiting for it", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock(fd, folder, wait=True)
         yield
     finally:
-        os.close(lock)
+        os.close(fd)
         with suppress(OSError):  # a pack is there
             folder.rmdir()
 

@@ -250,18 +250,18 @@ def folder_of(path: Path) -> Path:
     header, parts = read_header(path), parts_of(path.absolute())
     seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns] for part in parts]
     path = parts[0]
-    folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
-    if not _stands_for(folder, seen):
-        try:
+    try:
+        folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
+        if not _stands_for(folder, seen):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with atomic_files.locked(folder.parent):
                 if not _stands_for(folder, seen):
                     with atomic_files.atomic_folder(folder, replace=True) as made:
                         _write(made, path, header, seen)
-        except PermissionError:
-            folder = Path(tempfile.mkdtemp(prefix="blockwalk-"))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            _write(folder, path, header, seen)
+    except PermissionError:
+        folder = Path(tempfile.mkdtemp(prefix="blockwalk-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _write(folder, path, header, seen)
     return folder
 
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+
+def without_password(text: str) -> str:
+    """The text without the user and the password of addresses in it: ``https://user:password@host`` becomes ``https://host``."""
+    return re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
 
 
 @lru_cache
@@ -28,23 +34,26 @@ def download(repo: str, revision: str | None, *files: str) -> Path:
     # It warns of a pattern that no file has: which of two kinds of weights there is, is found out so.
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     folders = [] if any("/" in name for name in files) else ["*/*"]
-    page = f"{constants.ENDPOINT}/{repo}"
+    endpoint = without_password(constants.ENDPOINT)
+    page = f"{endpoint}/{repo}"
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files), ignore_patterns=folders))
     except errors.GatedRepoError:
         reason = f"its owners ask who reads it: accept their terms at {page}, then run hf auth login, or set HF_TOKEN"
     except errors.RepositoryNotFoundError:
-        reason = (
-            f"{constants.ENDPOINT} has none, or it is private: run hf auth login, or set HF_TOKEN; or give a folder"
-        )
+        reason = f"{endpoint} has none, or it is private: run hf auth login, or set HF_TOKEN; or give a folder"
     except errors.RevisionNotFoundError:
         reason = f"it has no revision {revision}; its branches and tags stand at {page}/tree/main"
     except errors.LocalEntryNotFoundError as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-        why = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached: {error.__cause__}"
+        why = (
+            "HF_HUB_OFFLINE is set"
+            if offline
+            else f"{endpoint} cannot be reached: {without_password(str(error.__cause__))}"
+        )
         reason = f"{why}, and the cache does not have all of it; give the folder of a downloaded model"
     except OSError as error:  # what else the hub answers
-        reason = f"{constants.ENDPOINT} says: {str(error).partition(chr(10))[0]}"
+        reason = f"{endpoint} says: {without_password(str(error).partition(chr(10))[0])}"
     raise ValueError(f"model: there is no folder {repo}, and as a name of the hub: {reason}")
 
 
@@ -67,7 +76,7 @@ def upload(repo: str, files: Mapping[str, Path]) -> str:
 
     added = [CommitOperationAdd(name, path) for name, path in files.items()]
     _asked(repo, lambda api: api.create_commit(repo, added, commit_message="Trained with Blockwalk"))
-    return f"{constants.ENDPOINT}/{repo}"
+    return f"{without_password(constants.ENDPOINT)}/{repo}"
 
 
 def _asked(repo: str, ask: Callable[[Any], object]) -> None:
@@ -80,7 +89,8 @@ def _asked(repo: str, ask: Callable[[Any], object]) -> None:
             raise ValueError("no token was found")
         ask(api)
     except Exception as error:  # of huggingface_hub, and of the client that it is built on
-        why = str(error).partition("\n")[0]
+        why = without_password(str(error).partition("\n")[0])
+        where = without_password(str(api.endpoint))
         raise ValueError(
-            f"{repo} cannot be written at {api.endpoint}: {why}; run hf auth login, or set HF_TOKEN, for an account that may"
+            f"{repo} cannot be written at {where}: {why}; run hf auth login, or set HF_TOKEN, for an account that may"
         ) from error

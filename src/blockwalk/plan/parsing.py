@@ -162,6 +162,22 @@ def parse_bytes(text: str | int) -> int:
         raise ValueError(f"{text!r} is no size; write it like 18GB, 512MiB or a number of bytes") from None
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of ``host:port``; an IPv6 address may stand in brackets, as in ``[::1]:29600``.
+
+    Raises:
+        ValueError: it has no host, or no port from 1 to 65535.
+    """
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
+        raise ValueError(
+            f"{address!r}: it must be an address, such as 127.0.0.1:29600 or [::1]:29600, with a port from 1 to 65535"
+        )
+    return host, int(port)
+
+
 def coerce(key: str, value: Any, hint: Any) -> Any:
     """``value`` as the type of the setting ``key``: flags give text; YAML numbers, words, lists and mappings.
 

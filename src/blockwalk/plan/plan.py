@@ -228,6 +228,42 @@ def by_name(*rows: tuple[int, str]) -> dict[str, int]:
     return {name: number for number, names in rows for name in names.split()}
 
 
+MOST = {int: 2**40, float: 1e18}
+"""The most that any number among the settings may be, by its type: far beyond what fits a machine, and taken
+by every library."""
+SMALLER = by_name(
+    (2**62, "seed budget"),
+    (2**32 - 1, "data.task_seed"),
+    (2**16, "lora.rank"),
+    (2**20, "mesh.world mesh.ranks_per_node mesh.data mesh.perturb gradient_accumulation_steps prefetch"),
+    (2**20, "prefix.num_virtual_tokens zo.queries zo.noise_rank keep_checkpoints eval_batches"),
+    (2**31 - 1, "batch_size eval_batch_size data.max_length data.padding_multiple"),
+    (10_000_000, "start_timeout"),
+)
+"""The most that some of them may be, where that is another number than :data:`MOST`."""
+
+
+def beyond(settings: Any, prefix: str = "") -> Iterator[str]:
+    """Messages about the numbers among the settings of a frozen value, and of those in it, that no run could have: not finite,
+    or above :data:`MOST`. Names begin with ``prefix``."""
+    for part in dataclasses.fields(settings):
+        name, value = f"{prefix}{part.name}", getattr(settings, part.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Placement | Plan):
+            yield from beyond(value, f"{name}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            most = SMALLER.get(name, MOST[type(number)])
+            if not abs(number) <= most:  # NaN is not
+                digits = (
+                    f"a number of about {int(number.bit_length() * 0.30103) + 1} digits"
+                    if isinstance(number, int)
+                    else ""
+                )
+                shown = number if not digits or abs(number) < 10**18 else digits
+                yield f"{name} is {shown}; it must be a number up to {most:,}"
+
+
 LEAST = by_name(
     (1, "gradient_accumulation_steps update.flush_every zo.queries zo.noise_rank zo.noise_interval"),
     (1, " ".join(f"mesh.{f.name}" for f in dataclasses.fields(MeshSettings) if f.name != "groups")),
@@ -239,6 +275,7 @@ LEAST = by_name(
 
 def _values(plan: Plan) -> Iterator[str]:
     """The single settings that are out of range: what is wrong, and which setting to change. Other rules answer alike."""
+    yield from beyond(plan)
     for key, known in CHOICES.items():
         if (name := operator.attrgetter(key)(plan)) not in known:
             yield f"{key} is {name!r}; it must be one of {', '.join(known)}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.parsing import plain_values
-from blockwalk.plan.plan import Plan, by_name, refuse_dropout
+from blockwalk.plan.parsing import host_and_port, plain_values
+from blockwalk.plan.plan import Plan, beyond, by_name, refuse_dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,10 @@ class RunConfig:
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
 
     def __post_init__(self) -> None:
+        for name in PATHS:
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        for message in beyond(self):
+            raise ValueError(message)
         for name, least in LEAST.items():
             if (value := operator.attrgetter(name)(self)) < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
@@ -188,10 +193,12 @@ class RunConfig:
             )
 
     def _require_elastic(self) -> None:
-        host, _, port = self.elastic.rpartition(":")
         plan = self.plan
+        try:
+            host_and_port(self.elastic)
+        except ValueError as error:
+            raise ValueError(f"elastic is {error}") from None
         for wrong, why in (
-            (not (host and port.isdigit()), "it must be an address of this machine, such as 127.0.0.1:29600"),
             (
                 not plan.zeroth_order,
                 f"method {plan.method!r} differentiates; use mezo, zo2 or distzo2, or leave it out",
@@ -235,6 +242,10 @@ class RunConfig:
         data = {name: value for name, value in found["data"].items() if name not in ("train", "eval")}
         return {**found, "data": data, **self.plan.shared()}
 
+
+PATHS = ("model", "output_dir", "resume_from_checkpoint")
+"""Settings that are a path, or may be one: a ``~`` at its beginning is the user's home. Those of ``data`` are expanded where
+they are read."""
 
 LEAST = by_name(
     (0, "eval_batch_size max_steps eval_every save_every skip_nonfinite"),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Piece
+from blockwalk.plan.parsing import host_and_port
 from blockwalk.ranks.launch import key_store
 from blockwalk.ranks.shared_forwards import SharedForwards, digest_of
 
@@ -86,7 +88,7 @@ class Elastic(SharedForwards):
     def _divide(self, step: int, pieces: Sequence[Piece]) -> None:
         """Begin a turn: consecutive pieces for everybody who asked, as many as each is fast, and one for the host at least."""
         lines = self.store.get("asks").decode().splitlines()
-        for rank, pace in map(json.loads, lines[self._heard :]):
+        for rank, pace in filter(None, map(_request, lines[self._heard :])):
             if rank not in self._paces:  # it may have asked twice
                 self._paces[rank] = pace or self._paces[0]
                 self.say(f"rank {rank} takes part from step {step} on")
@@ -106,11 +108,13 @@ class Elastic(SharedForwards):
             while pieces and not self.store.check([key]) and time.monotonic() < until:
                 time.sleep(_POLL)
             if pieces and self.store.check([key]):
-                answer = json.loads(self.store.get(key))
+                answer = _answer(self.store.get(key), len(pieces), len(next(iter(self._known.values()))))
                 self.store.delete_key(key)
-                self._known |= zip(pieces, answer["losses"], strict=True)
-                self._paces[rank] = answer["pace"]
-            elif pieces:
+                if answer is not None:
+                    losses, self._paces[rank] = answer
+                    self._known |= zip(pieces, losses, strict=True)
+                    continue
+            if pieces:
                 del self._paces[rank]
                 self.say(f"step {step}: rank {rank} is gone, or late: its share is computed here")
         self._awaited = {}
@@ -205,13 +209,42 @@ class Elastic(SharedForwards):
         return [[loss for m in range(len(counted)) for loss in known[p, m]] for p in range(passes)]
 
 
+def _request(line: str) -> tuple[int, float | None] | None:
+    """The number of a rank that wants to take part, and the seconds that a piece takes it; None for a line of another
+    form."""
+    try:
+        rank, pace = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if type(rank) is not int or rank < 1 or not (pace is None or _is_pace(pace)):
+        return None
+    return rank, pace
+
+
+def _answer(text: bytes, pieces: int, rows: int) -> tuple[list[list[float]], float] | None:
+    """The losses of a rank's pieces, ``rows`` each, and the seconds that a piece took it; None for an answer of another form,
+    or with a loss that is not finite: the rank counts as gone."""
+    try:
+        answer = json.loads(text)
+        losses, pace = answer["losses"], answer["pace"]
+        whole = len(losses) == pieces and all(len(piece) == rows for piece in losses) and _is_pace(pace)
+        finite = all(type(loss) is float and math.isfinite(loss) for piece in losses for loss in piece)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    return (losses, pace) if whole and finite else None
+
+
+def _is_pace(pace: Any) -> bool:
+    return type(pace) is float and 0 < pace < math.inf
+
+
 def elastic(mesh: MeshSettings, address: str, timeout: float, *, joins: bool) -> Elastic:
     """The host of an elastic run, which serves the store at ``address`` (``host:port``), or a rank that joins it.
 
     Raises:
         LostRank: the address is taken; or nobody answers there within ``timeout`` seconds.
     """
-    host, _, port = address.rpartition(":")
+    host, port = host_and_port(address)
     who = "the rank that joins" if joins else "the run's host"
-    store = key_store(host, int(port), timeout, not joins, who, "the run's host", "elastic")
+    store = key_store(host, port, timeout, not joins, who, "the run's host", "elastic")
     return Elastic(mesh, store=store, number=store.add("ranks", 1) if joins else 0)

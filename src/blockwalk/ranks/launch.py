@@ -30,6 +30,9 @@ from typing import Any
 
 from blockwalk.ranks.place import LOST, PORT, LostRank, Place, meeting_point, port_of
 from blockwalk.system import links
+from blockwalk.system.cores import usable_cores
+from blockwalk.system.signals import STOPS, handled
+from blockwalk.system.terminal import clean_record, say
 
 LAUNCH_FLAGS = ("--nproc-per-node", "--nnodes")
 STORE = "BLOCKWALK_STORE"
@@ -47,23 +50,23 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
     """
     module = ["-m", "blockwalk", *arguments]
     if nodes > 1:
-        print("run on each node, with the first node's name in place of HOST:")
+        say("run on each node, with the first node's name in place of HOST:")
         for node in range(nodes):
             where = f"--nnodes {nodes} --node-rank {node} --master-addr HOST --master-port {PORT}"
-            print(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
-        print(
+            say(f"torchrun {where} --nproc-per-node {ranks_per_node} {shlex.join(module)}")
+        say(
             "ranks listen without a password: whoever reaches them can stop the run or falsify it. Keep others out, as root on"
             " each node, with the nodes' network (such as 10.0.0.0/24) in place of NETWORK; --interface NAME keeps the ranks'"
             " traffic on one interface:"
         )
-        print(firewall(_own_ports()))
+        say(firewall(_own_ports()))
         return 0
     _require_loopback()
     others = "for several nodes, add --nnodes N to see the command for each"
-    print(f"starting {ranks_per_node} ranks here; {others}", flush=True)
+    say(f"starting {ranks_per_node} ranks here; {others}")
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
         common = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node)),
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_node)),
             **os.environ,
             STORE: str(Path(folder, "store")),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -114,26 +117,24 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         ended = [(rank, each.pid, each.poll() or 0) for rank, each in enumerate(ranks)]
         return [each for each in ended if each[2] not in (0, *(sign for n in asked for sign in (-n, 128 + n)))]
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        while any(each.poll() is None for each in ranks) and not failures():
-            time.sleep(0.1)
-        if failures():
-            deadline = time.monotonic() + GRACE
-            for each in ranks:
-                each.terminate()
-            while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+    with handled(pass_on, STOPS):
+        try:
+            while any(each.poll() is None for each in ranks) and not failures():
                 time.sleep(0.1)
-            message, code = first_failure(failures())
-            print(f"blockwalk: {message}", file=sys.stderr)
-            return code
-        return 128 + asked[0] if any(each.returncode for each in ranks) else 0
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            if failures():
+                deadline = time.monotonic() + GRACE
+                for each in ranks:
+                    each.terminate()
+                while any(each.poll() is None for each in ranks) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                message, code = first_failure(failures())
+                say(f"blockwalk: {message}", file=sys.stderr)
+                return code
+            return 128 + asked[0] if any(each.returncode for each in ranks) else 0
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
 
 
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
@@ -206,6 +207,8 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     folder.mkdir(parents=True, exist_ok=True)
     rank_log = links.append_to(folder / f"rank-{here.rank:04d}.log")
     logging.basicConfig(stream=rank_log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(clean_record)
     logging.captureWarnings(True)
     logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
     store = _store(here, start_timeout)

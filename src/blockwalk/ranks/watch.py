@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.ranks.place import LOST, LostRank, Place
+from blockwalk.system.terminal import say
 
 DEAD_AFTER = 20.0
 """Seconds without a sign of life after which a rank counts as dead; noticed within another five."""
@@ -37,7 +38,7 @@ STUCK_AFTER = 30.0
 
 def _end_process(message: str) -> None:
     """Say why, once, and leave at once: a thread that waits in a collective would never return."""
-    print(message, file=sys.stderr, flush=True)
+    say(message, file=sys.stderr)
     os._exit(LOST)
 
 

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from blockwalk.plan.parsing import Loader, adapter_settings
 from blockwalk.report.html import curves, figures
 from blockwalk.system import own_text
 from blockwalk.system.links import within
+from blockwalk.system.terminal import one_line
 
 COMMENT = "<!-- {} -->"
 """A comment of Markdown, HTML and SVG."""
@@ -59,17 +61,39 @@ def write(folder: str | Path) -> Path:
     else:  # a name that the hub knows
         head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
-    rows = "\n".join(f"| {name} | {value} |" for name, value in figures(run))
-    sources = ", ".join(f"`{source}`" for source in ([train] if isinstance(train, str) else train))
-    again = f"`blockwalk train config.yaml` makes it again, with this file:\n\n```yaml\n{text.rstrip()}\n```"
+    rows = "\n".join(f"| {escaped(name)} | {escaped(value)} |" for name, value in figures(run))
+    sources = ", ".join(code(source) for source in ([train] if isinstance(train, str) else train))
+    fence = "`" * (_longest_ticks(text, least=2) + 1)
+    again = f"`blockwalk train config.yaml` makes it again, with this file:\n\n{fence}yaml\n{text.rstrip()}\n{fence}"
     if (run / LEDGER).is_file():
-        again += f"\n\n`blockwalk replay {model} {LEDGER} OUT` rebuilds the weights from the ledger, bit for bit."
-    body = f"# {run.name}\n\n{what} `{model}`, trained on {sources} by Blockwalk, method `{settings['method']}`.\n\n"
+        again += (
+            f"\n\n{code(f'blockwalk replay {model} {LEDGER} OUT')} rebuilds the weights from the ledger, bit for bit."
+        )
+    body = f"# {escaped(run.name)}\n\n{escaped(what)} {code(model)}, trained on {sources} by Blockwalk, method"
+    body += f" {code(settings['method'])}.\n\n"
     body += f"| | |\n|---|---|\n{rows}\n\n![loss](loss.svg)\n\n{again}\n"
     card = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body}"
     own_text.write(trained / "loss.svg", curves(run), COMMENT)
     own_text.write(trained / "README.md", card, COMMENT)
     return trained
+
+
+def escaped(value: object) -> str:
+    """A value as Markdown that shows it on one line, whatever it holds."""
+    return re.sub(r"([\\`*_\[\]<>#!|&~])", r"\\\1", one_line(str(value)))
+
+
+def code(value: object) -> str:
+    """A value as Markdown's code on one line; its fence is longer than any run of backticks in it."""
+    text = one_line(str(value))
+    ticks = _longest_ticks(text)
+    blank = " " if ticks else ""
+    return f"{'`' * (ticks + 1)}{blank}{text}{blank}{'`' * (ticks + 1)}"
+
+
+def _longest_ticks(text: str, least: int = 0) -> int:
+    """The length of the longest run of backticks in a text, and ``least`` at least."""
+    return max([least, *(len(ticks) for ticks in re.findall("`+", text))])
 
 
 def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:

@@ -8,7 +8,6 @@ power the same holds because the data is on the disk before the name changes. A 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -26,6 +25,7 @@ from typing import IO, Any
 import yaml
 
 from blockwalk.system import links
+from blockwalk.system.locks import lock
 from blockwalk.system.paths import StrPath
 
 log = logging.getLogger(__name__)
@@ -264,16 +264,10 @@ def locked(folder: StrPath) -> Iterator[None]:
     path = folder / LOCK
     while True:
         with links.append_to(path) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock(file.fileno(), folder):
                 file.seek(0)
                 holder = file.read().strip() or "another process"
-                raise ValueError(
-                    f"{folder} is in use by {holder}: wait for its end, or choose another folder"
-                ) from None
-            except OSError as error:
-                log.warning("%s is on a file system without locks (%s): see that no other run uses it", folder, error)
+                raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder")
             try:
                 if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                     continue

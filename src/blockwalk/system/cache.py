@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable
@@ -18,10 +19,17 @@ T = TypeVar("T")
 
 
 def folder() -> Path:
-    """The cache folder, which need not exist yet."""
-    if chosen := os.environ.get("BLOCKWALK_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk"
+    """The cache folder, which need not exist yet.
+
+    Raises:
+        PermissionError: none is named, and the user has no home directory.
+    """
+    try:
+        if chosen := os.environ.get("BLOCKWALK_CACHE"):
+            return Path(chosen).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockwalk"
+    except RuntimeError:  # a user whom the system does not know, without HOME
+        raise PermissionError(errno.EACCES, "this user has no home directory; set BLOCKWALK_CACHE or HOME") from None
 
 
 def key(facts: bytes) -> str:

@@ -41,7 +41,7 @@ def append_to(path: Path) -> IO[str]:
         ValueError: as :func:`open_own`.
     """
     descriptor = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(descriptor, "a+", encoding="utf-8", buffering=1)
+    return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace", buffering=1)
 
 
 def remove(path: Path) -> None:

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import threading
@@ -20,6 +21,8 @@ DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
+_STATM = "/proc/self/statm"
+_PAGE = resource.getpagesize()
 _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
 
 
@@ -39,6 +42,18 @@ def peak_resident_bytes() -> int:
     """Bytes of the most resident memory that this process has had, file pages that the kernel can drop included: what ``top``
     shows as RSS; 0 where there is no ``/proc``."""
     return _status((b"VmHWM:",)) or 0
+
+
+def address_space_bytes() -> int:
+    """Bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no ``/proc``."""
+    try:
+        fd = os.open(_STATM, os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(fd, 64).split()[0]) * _PAGE
+    finally:
+        os.close(fd)
 
 
 def _status(names: tuple[bytes, ...]) -> int | None:
@@ -73,7 +88,7 @@ def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pro
 
     swap = int(psutil.swap_memory().total)
     limits = [Limit(int(psutil.virtual_memory().total), "this machine", swap)]
-    for path in _limit_files(root, groups):
+    for path in group_files(root, groups, "memory", v1="memory.limit_in_bytes", v2="memory.max"):
         if (limit := _number(path)) is not None:
             most = _number(path.with_name("memory.swap.max"))
             limits.append(Limit(limit, str(path), swap if most is None else min(swap, most)))
@@ -99,17 +114,17 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _limit_files(root: Path, groups: Path) -> Iterator[Path]:
-    """The files in which memory limits of this process may stand: those of its own control group and of the groups around it,
-    of either version of control groups."""
+def group_files(root: Path, groups: Path, controller: str, *, v1: str, v2: str) -> Iterator[Path]:
+    """The files in which limits of this process may stand: those of its control group and of the groups around it, which are
+    named ``v1`` or ``v2`` by the version of control groups."""
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    for line in lines or ["0::/", "0:memory:/"]:
+    for line in lines or ["0::/", f"0:{controller}:/"]:
         _, controllers, group = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        if not controllers or controller in controllers.split(","):
+            base, name = (root / controller, v1) if controllers else (root, v2)
             own = base / group.strip("/")
             yield from (each / name for each in (own, *own.parents) if each.is_relative_to(base))
 

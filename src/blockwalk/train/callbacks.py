@@ -13,6 +13,7 @@ from blockwalk.plan.parsing import did_you_mean, flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report import card
+from blockwalk.system.terminal import say
 from blockwalk.walk.walker import Walker
 
 INSTALL = "pip install 'blockwalk[track]'"
@@ -99,7 +100,7 @@ def pushes(repo: str) -> list[Callback]:
     def push(event: Event) -> None:
         ended = event.name == "end" and not Path(event.values["saved_to"]).name.startswith("checkpoint")
         if ended and event.walker.ranks.rank == 0:
-            print(f"uploaded to {card.push(event.run.output_dir, repo)}")
+            say(f"uploaded to {card.push(event.run.output_dir, repo)}")
 
     return [push]
 

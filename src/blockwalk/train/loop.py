@@ -14,7 +14,6 @@ output_dir/
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +48,8 @@ from blockwalk.system.atomic_files import whole_lines
 from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
+from blockwalk.system.signals import STOPS, handled
+from blockwalk.system.terminal import hurry, say_in_handler, steady
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
@@ -106,7 +107,7 @@ def train(
     callbacks: Iterable[Callback] = (),
     trace: str | Path | None = None,
 ) -> Outcome:
-    """Train as configured, to the end or until SIGTERM or SIGINT, on which a checkpoint is saved.
+    """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a checkpoint is saved.
 
     Args:
         run: the configuration: a value, a mapping of settings, or the path of a YAML file.
@@ -125,7 +126,7 @@ def train(
     refuse_rounded(run.model, run.plan, run.adapters)
     callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
-    with PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
+    with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
@@ -617,7 +618,7 @@ def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGINT before the run began; nothing was changed."""
+    """A signal before the run began; nothing was changed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -630,8 +631,8 @@ class _Interrupted(Exception):
 
 @dataclass(slots=True)
 class _Stop:
-    """The action of SIGTERM and SIGINT: they end the process where it stands, or are noted for the loop, which ends between two
-    steps."""
+    """The action of the signals that ask a run to end: they end the process where it stands, or are noted for the loop, which
+    ends between two steps."""
 
     noted: bool = False
     asked: int = 0
@@ -640,22 +641,18 @@ class _Stop:
 
 @contextmanager
 def _stop_signals() -> Iterator[_Stop]:
-    """SIGTERM and SIGINT as a :class:`_Stop` says; a second one acts as it would have."""
+    """Signals that ask the run to end, as a :class:`_Stop` says; a second one acts as it would have."""
     stop = _Stop()
 
     def act(number: int, _: FrameType | None) -> None:
-        signal.signal(number, previous[signal.Signals(number)])
+        hurry()
+        signal.signal(number, previous[number])
         if not stop.noted:
             raise Stopped(number)
         stop.asked = number
         if place.place().rank == 0:  # not through a buffered writer, which this may have interrupted
             when = "after this step, or this batch of an evaluation"
-            os.write(2, f"\nstopping {when}, with a checkpoint; ^C again to quit\n".encode())
+            say_in_handler(f"\nstopping {when}, with a checkpoint; ^C again to quit\n")
 
-    watched = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, act) for number in watched}
-    try:
+    with handled(act, STOPS) as previous:
         yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

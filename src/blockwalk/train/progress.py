@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from blockwalk.program.program import human_bytes
+from blockwalk.system.terminal import clean, is_terminal, say
 
 QUIET = 10.0
 """Seconds between plain lines of an evaluation."""
@@ -40,7 +41,7 @@ class Progress:
         steps to come."""
 
     def __enter__(self) -> Progress:
-        if sys.stdout.isatty() or "ipykernel" in sys.modules:
+        if is_terminal(sys.stdout) or "ipykernel" in sys.modules:
             from rich import progress
 
             columns = (
@@ -62,18 +63,20 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            from rich.text import Text
+
+            self._bar.console.print(Text(clean(text)))  # no markup and no emoji names in it
         else:
-            print(text, flush=True)
+            say(text)
 
     def show_learnt(self, title: str, runs: Sequence[tuple[str, bool]]) -> None:
         """Print a text whose learnt runs stand in ⟦ ⟧, green on a terminal; a run's middle is left out where it is long."""
         if self._bar is None:
-            print(*learnt_lines(title, runs), sep="\n", flush=True)
+            say(*learnt_lines(title, runs))
         else:
             from rich.text import Text
 
-            styled = [(text, "green" if learnt else "dim") for text, learnt in _marked(runs)]
+            styled = [(clean(text), "green" if learnt else "dim") for text, learnt in _marked(runs)]
             self._bar.console.print(Text.assemble(f"{title} (learnt: ⟦ ⟧):\n", *styled))
 
     @contextmanager
@@ -89,7 +92,7 @@ class Progress:
                 self._bar.update(task, completed=done)
             elif done and now - said > QUIET:
                 said = now
-                print(f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left", flush=True)
+                say(f"evaluation {done}/{count}  {(now - began) / done * (count - done):.0f} s left")
 
         try:
             yield show
@@ -109,7 +112,7 @@ class Progress:
         elif step % self._log_every == 0 or step == self._total:
             width = int(math.log10(self._total)) + 1
             left = (now - self._began) / (step - self._first) * (self._total - step)
-            print(f"step {step:>{width}}/{self._total}  {figures}  {left:.0f} s left", flush=True)
+            say(f"step {step:>{width}}/{self._total}  {figures}  {left:.0f} s left")
 
 
 def learnt_lines(title: str, runs: Sequence[tuple[str, bool]]) -> list[str]:

@@ -23,6 +23,7 @@ from blockwalk.report.room import check_budget, check_disks, check_memory
 from blockwalk.simulate.simulator import Simulation
 from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
+from blockwalk.system.temporary import require_temporary
 from blockwalk.train import outlook
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
@@ -93,6 +94,7 @@ def prepare(run: RunConfig) -> Ready:
         ValueError: data that cannot be trained on, or weights that do not fit their configuration's model.
     """
     run = replace(run, plan=as_it_comes(run.plan, run.model))
+    require_temporary(run.output_dir)
     with large_returned():
         tokenizer = load_tokenizer(run.model)
     rows, choices = read_training_rows(run, tokenizer)

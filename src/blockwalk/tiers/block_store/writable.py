@@ -13,7 +13,6 @@ for pages that are read once a step.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.system.atomic_files import Damaged
+from blockwalk.system.locks import lock
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import (
     HEADER_PAGE,
@@ -191,9 +191,7 @@ def _transfer(call: Transfer, fd: int, buffer: memoryview, offset: int) -> None:
 def _lock(path: Path) -> int:
     """Hold a store for this process: its index, locked, until the descriptor closes."""
     fd = os.open(path / INDEX, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(fd, path):
         os.close(fd)
-        raise ValueError(f"{path} is open for writing already, here or in another process") from None
+        raise ValueError(f"{path} is open for writing already, here or in another process")
     return fd
