@@ -14,6 +14,7 @@ output_dir/
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
