@@ -36,7 +36,9 @@ JOINED = "joined-"
 """The beginning of the names of working folders, below :data:`SCRATCH`, of ranks that join an elastic run."""
 REPLACED = "replaced"
 """The folder in which a run that another one replaces stays until that one's first checkpoint is whole."""
-LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "forecast.json", "trace.json")
+CHANGED = "changed.jsonl"
+"""The settings that resumed runs changed: one line for each of them that did."""
+LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", CHANGED, "config.yaml", "forecast.json", "trace.json")
 """Files that a run writes beside its checkpoints and its ledger."""
 SCALARS = "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")

@@ -5,6 +5,7 @@ output_dir/
     metrics.jsonl          one line a step
     evaluations.jsonl      one line an evaluation
     skipped.jsonl          with skip_nonfinite: one line a batch that was left out
+    changed.jsonl          one line a resumed run that changed settings
     ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
     adapter/ or model/     the trained weights, at the end
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -66,7 +68,7 @@ class Outcome:
     """Optimizer steps done, those before a resume included."""
     first_loss: float | None
     last_loss: float | None
-    """Training losses; None before the first step."""
+    """Mean training losses of the first and of the last tenth of the steps; None before the first step."""
     before: Evaluation | None
     after: Evaluation | None
     peak_bytes: int
@@ -86,7 +88,9 @@ class Outcome:
                 yield f"held-out {title:<10}{self.before.scores[title]:.1f}% → {ended:.1f}%"
             yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
         if self.first_loss is not None and self.last_loss is not None:
-            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
+            tenth = -(-self.steps // 10)
+            beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
+            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps{beside})"
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
         if self.resident_bytes:
             yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
@@ -242,6 +246,8 @@ class _Loop:
         self.evaluated = -1
         """The step of the last evaluation, on every rank as in rank 0's log."""
         self.stopped_by: signal.Signals | None = None
+        self.answers_count = False
+        """True where several ranks tell one another what their callbacks answered: one of them has some."""
 
     def read(self, saved: run_checkpoint.Checkpoint) -> None:
         """Take over what a checkpoint has beside weights.
@@ -279,6 +285,8 @@ class _Loop:
             return MetricsLog(path, source=before and before / name, keep_until=walker.steps_done)
 
         self.metrics, self.evaluations = log("metrics.jsonl"), log("evaluations.jsonl")
+        if rank == 0:
+            self._note_changes(before)
         self.evaluated = first(self._evaluated)
         name, left_out = "skipped.jsonl", before / "skipped.jsonl" if before else Path()
         lines = first(lambda: [line["step"] for line in whole_lines(left_out)])
@@ -293,6 +301,19 @@ class _Loop:
                 _, tokens = self.ready.next_batch(self.config.data.label_scores)
                 if entry.step > self.metrics.last_step:
                     self.metrics.write(_line(entry, tokens))
+
+    def _note_changes(self, before: Path | None) -> None:
+        """Keep what resumed runs changed, by step, where the model card finds it."""
+        changed = MetricsLog(
+            self.output_dir / run_checkpoint.CHANGED,
+            source=before and before / run_checkpoint.CHANGED,
+            keep_until=self.walker.steps_done,
+        )
+        if self.changes:
+            changed.write({"step": self.walker.steps_done, "changes": self.changes})
+        changed.close()
+        if changed.last_line is None:
+            changed.path.unlink()
 
     def _evaluated(self) -> int:
         """The step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell of it."""
@@ -319,7 +340,12 @@ class _Loop:
             progress.say(f"resumed at step {done}")
         for change in self.changes:
             progress.say(f"note: changed since the checkpoint: {change}")
+        for note in self.walker.notes():
+            progress.say(f"note: {note}")
         saved_at = -1 if self.saved is None else self.saved.step
+        ranks = self.walker.ranks
+        if ranks.world > 1:
+            self.answers_count = any(count for (count,) in ranks.exchange([float(len(self.callbacks))]))
         self._tell("begin", self.step_forecast.values())
         if not self._agreed():
             self._evaluate()
@@ -351,10 +377,13 @@ class _Loop:
         return outcome
 
     def _tell(self, name: Any, values: Mapping[str, Any]) -> None:
-        """Tell the callbacks of an event; one that answers True makes this step the last."""
+        """Tell the callbacks of an event; one that answers True, on any rank, makes this step the last of all."""
         event = Event(name, self.walker.steps_done, values, self.walker, self.config)
         answers = [callback(event) for callback in self.callbacks]
-        if any(answer is True for answer in answers):
+        ends = any(answer is True for answer in answers)
+        if self.answers_count:
+            ends = any(told for (told,) in self.walker.ranks.exchange([float(ends)]))
+        if ends:
             self.total = self.walker.steps_done
 
     def _agreed(self, *, heard: bool = True) -> bool:
@@ -484,12 +513,13 @@ class _Loop:
                     for name, file in self.ready.tokenizer_files.items():
                         (folder / name).parent.mkdir(exist_ok=True)
                         (folder / name).write_bytes(file.data)
-        began, ended = self.metrics.first_line, self.metrics.last_line
+        losses = [line["loss"] for line in whole_lines(self.metrics.path)]
+        tenth = -(-len(losses) // 10)
         before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(
             steps=self.walker.steps_done,
-            first_loss=began["loss"] if began else None,
-            last_loss=ended["loss"] if ended else None,
+            first_loss=fmean(losses[:tenth]) if losses else None,
+            last_loss=fmean(losses[-tenth:]) if losses else None,
             before=Evaluation.of(before) if before and before["step"] == 0 else None,
             after=Evaluation.of(after) if after and after["step"] == self.total else None,
             peak_bytes=self.memory.highest,

@@ -28,6 +28,7 @@ class MetricsLog:
         atomic_files.write_bytes(path, text.encode())
         self.first_line: Mapping[str, Any] | None = kept[0] if kept else None
         self.last_line: Mapping[str, Any] | None = kept[-1] if kept else None
+        self.path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     @property
