@@ -223,5 +223,5 @@ def test_a_callback_of_one_rank_ends_the_run_on_all(method_name: str, tiny_run: 
     arguments = [*tiny_run.arguments(tmp_path), "--method", method_name, "--max_steps", "5"]
     if method_name == "mezo":
         arguments += ["--lora", "false", "--mesh.perturb", "2"]
-    assert run_ranks(2, _ended_by_one, arguments) == [2, 2]
+    assert run_ranks(2, _ended_by_one, 2, arguments) == [2, 2]
     assert len(result(tmp_path)[1]) == 2

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -41,6 +40,7 @@ from blockwalk.ranks.elastic import Elastic, elastic
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import zeroth_order_advice
+from blockwalk.report.html import loss_ends
 from blockwalk.report.room import check_budget, check_disks, check_memory, close_memory
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.system import atomic_files
@@ -514,12 +514,12 @@ class _Loop:
                         (folder / name).parent.mkdir(exist_ok=True)
                         (folder / name).write_bytes(file.data)
         losses = [line["loss"] for line in whole_lines(self.metrics.path)]
-        tenth = -(-len(losses) // 10)
+        ends = loss_ends(losses) if losses else (None, None)
         before, after = self.evaluations.first_line, self.evaluations.last_line
         return Outcome(
             steps=self.walker.steps_done,
-            first_loss=fmean(losses[:tenth]) if losses else None,
-            last_loss=fmean(losses[-tenth:]) if losses else None,
+            first_loss=ends[0],
+            last_loss=ends[1],
             before=Evaluation.of(before) if before and before["step"] == 0 else None,
             after=Evaluation.of(after) if after and after["step"] == self.total else None,
             peak_bytes=self.memory.highest,

@@ -228,7 +228,7 @@ class ZerothOrder:
             state.factors[key] = ending.factors()
             self._losses_together(key, state)
         elif training and not state.counted[m] and not state.by_row:  # a mean over nothing
-            state.losses[key] = torch.zeros((), dtype=torch.float64)
+            state.losses[key] = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         elif training:
             state.losses[key] = ending.loss(by_row=state.by_row)
         else:
