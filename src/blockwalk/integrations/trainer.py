@@ -224,7 +224,7 @@ def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Ten
 
 
 def _placed(spans: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """Spans one after the other, each with the place at which it begins."""
+    """Place spans one after the other; answer each with the place at which it begins."""
     placed, at = [], 0
     for begin, end in sorted(spans):
         placed.append((at, (begin, end)))
