@@ -201,9 +201,9 @@ class Engine:
             gradient = self._landed(each.gradient, each.master.device)
             rate = learning_rate * (self.plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0)
             for rule, part in self._parts(each.places):
-                pieces = [tensor if part is None else tensor.view(-1)[part] for tensor in (each.master, gradient)]
-                moments = {n: t if part is None else t.view(-1)[part] for n, t in each.moments.items()}
-                rule.apply_(*pieces, moments, step=step, lr=rate, rounding=rounding)
+                moments = {name: _range(moment, part) for name, moment in each.moments.items()}
+                master, piece = _range(each.master, part), _range(gradient, part)
+                rule.apply_(master, piece, moments, step=step, lr=rate, rounding=rounding)
         self.first_order.changed(unit)
 
     def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
@@ -309,3 +309,8 @@ class Engine:
     def close(self) -> None:
         self.trained.close()
         self.model.close()
+
+
+def _range(tensor: Tensor, part: slice | None) -> Tensor:
+    """A range of a contiguous tensor's elements; the tensor itself where ``part`` is None."""
+    return tensor if part is None else tensor.view(-1)[part]
