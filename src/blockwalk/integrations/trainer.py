@@ -95,7 +95,8 @@ class BlockwalkTrainer(Trainer):
         """Keep the columns that the model takes: one that the walk does not follow is refused with its batch, by name."""
         if self._signature_columns is None:
             taken = inspect.signature(self.walker.engine.cut.base.forward).parameters
-            self._signature_columns: Any = [*dict.fromkeys([*taken, "label", "label_ids", *self.label_names])]
+            columns: Any = [*dict.fromkeys([*taken, "label", "label_ids", *self.label_names])]
+            self._signature_columns = columns
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the optimizer that transformers' schedulers count with; the walker's rule does the work."""
