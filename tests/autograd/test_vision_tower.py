@@ -135,7 +135,7 @@ def test_a_model_with_pictures_learns_text(kind: str, adapted: int, tmp_path: Pa
 def test_what_text_does_not_reach_is_saved_as_it_came(tmp_path: Path) -> None:
     """Oracle: transformers' own reading. Every parameter is trained but the tower's, which no text reaches."""
     make().save_pretrained(tmp_path / "model")
-    plan = method("plain", optimizer={"learning_rate": 1e-2, "weight_decay": 0.1})
+    plan = method("plain", optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "decay": "all"})
     with Walker(tmp_path / "model", plan, workdir=tmp_path, device="cpu") as walker:
         walker.step(batch_of_text())
         walker.save_pretrained(tmp_path / "saved")

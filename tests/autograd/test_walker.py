@@ -62,7 +62,7 @@ def test_twenty_steps_are_those_of_torch_adamw(plan: dict[str, Any], tmp_path: P
     model = tiny_model("llama", tied=True)
     control = copy.deepcopy(model).train()
     optimizer = torch.optim.AdamW(control.parameters(), lr=1e-3, weight_decay=0.01, foreach=False, fused=False)
-    settings = {**plan, "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01}}
+    settings = {**plan, "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.01, "decay": "all"}}
     losses, own = [], []
     with Walker(copy.deepcopy(model), method(**settings), workdir=tmp_path, device="cpu") as walker:
         for step in range(20):

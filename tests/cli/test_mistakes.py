@@ -14,7 +14,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("--batch_size 0", "batch_size is 0; it must be at least 1"),
     ("--batch_size many", "batch_size is 'many'; it takes a whole number"),
     ("--batch_size 6 --gradient_accumulation_steps 4", "gradient_accumulation_steps=4 does not divide"),
-    ("--epochs 0", "epochs is 0; it must be at least 1"),
+    ("--epochs 0", "epochs is 0.0; it must be above 0, such as 3 or 0.5"),
     ("--max_steps -1", "max_steps is -1; it must be at least 0"),
     ("--log_every 0", "log_every is 0"),
     ("--keep_checkpoints 0", "keep_checkpoints is 0"),

@@ -139,7 +139,7 @@ def test_what_is_trained(given: dict[str, Any], name: str) -> None:
     ("wrong", "message"),
     [
         *(({name: -1}, f"{name} is -1; it must be at least 0") for name in ("max_steps", "eval_every", "save_every")),
-        *(({name: 0}, f"{name} is 0; it must be at least 1") for name in ("epochs", "keep_checkpoints", "log_every")),
+        *(({name: 0}, f"{name} is 0; it must be at least 1") for name in ("keep_checkpoints", "log_every")),
         ({"start_timeout": 0.0}, "start_timeout is 0.0; it must be above 0 seconds"),
         ({"data": DataSettings(eval_limit=-1)}, "data.eval_limit is -1"),
         ({"data": DataSettings(max_length=1)}, "data.max_length is 1; it must be at least 2"),

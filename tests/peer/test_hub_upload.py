@@ -38,9 +38,10 @@ def test_a_run_ends_on_the_hub(tiny_run: TinyRun, hub: Hub, tmp_path: Path) -> N
     assert main.main(["train", *arguments]) == 0
     assert hub.private == {"ours/adapter": True}
     given = {path.name: path.read_bytes() for path in (hub.root / "ours/adapter").iterdir()}
-    kept = [*(tmp_path / "out/adapter").iterdir(), tmp_path / "out/config.yaml"]
+    kept = (tmp_path / "out/adapter").iterdir()
     assert given == {path.name: path.read_bytes() for path in kept if path.name != ".blockwalk"}
-    assert {"adapter_model.safetensors", "README.md", "loss.svg", "tokenizer.json"} <= given.keys()
+    assert {"adapter_model.safetensors", "README.md", "loss.svg", "tokenizer.json", "config.yaml"} <= given.keys()
+    assert str(tmp_path) not in (given["README.md"] + given["config.yaml"]).decode(), "no folder of this machine"
     card = ModelCard(given["README.md"].decode())
     assert (card.data["library_name"], card.data["pipeline_tag"]) == ("peft", "text-generation")
 

@@ -25,6 +25,15 @@ from tests.support.held import masters
 
 METHODS = ("zero3", "zeropp", "mics", "fcdp", "hzp")
 LEARNING_RATE = 1e-3
+DECAY = 0.5
+"""Weight decay that shows where a slice, which cuts through parameters, decays a norm or a bias."""
+
+
+def groups(trained: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameters in AdamW's groups: norms and biases do not decay."""
+    spared = [p for name, p in trained.items() if "norm" in name or "bias" in name]
+    others = [p for name, p in trained.items() if not ("norm" in name or "bias" in name)]
+    return [{"params": others}, *([{"params": spared, "weight_decay": 0.0}] if spared else [])]
 
 
 def plain_run(model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm: float = 0.0) -> dict[str, Any]:
@@ -34,7 +43,7 @@ def plain_run(model: nn.Module, batches: list[dict[str, torch.Tensor]], max_norm
     _loss(exact_model, batches[0], torch.float64).backward()
     exact = {name: p.grad for name, p in exact_model.named_parameters() if p.grad is not None}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE, weight_decay=0.01, foreach=False)
+    optimizer = torch.optim.AdamW(groups(trained), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False)
     losses, first = [], {}
     model.train()
     for batch in batches:
@@ -89,7 +98,7 @@ def walked(
     model = make(kind, lora)
     settings = {
         "learning_rate": LEARNING_RATE,
-        "weight_decay": 0.01,
+        "weight_decay": DECAY,
         "max_grad_norm": changes.pop("max_grad_norm", 0.0),
     }
     nested = {key.removeprefix("mesh."): changes.pop(key) for key in list(changes) if key.startswith("mesh.")}
@@ -269,7 +278,8 @@ def _half(
 def half_run(masters: nn.Module, steps: int) -> tuple[list[float], nn.Module]:
     """Losses of a plain loop that rounds float32 masters to bfloat16 for every step, and the masters after it."""
     trained = [p for p in masters.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.01, foreach=False)
+    by_name = {name: p for name, p in masters.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(groups(by_name), lr=LEARNING_RATE, weight_decay=DECAY, foreach=False)
     losses = []
     for step in range(steps):
         half = copy.deepcopy(masters).to(torch.bfloat16)

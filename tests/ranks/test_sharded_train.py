@@ -210,3 +210,18 @@ def test_ranks_drop_different_elements() -> None:
         assert torch.allclose(kept[name], control[name], rtol=1e-4, atol=1e-7), name
     weight = "transformer.h.1.mlp.c_fc.weight"
     assert float((dropped[weight] - alone[weight]).norm()) > 0.1 * float(alone[weight].norm())
+
+
+def _ended_by_one(rank: int, world: int, arguments: list[str]) -> int:
+    """Train with a callback on the last rank alone, which ends the run after the second step."""
+    callbacks = [lambda event: event.name == "step" and event.step == 2] if rank == world - 1 else []
+    return loop.train(run_config(arguments, rank, world), callbacks=callbacks).steps
+
+
+@pytest.mark.parametrize("method_name", ["fcdp", "mezo"])
+def test_a_callback_of_one_rank_ends_the_run_on_all(method_name: str, tiny_run: TinyRun, tmp_path: Path) -> None:
+    arguments = [*tiny_run.arguments(tmp_path), "--method", method_name, "--max_steps", "5"]
+    if method_name == "mezo":
+        arguments += ["--lora", "false", "--mesh.perturb", "2"]
+    assert run_ranks(2, _ended_by_one, 2, arguments) == [2, 2]
+    assert len(result(tmp_path)[1]) == 2

@@ -35,6 +35,14 @@ class HasPieces(Protocol):
         """Every tensor that a resumed run needs, as far as this rank holds it, by name and kind."""
         ...
 
+    def facts(self) -> Mapping[str, str]:
+        """Facts that the tensors were made by, which a resumed run must know."""
+        ...
+
+    def resume_facts(self, facts: Mapping[str, str]) -> None:
+        """Take over what :meth:`facts` of the engine that saved said."""
+        ...
+
     def masters_changed(self) -> None:
         """Tell the engine that its masters were written to, so that bytes derived from them are made again."""
         ...
@@ -68,7 +76,10 @@ class Saver:
         state = self.engine.pieces(to_write=True)
         if not wait:
             state = {key: value.copied() for key, value in state.items()}
-        self._pending = self._thread.submit(write_folder, Path(folder), state, steps_done, beside or {}, self._group)
+        facts = self.engine.facts()
+        self._pending = self._thread.submit(
+            write_folder, Path(folder), state, steps_done, beside or {}, self._group, facts
+        )
         if wait:
             self.wait()
 
@@ -103,6 +114,7 @@ class Saver:
             for name, piece in own.items():
                 for first, held in piece.held.items():
                     saved.read_into(name, first, held)
+        self.engine.resume_facts(saved.facts)
         return saved.steps_done
 
     def wait(self) -> None:
@@ -125,8 +137,10 @@ def write_folder(
     steps_done: int,
     beside: Mapping[str, str],
     group: dist.ProcessGroup | None = None,
+    facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint, every rank of a group its pieces, this process alone without one; arguments as :meth:`Saver.save`."""
+    """Write a checkpoint, every rank of a group its pieces, this process alone without one; arguments as :meth:`Saver.save`,
+    ``facts`` as :meth:`HasPieces.facts`."""
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
     rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size(group))
     if folder.exists():
@@ -140,7 +154,7 @@ def write_folder(
     _require(partial, group)
     failed = ""
     try:
-        pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks)
+        pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks, facts=facts)
     except OSError as error:
         if group is None:
             shutil.rmtree(partial, ignore_errors=True)

@@ -47,8 +47,16 @@ class Pieces:
         return Pieces(self.numel, held)
 
 
-def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank: int = 0, ranks: int = 1) -> None:
-    """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time."""
+def write(
+    folder: Path,
+    tensors: Mapping[str, Pieces],
+    *,
+    steps_done: int,
+    rank: int = 0,
+    ranks: int = 1,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write this rank's files of a checkpoint, synced, holding one piece's rows at a time. ``facts`` go into its table."""
     keys = {f"{name}@{first}": (name, first) for name, tensor in tensors.items() for first in tensor.held}
     entries = {}
     sums: dict[str, list[int]] = {key: [] for key in keys}
@@ -86,7 +94,7 @@ def write(folder: Path, tensors: Mapping[str, Pieces], *, steps_done: int, rank:
         }
         for key, (name, first) in keys.items()
     ]
-    head = {"steps_done": steps_done, "ranks": ranks, "nbytes": path.stat().st_size}
+    head = {"steps_done": steps_done, "ranks": ranks, "nbytes": path.stat().st_size, "facts": dict(facts or {})}
     atomic_files.write_sealed(_file(folder, rank, "json"), {**head, "pieces": table})
 
 
@@ -148,6 +156,8 @@ class Saved:
         self.numel: dict[str, int] = {}
         """Elements of each tensor."""
         self.steps_done = 0
+        self.facts: dict[str, str] = {}
+        """Facts that the tensors were made by; none where an older version wrote them."""
         self._places: dict[str, list[_Place]] = {}
         self._files: list[MappedFile] = []
         refuse_format_1(folder)
@@ -157,6 +167,7 @@ class Saved:
                 table = atomic_files.read_sealed(_file(folder, rank, "json"))
                 with atomic_files.reading(_file(folder, rank, "json")):
                     self.steps_done, ranks = int(table["steps_done"]), int(table["ranks"])
+                    self.facts = dict(table.get("facts", {}))
                     self._open(_file(folder, rank, "safetensors"), table)
                 rank += 1
             for name, places in self._places.items():

@@ -39,7 +39,9 @@ REPLACED = "replaced"
 """The folder in which a run that another one replaces stays until that one's first checkpoint is whole."""
 RESULTS = ("adapter", "model")
 """The folders of trained weights that a run leaves."""
-LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "config.yaml", "forecast.json", "trace.json")
+CHANGED = "changed.jsonl"
+"""The settings that resumed runs changed: one line for each of them that did."""
+LOGS = ("metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", CHANGED, "config.yaml", "forecast.json", "trace.json")
 """Files that a run writes beside its checkpoints and its ledger."""
 SCALARS = "state.json"
 SAME_WEIGHTS = "; the same content, by a digest of its configuration and weights (of a block store, its index)"

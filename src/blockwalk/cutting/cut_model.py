@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
 from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import BlockCall, BlockResult, Handed, Prologue, containers_of, rebuild, tensors_of
+from blockwalk.cutting.decay import spared_by_decay
 from blockwalk.cutting.ownership import find_parameters, find_parts
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.numerics.device import is_cpu
@@ -116,6 +117,8 @@ class CutModel:
 
         self._units = find_parts(model, anatomy, canonical)
         self._spec = find_parameters(model, self.base, self._units, canonical)
+        self.spared_by_decay = spared_by_decay(model, canonical)
+        """The norms and biases, which weight decay spares, by canonical name."""
         owning = [part for part in self._units.pieces if next(part.module.parameters(), None) is not None]
         self._prologue_pieces = [(part.name, part.module) for part in owning if part.unit == 0]
         self._bound: set[int] = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -332,6 +333,24 @@ def require_borders(folder: str | Path) -> None:
             f"{type(model).__name__} does not keep documents apart that share a row, by positions or by a mask; set"
             " data.packing: false"
         )
+
+
+def require_positions(folder: str | Path, tokens: int) -> None:
+    """Raise ValueError where a model has learnt fewer positions than a sequence has tokens: it has no row for the others."""
+    model: Any = skeleton.build_skeleton(folder)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+            learnt = module.num_embeddings - int(getattr(module, "offset", 0))
+            if tokens > learnt == positions:  # others are of pictures
+                raise ValueError(
+                    f"sequences have up to {tokens} tokens, and the model has learnt {learnt} positions ({name}): lower"
+                    f" data.max_length to {learnt}"
+                )
+
+
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*positions?(_embed\w*)?)$")
+"""Names of embeddings of positions: GPT-2's wpe, OPT's embed_positions, the first GPT's positions_embed."""
 
 
 def small_batch(config: Any) -> dict[str, Tensor]:

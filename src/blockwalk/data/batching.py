@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.data.encode import Choices, Encoded, Ids, Numbers
-from blockwalk.plan.sizes import ROW_TILE
+from blockwalk.plan.sizes import ROW_TILE, steps_of_epochs
 
 Batch = dict[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt. Packed rows
@@ -69,10 +69,9 @@ class Batches(Iterator[Batch]):
         """Examples of this epoch that were given out."""
         self._order = self._epoch_order()
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches until every example has come at least once."""
-        return -(-len(self.dataset) // self.batch_size)
+    def steps(self, epochs: float) -> int:
+        """Count the batches until every example has come so many times, the last one filled up."""
+        return steps_of_epochs(len(self.dataset), self.batch_size, epochs)
 
     def __next__(self) -> Batch:
         return collate(self.dataset, self.next_rows(), self.padding_multiple)

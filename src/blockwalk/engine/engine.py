@@ -8,8 +8,9 @@ chosen here, by the plan's facts, and described in :mod:`blockwalk.engine.home`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ class Engine:
         self.module, self.cut, self.spec, self.source = opened.module, opened.cut, opened.spec, opened.source
         self.compute_dtype, self.used_as = opened.compute_dtype, opened.used_as
         self.rule, self._undo = Rule(plan.optimizer), Undo(self.scratch, device)
+        self.keeps_decay_of_all = False
+        """True where the run began when weight decay reached norms and biases too: it goes on so, whatever the plan says."""
+        self._plain_rule = Rule(replace(plan.optimizer, weight_decay=0.0))
+        """The rule of parameters that weight decay spares."""
         self.dirty: frozenset[int] = frozenset()
         """Sharded over ranks: units whose node slices are out of date, as the last program left them."""
         self._landing: Tensor | None = None
@@ -202,8 +207,27 @@ class Engine:
             gradient = self._landed(each.gradient, each.master.device)
             rate = learning_rate * (self.plan.optimizer.lora_b_ratio if ".lora_B." in each.name else 1.0)
             scale = 1.0 if on_device else coefficient
-            self.rule.apply_(each.master, gradient, each.moments, step=step, lr=rate, rounding=rounding, scale=scale)
+            for rule, part in self._parts(each.places):
+                moments = {name: _range(moment, part) for name, moment in each.moments.items()}
+                master, piece = _range(each.master, part), _range(gradient, part)
+                rule.apply_(master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale)
         self.first_order.changed(unit)
+
+    def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
+        """The ranges of a master under one rule each: None for all of it. Rules work element by element, so that ranges of a
+        slice which cuts through parameters are exact."""
+        spares = (
+            self.plan.optimizer.decay == "matrices" and self.rule != self._plain_rule and not self.keeps_decay_of_all
+        )
+        changes: list[tuple[int, Rule]] = []
+        for start, name in places:
+            rule = self._plain_rule if spares and name in self.cut.spared_by_decay else self.rule
+            if not changes or rule is not changes[-1][1]:
+                changes.append((start, rule))
+        if len(changes) < 2:  # a slice without a parameter is padding
+            return [(changes[0][1] if changes else self.rule, None)]
+        ends = [start for start, _ in changes[1:]]
+        return [(rule, slice(start, end)) for (start, rule), end in zip(changes, [*ends, None], strict=True)]
 
     def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:
         """A gradient where its master is: on the host behind an accelerator in staging that the next one takes."""
@@ -228,6 +252,16 @@ class Engine:
     def masters_changed(self) -> None:
         """Note that the masters of a first-order run have new values from outside."""
         self.dirty = self.first_order.masters_changed()
+
+    # ---- facts of a run that its checkpoints carry ---------------------------------------------------------------------
+
+    def facts(self) -> dict[str, str]:
+        """The facts that a checkpoint's tensors were made by."""
+        return {} if self.keeps_decay_of_all else {"decay": self.plan.optimizer.decay}
+
+    def resume_facts(self, facts: Mapping[str, str]) -> None:
+        """Go on as a checkpoint's facts say: one that has no ``decay`` is of a run whose norms and biases decayed."""
+        self.keeps_decay_of_all = "decay" not in facts
 
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
@@ -288,3 +322,8 @@ class Engine:
         self.trained.close()
         self.scratch.close()
         self.model.close()
+
+
+def _range(tensor: Tensor, part: slice | None) -> Tensor:
+    """A range of a contiguous tensor's elements; the tensor itself where ``part`` is None."""
+    return tensor if part is None else tensor.view(-1)[part]

@@ -18,7 +18,7 @@ a home hands out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -105,6 +105,8 @@ class Change:
     gradient: Tensor
     """The gradient on the device, float32, of the master's shape; the update uses it up."""
     moments: Mapping[str, Tensor]
+    places: Sequence[tuple[int, str]]
+    """The parameters that the master holds, or holds a slice of, in their order: the first element and the name of each."""
 
 
 class Differentiated(Trained, Protocol):

@@ -110,7 +110,8 @@ class Masters:
     def changes(self, unit: int) -> Iterator[Change]:
         for param in self._model.spec.units[unit].params:
             if (name := param.name) in self.gradients.sums:
-                yield Change(name, self.masters[name], self.gradients.use_up(name), self.moments.get(name, {}))
+                gradient, moments = self.gradients.use_up(name), self.moments.get(name, {})
+                yield Change(name, self.masters[name], gradient, moments, ((0, name),))
 
     def changed(self, unit: int) -> None:
         """Let go of the gradients that a unit's update has used up; parameters are bound from the masters every time."""

@@ -62,7 +62,18 @@ class SpreadMasters:
 
     def changes(self, unit: int) -> Iterator[Change]:
         own = self.units[unit]
-        yield Change(self._model.spec.units[unit].name, own.master, own.gradient, own.moments)
+        name, places = self._model.spec.units[unit].name, self._places(unit)
+        yield Change(name, own.master, own.gradient, own.moments, places)
+
+    def _places(self, unit: int) -> list[tuple[int, str]]:
+        """The parameters in this rank's slice of a unit: the first element of each in the slice, and its name."""
+        slices = self.part.units[unit]
+        held = self._groups.slice(slices.numel, self._plan.optimizer_ranks)
+        return [
+            (max(first - held.start, 0), name)
+            for name, first in slices.layout.offsets
+            if first < held.stop and first + slices.width(name) * slices.params[name].numel > held.start
+        ]
 
     def changed(self, unit: int) -> None:
         """Bring the slice that gathers of a unit begin with up to date with its master."""

@@ -254,10 +254,15 @@ class Backprop:
         prologue, batch = state.prologues[m], state.batches[m]
         hidden_BSD = state.hidden.pop(m).detach()
         trainables = engine.bind_trainables(op.unit)
+        counted = loss_tokens({"labels": state.labels[m]})
         if not state.asked.training:
             parts = (engine.cut, prologue, hidden_BSD, batch, state.labels[m], engine.weight, engine.vector)
-            counted = loss_tokens({"labels": state.labels[m]})
             state.answers.take(Ending(*parts, self.chunked, self.objective), state.asked, m, counted)
+            return
+        if not counted and not self.chunked:  # a mean over nothing: its gradient is none
+            state.losses.append(hidden_BSD.new_zeros((), dtype=torch.float64))
+            state.gradient[m] = torch.zeros_like(hidden_BSD)
+            engine.gradients.add(trainables, [None] * len(trainables))
             return
         hidden_BSD.requires_grad_()
 
@@ -272,8 +277,7 @@ class Backprop:
         else:
             with torch.enable_grad():
                 outputs = own_loss(engine.cut, prologue, hidden_BSD, batch, self.objective, self._seed(state, op))
-            counted = loss_tokens({"labels": state.labels[m]})
-            loss_sum = (outputs.detach() if counted else outputs.new_zeros(())).double() * counted
+            loss_sum = outputs.detach().double() * counted
             seed = torch.full_like(outputs, counted / max(state.tokens, 1))
         state.losses.append(loss_sum)
         inputs = [hidden_BSD, *trainables.values()]

@@ -148,7 +148,10 @@ class Answers:
             self.logits_BV = ending.next_logits()
             return
         by_row = ending.chunked or asked.by_row
+        if not by_row and not counted:  # a mean over nothing
+            self.row_losses[micro_batch] = ending.hidden_BSD.new_zeros(1, dtype=torch.float64)
+            return
         value = ending.loss(by_row=by_row).double()
-        if not by_row:  # the model's own is a mean over these, where there are any
-            value = value.view(1) * counted if counted else value.new_zeros(1)
+        if not by_row:  # a mean over these
+            value = value.view(1) * counted
         self.row_losses[micro_batch] = value

@@ -8,6 +8,9 @@ something to count with, and nothing of it moves weights that the walk streams.
 from __future__ import annotations
 
 import copy
+import inspect
+import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from blockwalk.data.batching import filled
+from blockwalk.data.batching import IGNORE, filled
+from blockwalk.integrations.trainer_table import PASSED, read_arguments, refuse_methods
 from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
@@ -43,9 +47,8 @@ class _Handle(nn.Module):
         self.__dict__["config"] = walker.engine.module.config
         self.unused = nn.Parameter(torch.zeros(()))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Any]:
-        found = self.walker.evaluate({"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels})
-        return {"loss": torch.tensor(found.loss)}
+    def forward(self, **inputs: Tensor) -> dict[str, Any]:
+        return {"loss": torch.tensor(self.walker.evaluate(_batch(inputs)).loss)}
 
 
 class BlockwalkTrainer(Trainer):
@@ -73,15 +76,27 @@ class BlockwalkTrainer(Trainer):
         **more: Any,
     ) -> None:
         args = copy.copy(args) if args is not None else TrainingArguments("runs/trainer")
-        plan = _plan(args, plan, "mebp" if lora is not None else "plain")
+        refuse_methods(type(self), BlockwalkTrainer)
+        half = args.fp16
+        notes = read_arguments(args)
+        for name, value in more.items():
+            if name not in PASSED and value is not None and value != (None, None):
+                raise ValueError(f"{name} needs the model in memory, which the walk never has; leave it out")
+        plan, more_notes = _plan(args, plan, "mebp" if lora is not None else "plain", half=half)
+        for note in (*notes, *more_notes):
+            warnings.warn(note, stacklevel=2)
         args.per_device_train_batch_size *= args.gradient_accumulation_steps  # a step is one walk, cut by the plan
         args.gradient_accumulation_steps, args.max_grad_norm, args.neftune_noise_alpha = 1, 0.0, None
-        for name in ("compute_metrics", "compute_loss_func", "optimizers", "model_init"):
-            if more.get(name) is not None:
-                raise ValueError(f"{name} needs the model in memory, which the walk never has; leave it out")
         walker = Walker(model, plan, lora=lora, workdir=Path(str(args.output_dir)) / "scratch", device=args.device)
         self.walker = walker
         super().__init__(model=_Handle(walker), args=args, **more)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the columns that the model takes: one that the walk does not follow is refused with its batch, by name."""
+        if self._signature_columns is None:
+            taken = inspect.signature(self.walker.engine.cut.base.forward).parameters
+            columns: Any = [*dict.fromkeys([*taken, "label", "label_ids", *self.label_names])]
+            self._signature_columns = columns
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the optimizer that transformers' schedulers count with; the walker's rule does the work."""
@@ -127,35 +142,105 @@ class BlockwalkTrainer(Trainer):
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, folder / "training_args.bin")
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.save_only_model and self.args.load_best_model_at_end:  # the best weights are loaded from it
+            self._save_state(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        self.walker.save_state(Path(output_dir) / STATE)
+        self._save_state(Path(output_dir))
+
+    def _save_state(self, checkpoint: Path) -> None:
+        """Write the walker's state to a checkpoint, in the place of an earlier run's."""
+        shutil.rmtree(checkpoint / STATE, ignore_errors=True)
+        self.walker.save_state(checkpoint / STATE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.walker.load_state(Path(resume_from_checkpoint) / STATE)
+        self._load_state(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        self.walker.load_state(Path(str(self.state.best_model_checkpoint)) / STATE)
+        self._load_state(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_state(self, checkpoint: Path) -> None:
+        if not (checkpoint / STATE).is_dir():
+            raise ValueError(
+                f"{checkpoint} has no folder {STATE}, which training goes on from: BlockwalkTrainer writes it unless"
+                " save_only_model is set"
+            )
+        self.walker.load_state(checkpoint / STATE)
+        for note in self.walker.notes():
+            warnings.warn(note, stacklevel=2)
+
+
+TAKEN = ("input_ids", "attention_mask", "position_ids", "labels")
+"""Columns of a collator's batch that a walk takes."""
 
 
 def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
-    """The tensors of a collator's batch that a walk takes, :func:`filled` up to a multiple of so many rows."""
+    """The tensors of a collator's batch, in rows that so many micro-batches divide.
+
+    Raises:
+        ValueError: a column is missing, or one that the walk does not follow.
+    """
     if missing := {"input_ids", "labels"} - set(inputs):
         raise ValueError(
             f"the data collator gives no {', '.join(sorted(missing))}; for language modelling take"
             " DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
-    names = [name for name in ("input_ids", "attention_mask", "labels") if name in inputs]
-    return filled({name: inputs[name] for name in names}, multiple)
+    if unknown := [name for name, value in inputs.items() if name not in TAKEN and value is not None]:
+        raise ValueError(
+            f"the batch has {', '.join(unknown)}, which BlockwalkTrainer does not follow; a walk takes"
+            f" {', '.join(TAKEN)}: leave the others out of the data set or the collator"
+        )
+    batch = {name: inputs[name] for name in TAKEN if inputs.get(name) is not None}
+    if "position_ids" in batch and "attention_mask" not in batch and len(batch["input_ids"]) == 1 < multiple:
+        return _rows_of_documents(batch, multiple)
+    return filled(batch, multiple)
 
 
-def _plan(args: TrainingArguments, given: Plan | None, name: str) -> Plan:
-    """The plan that is given, or the method of a name, with TrainingArguments' optimizer, seed and accumulation.
+def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """One row of documents, tensors [1, N], as ``count`` rows [count, S] of about as many tokens: each document whole, the
+    longest first into the shortest row. A token of padding is a document by itself, of which nothing is learnt."""
+    begins = (batch["position_ids"][0] == 0).nonzero().view(-1).tolist()
+    ends = [*begins[1:], batch["position_ids"].shape[1]]
+    if not begins or begins[0]:
+        return filled(batch, count)
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    lengths = [0] * count
+    for begin, end in sorted(zip(begins, ends, strict=True), key=lambda span: span[0] - span[1]):
+        shortest = lengths.index(min(lengths))
+        rows[shortest].append((begin, end))
+        lengths[shortest] += end - begin
+    padding = {"input_ids": 0, "position_ids": 0, "labels": IGNORE}
+    laid = {}
+    for name, row_N in batch.items():
+        laid[name] = row_N.new_full((count, max(lengths)), padding[name])
+        for number, spans in enumerate(rows):
+            for at, (begin, end) in _placed(spans):
+                laid[name][number, at : at + end - begin] = row_N[0, begin:end]
+                if name == "labels":
+                    laid[name][number, at] = IGNORE  # nothing predicts a document's first token
+    return laid
+
+
+def _placed(spans: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
+    """Place spans one after the other; answer each with the place at which it begins."""
+    placed, at = [], 0
+    for begin, end in sorted(spans):
+        placed.append((at, (begin, end)))
+        at += end - begin
+    return placed
+
+
+def _plan(args: TrainingArguments, given: Plan | None, name: str, *, half: bool) -> tuple[Plan, list[str]]:
+    """Make the plan that is given, or the method of a name, with TrainingArguments' optimizer, seed and accumulation; beside it
+    notes. ``half`` is fp16.
 
     Raises:
         ValueError: an argument that the walk does not follow.
     """
-    plan = given or method(name)
+    plan, notes = given or method(name), []
     if plan.zeroth_order or plan.mesh.world > 1 or args.world_size > 1:
         raise ValueError(
             f"BlockwalkTrainer walks first-order methods on one rank, not {plan.method!r} on"
@@ -165,19 +250,28 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str) -> Plan:
     if rule not in RULES or implementation not in _IMPLEMENTATIONS:
         known = [name for name, facts in RULES.items() if not facts.zeroth_order_only]
         raise ValueError(f"optim is {args.optim}; the walk has {', '.join(known)}, and each with _torch behind it")
-    for setting in ("deepspeed", "fsdp", "torch_compile"):
-        if getattr(args, setting, None):
-            raise ValueError(f"{setting} is {getattr(args, setting)}; the walk does not follow it: leave it out")
+    if args.dataloader_drop_last and args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch in a Trainer; set"
+            " gradient_accumulation_steps: 1, or leave it out"
+        )
+    clipping = args.max_grad_norm
+    if plan.update.at_turn and clipping == TrainingArguments.max_grad_norm:
+        clipping = 0.0
+        notes.append(
+            f"max_grad_norm is {args.max_grad_norm}, its default, and this plan updates blocks at their turn, before the"
+            " gradient's norm is known: nothing is clipped. Take update.timing: step to clip"
+        )
     settings = {
-        **({"compute_dtype": "bfloat16"} if plan.compute_dtype == "auto" and (args.bf16 or args.fp16) else {}),
+        **({"compute_dtype": "bfloat16"} if plan.compute_dtype == "auto" and (args.bf16 or half) else {}),
         "optimizer.name": rule,
         "optimizer.learning_rate": args.learning_rate,
         "optimizer.betas": (args.adam_beta1, args.adam_beta2),
         "optimizer.eps": args.adam_epsilon,
         "optimizer.weight_decay": args.weight_decay,
-        "optimizer.max_grad_norm": args.max_grad_norm,
+        "optimizer.max_grad_norm": clipping,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "neftune_noise_alpha": args.neftune_noise_alpha or 0.0,
         "seed": args.seed,
     }
-    return method(name, **settings) if given is None else override(given, settings)
+    return (method(name, **settings) if given is None else override(given, settings)), notes

@@ -103,6 +103,9 @@ class OptimizerSettings:
     """momentum: the share of the last step's direction that is kept."""
     weight_decay: float = 0.0
     """The share of a parameter, times the learning rate, that an update takes off (adamw), or that is added to the gradient."""
+    decay: str = "matrices"
+    """First order: the parameters that ``weight_decay`` reaches: matrices (all but norms and biases, as in transformers'
+    Trainer) or all. Zeroth order spares the original's names: those with bias, layer_norm or layernorm in them."""
     schedule: str = "constant"
     """The learning rate's way after ``warmup_steps``: it stays, or falls along a line or half a cosine."""
     warmup_steps: int = 0

@@ -212,6 +212,7 @@ CHOICES: dict[str, Collection[str]] = {
     "loss": ("chunked", "model"),
     "compute_dtype": ("auto", "float32", "bfloat16", "float16"),
     "optimizer.name": RULES,
+    "optimizer.decay": ("matrices", "all"),
     "optimizer.schedule": SCHEDULES,
     "update.rounding": ("stochastic", "nearest"),
     "zo.kind": KINDS,
@@ -334,6 +335,7 @@ def _fixed(plan: Plan) -> Iterator[str]:
          f"trainable is {plan.trainable} and optimizer_state {plan.optimizer_state}: no slice lies between the two that could"
          " be kept. Spread trainable and frozen over fewer ranks (method fcdp: a node)"),
         (zeroth_order, "optimizer.lora_b_ratio", 1, "a ledger has one learning rate a step"),
+        (zeroth_order, "optimizer.decay", "matrices", "zeroth order spares the names that the original spares"),
         (zeroth_order, "neftune_noise_alpha", 0, "a step's losses must differ by its perturbation alone"),
         (plan.sharded, "trainable.tier", Tier.DEVICE, "cache.tier: host (method fcdp) is what keeps its slices on the host"),
         (plan.sharded and plan.gradient.on_disk, "gradient.tier", Tier.HOST, "slices of gradients wait in memory"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
@@ -75,6 +77,17 @@ class DataSettings:
     show_first: bool = True
     """Whether the first record is printed at the start, with the part that is learnt marked."""
 
+    def __post_init__(self) -> None:
+        for name in ("train", "eval"):
+            object.__setattr__(self, name, _sources(getattr(self, name)))
+
+
+def _sources(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
+    if not isinstance(names, str) or "," not in names or Path(names).expanduser().exists():
+        return names
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
@@ -100,8 +113,9 @@ class RunConfig:
     """Evaluation batches that a visit of a block computes: its weights are fetched and decoded once for all of them."""
     max_steps: int = 0
     """Optimizer steps; 0: as many as ``epochs`` takes."""
-    epochs: int = 1
-    """Times that every record is trained on, where ``max_steps`` is 0."""
+    epochs: float = 1.0
+    """Times that every record is trained on, where ``max_steps`` is 0; parts too, such as 0.5. The last batch goes on with the
+    records that come next, so that no record comes twice more than another."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
@@ -145,6 +159,8 @@ class RunConfig:
         for name, least in LEAST.items():
             if (value := operator.attrgetter(name)(self)) < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs is {self.epochs}; it must be above 0, such as 3 or 0.5")
         if self.start_timeout <= 0:
             raise ValueError(f"start_timeout is {self.start_timeout}; it must be above 0 seconds")
         if self.data.eval_limit < 0:
@@ -249,7 +265,7 @@ they are read."""
 
 LEAST = by_name(
     (0, "eval_batch_size max_steps eval_every save_every skip_nonfinite"),
-    (1, "batch_size eval_batches epochs keep_checkpoints log_every data.padding_multiple"),
+    (1, "batch_size eval_batches keep_checkpoints log_every data.padding_multiple"),
     (0, "data.task_train data.task_dev data.task_eval data.task_seed data.shots prefix.num_virtual_tokens"),
     (2, "data.max_length"),
 )

@@ -5,6 +5,7 @@ They are read by the estimators and by those who foresee what they will need; no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 
@@ -97,3 +98,10 @@ def side_by_side(sizes: Iterable[int], align: int) -> tuple[list[int], int]:
         starts.append(end)
         end += -(-size // align) * align
     return starts, end
+
+
+def steps_of_epochs(examples: int, batch_size: int, epochs: float) -> int:
+    """Count the batches until every example has come ``epochs`` times. A batch that an epoch cannot fill goes on with the next
+    epoch's examples, so that only the last batch holds more than was asked for."""
+    drawn = math.ceil(round(epochs * examples, 6))  # 0.1 × 30 is 3, not 4
+    return max(-(-drawn // batch_size), 1) if examples else 0

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import yaml
 
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.marks import MARK
-from blockwalk.checkpoints.run_checkpoint import RESULTS
+from blockwalk.checkpoints.run_checkpoint import CHANGED, RESULTS
 from blockwalk.models import hub
 from blockwalk.models.folder import repository
 from blockwalk.models.places import model_paths, refuse_overlap
 from blockwalk.plan.parsing import Loader, adapter_settings
 from blockwalk.report.html import curves, figures
 from blockwalk.system import own_text
+from blockwalk.system.atomic_files import whole_lines
 from blockwalk.system.links import within
 from blockwalk.system.terminal import one_line
 
-COMMENT = "<!-- {} -->"
-"""A comment of Markdown, HTML and SVG."""
+COMMENT, YAML_COMMENT = "<!-- {} -->", "# {}"
+"""A comment of Markdown, HTML and SVG; and one of YAML."""
 
 
 def trained_folder(folder: str | Path) -> Path:
@@ -37,7 +39,7 @@ def trained_folder(folder: str | Path) -> Path:
         raise ValueError(f"{run} holds neither adapter nor model: the run has not ended")
     within(run, trained)
     within(run, run / "config.yaml")
-    for name in ("README.md", "loss.svg"):
+    for name in ("README.md", "loss.svg", "config.yaml"):
         own_text.refuse_foreign(trained / name)
     return trained
 
@@ -49,22 +51,24 @@ def write(folder: str | Path) -> Path:
         ValueError: as :func:`trained_folder`.
     """
     run, trained = Path(folder), trained_folder(folder)
-    text = (run / "config.yaml").read_text(encoding="utf-8")
-    settings: dict[str, Any] = yaml.load(text, Loader=Loader)
+    resolved: dict[str, Any] = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
+    settings = shareable(resolved)
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     adapter, model, data = trained.name == "adapter", settings["model"], settings["data"]
     train = data["train"] or data["task"]
     tags = ["blockwalk", settings["method"], *(["lora"] if settings["lora"] else [])]
     library = "peft" if adapter else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
-    if Path(model).exists():
-        refuse_overlap(trained / "README.md", {"the model": model_paths(model)}, "output_dir")
-    else:  # a name that the hub knows
+    on_hub = model == resolved["model"] and not Path(model).exists()
+    if on_hub:
         head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
+    else:
+        refuse_overlap(trained / "README.md", {"the model": model_paths(resolved["model"])}, "output_dir")
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {escaped(name)} | {escaped(value)} |" for name, value in figures(run))
     sources = ", ".join(code(source) for source in ([train] if isinstance(train, str) else train))
     fence = "`" * (_longest_ticks(text, least=2) + 1)
-    again = f"`blockwalk train config.yaml` makes it again, with this file:\n\n{fence}yaml\n{text.rstrip()}\n{fence}"
+    again = f"{_repeatable(run)}\n\n{fence}yaml\n{text.rstrip()}\n{fence}"
     if (run / LEDGER).is_file():
         again += (
             f"\n\n{code(f'blockwalk replay {model} {LEDGER} OUT')} rebuilds the weights from the ledger, bit for bit."
@@ -75,6 +79,7 @@ def write(folder: str | Path) -> Path:
     card = f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n{body}"
     own_text.write(trained / "loss.svg", curves(run), COMMENT)
     own_text.write(trained / "README.md", card, COMMENT)
+    own_text.write(trained / "config.yaml", text, YAML_COMMENT)
     return trained
 
 
@@ -96,6 +101,43 @@ def _longest_ticks(text: str, least: int = 0) -> int:
     return max([least, *(len(ticks) for ticks in re.findall("`+", text))])
 
 
+def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a run's settings without this machine's folders: of a local path its last part stays."""
+    data = dict(settings["data"])
+    for name in ("train", "eval"):
+        sources = data[name]
+        data[name] = _named(sources) if isinstance(sources, str) else [_named(source) for source in sources]
+    shared = {**settings, "model": _named(settings["model"]), "data": data}
+    for name in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir"):
+        shared.pop(name, None)
+    for name in ("lora", "prefix"):
+        if isinstance(shared.get(name), str):
+            shared[name] = _named(shared[name])
+    return shared
+
+
+def _named(name: str) -> str:
+    """A name of the hub, or the last part of a local path."""
+    path = Path(name).expanduser()
+    return path.name if path.exists() or not _on_hub(name) else name
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a text may be a name of the hub: ``owner/name``, with a revision or a file behind it."""
+    return "/" in name and not name.startswith(("/", "./", "../", "~")) and "\\" not in name
+
+
+def _repeatable(run: Path) -> str:
+    """The sentence on how the run is made again, from the settings below it."""
+    changed = whole_lines(run / CHANGED)
+    if not changed:
+        return "`blockwalk train config.yaml` makes it again, with this file:"
+    steps = "; ".join(f"after step {line['step']} {', '.join(map(escaped, line['changes']))}" for line in changed)
+    return (
+        f"Settings were changed as the run went on: {steps}. This file has the last ones, and does not repeat the run:"
+    )
+
+
 def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
     """Upload what a run trained, with its card, curve, configuration and, of zeroth order, its ledger; with ``ledger`` all but
     the weights and the tokenizer. Answers the repository's page.
@@ -104,11 +146,11 @@ def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
         ValueError: the run has not ended, has no ledger, has a link that leads out of its folder, or the hub refuses.
     """
     run = Path(folder)
-    beside = [within(run, run / "config.yaml"), *(path for path in [within(run, run / LEDGER)] if path.is_file())]
-    if ledger and len(beside) == 1:
+    beside = [path for path in [within(run, run / LEDGER)] if path.is_file()]
+    if ledger and not beside:
         raise ValueError(f"{run} has no {LEDGER}: its method differentiates, and its weights are needed")
     trained = write(run)
-    own = [trained / "README.md", trained / "loss.svg"]
+    own = [trained / name for name in ("README.md", "loss.svg", "config.yaml")]
     if not ledger:
         own = sorted(path for path in trained.rglob("*") if within(run, path).is_file() and path.name != MARK)
     files = {path.relative_to(trained).as_posix(): path for path in own}

@@ -101,9 +101,11 @@ class Forecast:
             yield "time    not known before blockwalk doctor has measured this machine, once"
             return
         each = f", {usual.seconds:.3g} s on average" if usual else ""
+        # the simulation of a shorter row may take longer than that of the longest
+        at_most = max(found.seconds, usual.seconds if usual else 0.0)
         duration = _duration(steps * (usual or found).seconds)
         whole = f"; {steps} steps: about {duration}, evaluations left out" if steps else ""
-        yield f"time    {found.seconds:.3g} s a step at most{each}{whole}; {found.bottleneck()}"
+        yield f"time    {at_most:.3g} s a step at most{each}{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""

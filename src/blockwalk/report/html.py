@@ -267,9 +267,16 @@ def _moved(steps: Lines) -> Iterator[Series]:
             yield _series(lane, with_lane, "moved", 1e-6)
 
 
+def loss_ends(losses: Sequence[float]) -> tuple[float, float]:
+    """Mean losses of the first and of the last tenth of the steps: those of single batches differ by their texts."""
+    tenth = -(-len(losses) // 10)
+    return fmean(losses[:tenth]), fmean(losses[-tenth:])
+
+
 def _summary(steps: Lines, evaluations: Lines, forecast: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps[-1]['step']}"
-    yield "training loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}"
+    first, last = loss_ends([step["loss"] for step in steps])
+    yield "training loss, means of the first and the last tenth", f"{first:.4f} → {last:.4f}"
     if evaluations:
         evaluations = [line for line in evaluations if line.get("records") == evaluations[-1].get("records")]
         yield "held-out loss", f"{evaluations[0]['loss']:.4f} → {evaluations[-1]['loss']:.4f}"

@@ -78,7 +78,8 @@ class StepForecast:
             if self.simulation is None:
                 yield f"  {process_memory.GUESSED}"
         if self.simulation is not None and self.usual is not None:
-            found, each = self.usual, f"{self.simulation.seconds:.3g} s a step at most"
+            found = self.usual
+            each = f"{max(self.simulation.seconds, found.seconds):.3g} s a step at most"
             yield f"  foreseen: {each}, {found.seconds:.3g} s on average; {found.bottleneck()}"
 
     def compared(self, measured_bytes: int) -> Iterator[str]:

@@ -300,8 +300,8 @@ def tolerating_use(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, a link or a folder that nobody will ask for again; it stops being named as it was first. What cannot be
-    removed now stays as a leftover, with a warning, for the next sweep."""
+    """Remove a file, a link or a folder that nobody will ask for again; it stops being named as it was first. A file
+    that cannot be removed now stays as a leftover, with a warning, for the next sweep."""
     leftover = path if path.name.endswith((PARTIAL, ASIDE)) else beside(path)
     with tolerating_use(path):
         if leftover != path:

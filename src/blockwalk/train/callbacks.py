@@ -34,8 +34,8 @@ class Event:
 
 
 Callback = Callable[[Event], object]
-"""A function that is called at each event, on every rank alike. Where it answers True, on every rank alike, the run ends after
-this step as if it were the last."""
+"""A function that is called at each event, on every rank that has it. Where it answers True, on any rank, the run ends on all
+of them after this step as if it were the last."""
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:

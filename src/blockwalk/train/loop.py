@@ -5,6 +5,7 @@ output_dir/
     metrics.jsonl          one line a step
     evaluations.jsonl      one line an evaluation
     skipped.jsonl          with skip_nonfinite: one line a batch that was left out
+    changed.jsonl          one line a resumed run that changed settings
     ledger.jsonl           zeroth order: every scalar that a step's update reads
     checkpoint-000123/     see blockwalk.checkpoints.run_checkpoint
     adapter/ or model/     the trained weights, at the end
@@ -42,6 +43,7 @@ from blockwalk.ranks.elastic import Elastic, elastic
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report.advice import next_plan
 from blockwalk.report.forecast import zeroth_order_advice
+from blockwalk.report.html import loss_ends
 from blockwalk.report.room import check_budget, check_disks, check_memory, close_memory
 from blockwalk.report.step_forecast import StepForecast
 from blockwalk.system import atomic_files
@@ -72,7 +74,7 @@ class Outcome:
     """Optimizer steps done, those before a resume included."""
     first_loss: float | None
     last_loss: float | None
-    """Training losses; None before the first step."""
+    """Mean training losses of the first and of the last tenth of the steps; None before the first step."""
     before: Evaluation | None
     after: Evaluation | None
     peak_bytes: int
@@ -94,7 +96,9 @@ class Outcome:
         elif self.after is not None:
             yield f"held-out loss      {self.after.loss:.4f}"
         if self.first_loss is not None and self.last_loss is not None:
-            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps)"
+            tenth = -(-self.steps // 10)
+            beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
+            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps{beside})"
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
         if self.resident_bytes:
             yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
@@ -282,6 +286,8 @@ class _Loop:
         self.output_dir = Path(run.output_dir)
         self.start = start
         self.saved: run_checkpoint.Checkpoint | None = None
+        self.changes: list[str] = []
+        """The settings that differ from those of the run that is gone on with, as ``name: old → new``."""
         self.notes: list[str] = []
         """Sentences about what differs from the run that is gone on with."""
         self.held_out = "" if ready.held_out is None else ready.held_out.fingerprint()
@@ -289,6 +295,8 @@ class _Loop:
         self.evaluated = -1
         """The step of the last evaluation, on every rank as in rank 0's log."""
         self.stopped_by: signal.Signals | None = None
+        self.answers_count = False
+        """True where several ranks tell one another what their callbacks answered: one of them has some."""
 
     def read(self, saved: run_checkpoint.Checkpoint) -> None:
         """Take over what a checkpoint has beside weights.
@@ -308,14 +316,14 @@ class _Loop:
                 f"cannot resume: the training data are not those that the run began with: {'; '.join(changed)}. Put those back,"
                 " or begin a new run in another output_dir"
             )
-        changes = run_checkpoint.changed_settings(
+        self.changes = run_checkpoint.changed_settings(
             saved.config,
             settings,
             any_method=saved.slices is not None and not self.config.plan.zeroth_order,
             same_model="weights" in saved.data,
             same_data=True,
         )
-        self.notes = [f"changed since the checkpoint: {change}" for change in changes]
+        self.notes = [f"changed since the checkpoint: {change}" for change in self.changes]
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
             name = ", ".join(sources(self.config.data.eval)) or self.config.data.task
@@ -347,6 +355,8 @@ class _Loop:
             return MetricsLog(path, source=before and before / name, keep_until=walker.steps_done)
 
         self.metrics, self.evaluations = log("metrics.jsonl"), log("evaluations.jsonl")
+        if rank == 0:
+            self._note_changes(before)
         self.evaluated = first(self._evaluated)
         name, left_out = "skipped.jsonl", before / "skipped.jsonl" if before else Path()
         lines = first(lambda: [line["step"] for line in whole_lines(left_out)])
@@ -379,6 +389,19 @@ class _Loop:
                 notes.append(f"{name} begins with step {log.first_line['step']}: the lines before were lost")
         return notes
 
+    def _note_changes(self, before: Path | None) -> None:
+        """Keep what resumed runs changed, by step, where the model card finds it."""
+        changed = MetricsLog(
+            self.output_dir / run_checkpoint.CHANGED,
+            source=before and before / run_checkpoint.CHANGED,
+            keep_until=self.walker.steps_done,
+        )
+        if self.changes:
+            changed.write({"step": self.walker.steps_done, "changes": self.changes})
+        changed.close()
+        if changed.last_line is None:
+            changed.path.unlink()
+
     def _evaluated(self) -> int:
         """The step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell of it."""
         with atomic_files.reading(self.output_dir / "evaluations.jsonl"):
@@ -404,9 +427,12 @@ class _Loop:
         self.walker.ranks.own_stop_signal = lambda: self.stop.asked
         if self.saved is not None:
             progress.say(f"resumed at step {done}")
-        for note in self.notes:
+        for note in [*self.notes, *self.walker.notes()]:
             progress.say(f"note: {note}")
         saved_at = -1 if self.saved is None else self.saved.step
+        ranks = self.walker.ranks
+        if ranks.world > 1:
+            self.answers_count = any(count for (count,) in ranks.exchange([float(len(self.callbacks))]))
         self._tell("begin", self.step_forecast.values())
         if not self._agreed():
             self._evaluate()
@@ -439,10 +465,13 @@ class _Loop:
         return outcome
 
     def _tell(self, name: Any, values: Mapping[str, Any]) -> None:
-        """Tell the callbacks of an event; one that answers True makes this step the last."""
+        """Tell the callbacks of an event; one that answers True, on any rank, makes this step the last of all."""
         event = Event(name, self.walker.steps_done, values, self.walker, self.config)
         answers = [callback(event) for callback in self.callbacks]
-        if any(answer is True for answer in answers):
+        ends = any(answer is True for answer in answers)
+        if self.answers_count:
+            ends = any(told for (told,) in self.walker.ranks.exchange([float(ends)]))
+        if ends:
             self.total = self.walker.steps_done
 
     def _agreed(self, *, heard: bool = True) -> bool:
@@ -582,14 +611,15 @@ class _Loop:
                     for name, file in self.ready.tokenizer_files.items():
                         (folder / name).parent.mkdir(exist_ok=True)
                         (folder / name).write_bytes(file.data)
-        began, ended = self.metrics.first_line, self.metrics.last_line
+        losses = [line["loss"] for line in whole_lines(self.metrics.path)]
+        ends = loss_ends(losses) if losses else (None, None)
         before, after = self.evaluations.first_line, self.evaluations.last_line
         if before and after and before.get("records") != after.get("records"):
             before = None  # of other records
         return Outcome(
             steps=self.walker.steps_done,
-            first_loss=began["loss"] if began else None,
-            last_loss=ended["loss"] if ended else None,
+            first_loss=ends[0],
+            last_loss=ends[1],
             before=Evaluation.of(before) if before and before["step"] == 0 else None,
             after=Evaluation.of(after) if after and after["step"] == self.total else None,
             peak_bytes=self.memory.highest,

@@ -9,6 +9,7 @@ from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.sizes import steps_of_epochs
 from blockwalk.system.atomic_files import read_json
 from blockwalk.system.versions import untested
 
@@ -20,7 +21,7 @@ def steps_of(run: RunConfig) -> int:
     if run.max_steps or not here or data.packing or data.weights:
         return run.max_steps
     records = sum(1 for file in files for _ in read_records(file, columns=data.columns))
-    return run.epochs * -(-records // run.batch_size)
+    return steps_of_epochs(records, run.batch_size, run.epochs)
 
 
 def notes(run: RunConfig, longest: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from blockwalk.cutting.verify import require_borders
+from blockwalk.cutting.verify import require_borders, require_positions
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
 from blockwalk.data.corpus import training_set
 from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer, mapped, tokenizer_files
@@ -110,11 +110,12 @@ def prepare(run: RunConfig) -> Ready:
     require_weights(run.model)
     if run.data.packing:
         require_borders(run.model)
-    total, plan = run.max_steps or run.epochs * batches.batches_per_epoch, run.plan
+    total, plan = run.max_steps or batches.steps(run.epochs), run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
     longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
+    _require_positions(run, rows if choices is None else choices.rows, held_out)
     held, measured, wide = process_bytes(), of_run(run), run.micro_batch_rows * candidates
     apart = rows.positions is None and measured.walks_documents(plan) and run.batch_size % plan.cuts == 0
     lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
@@ -123,6 +124,17 @@ def prepare(run: RunConfig) -> Ready:
     plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
     usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
     return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual)
+
+
+def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
+    """Raise ValueError where a sequence, with its prefix, is longer than the positions that the model has learnt."""
+    longest = 0
+    for encoded in (rows, *([held_out.encoded] if held_out is not None else [])):
+        if encoded.positions is not None:  # they begin anew in a packed row
+            longest = max(longest, int(encoded.positions.max()) + 1)
+        elif len(encoded):
+            longest = max(longest, int(np.diff(encoded.starts).max()))
+    require_positions(run.model, longest + run.prefix.num_virtual_tokens)
 
 
 def dry_run(run: RunConfig) -> Iterator[str]:

@@ -482,8 +482,18 @@ class Walker:
             self._saver.wait()
 
     def load_state(self, folder: StrPath) -> None:
-        """First order: go on from what :meth:`save_state` wrote, on any mesh."""
+        """First order: go on from what :meth:`save_state` wrote, on any mesh. A run that began when weight decay reached norms
+        and biases too goes on so: :meth:`notes` says it."""
         self.steps_done = self._state_saver().load(folder)
+
+    def notes(self) -> list[str]:
+        """Sentences on what a resumed run does otherwise than its plan says."""
+        settings = self.plan.optimizer
+        if not self.engine.keeps_decay_of_all or settings.decay == "all" or not settings.weight_decay:
+            return []
+        return [
+            "weight decay reaches norms and biases too, as when this run began; a new run spares them (optimizer.decay)"
+        ]
 
     def _state_saver(self) -> Saver:
         if self.plan.zeroth_order:

@@ -230,6 +230,8 @@ class ZerothOrder:
         if training and ending.chunked:
             state.factors[key] = ending.factors()
             self._losses_together(key, state)
+        elif training and not state.counted[m] and not state.by_row:  # a mean over nothing
+            state.losses[key] = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         elif training:
             state.losses[key] = ending.loss(by_row=state.by_row)
         else:
@@ -371,13 +373,10 @@ class ZerothOrder:
             return tuple(
                 ranked(self.plan.zo.objective, state.asked.words, torch.tensor(r, dtype=torch.float64)) for r in values
             )
-        if self.function is not None:
-            shares: Sequence[int] = [len(labels) for labels in state.labels]
-        else:
-            shares = [1] * len(state.batches) if self.chunked else state.counted
-        divisor = sum(shares) if self.function is not None else state.tokens
+        sums = self.chunked and self.function is None
+        shares: Sequence[int] = [1] * len(state.batches) if sums else state.counted
         return tuple(
-            math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / divisor
+            math.fsum(share * value for share, value in zip(shares, of_pass, strict=True)) / state.tokens
             for of_pass in values
         )
 
