@@ -103,6 +103,10 @@ def write(
     if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if width := getattr(config, "moe_intermediate_size", 0):
+        writer.add_expert_feed_forward_length(width)
+    if width := getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(width)
     for key, value in extra.items():
         _add(writer, f"{architecture}.{key}", value)
     if tokenizer:

@@ -38,7 +38,15 @@ def serve(path: Path, *, context: int = 128) -> Ask:
 
 def log_probabilities(ask: Ask, ids: list[int], vocabulary: int) -> torch.Tensor:
     """The logarithms [V] of the next token's probabilities after ``ids``."""
-    body = {"prompt": ids, "n_predict": 1, "n_probs": vocabulary, "temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    body = {
+        "prompt": ids,
+        "n_predict": 1,
+        "n_probs": vocabulary,
+        "temperature": 5.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+    }
     for seed in range(40):  # a sampled end has no probabilities in the answer
         answer = ask("/completion", {**body, "seed": seed, "post_sampling_probs": False, "cache_prompt": False})
         if answer.get("completion_probabilities"):

@@ -76,11 +76,7 @@ ARCHITECTURES = {
         neutral={"expert_weights_norm": (False,), "expert_shared_count": (1,)},
     ),
     "qwen3": Architecture(
-        "qwen3",
-        {**_RMS, **_DENSE},
-        fixed={"hidden_act": "silu", "use_sliding_window": False},
-        free_head_width=True,
-        biases={"attn_output.bias": "attention_bias"},
+        "qwen3", {**_RMS, **_DENSE}, fixed={"hidden_act": "silu", "use_sliding_window": False}, free_head_width=True
     ),
     "qwen3moe": Architecture(
         "qwen3_moe",
@@ -410,7 +406,11 @@ def _scaling(
         raise keys.error("rope.scaling.type", "and read are none, linear, yarn and longrope")
     written = float(keys.get("rope.scale_linear", 0))  # the older name
     factor = float(keys.get("rope.scaling.factor", written)) or 1.0
-    if kind == "none":
+    if kind == "none" and factor != 1:
+        if keys.architecture == "gemma2":
+            raise keys.error(
+                "rope.scaling.type", f"and a factor of {factor:g}, which llama.cpp applies in some blocks then"
+            )
         factor = 1.0
     attention = float(keys.get("rope.scaling.attn_factor", 1))
     length = int(keys.get("rope.scaling.original_context_length", length))
