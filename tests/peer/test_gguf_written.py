@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from blockwalk.cli import main
+from blockwalk.models import gguf_splits
+from blockwalk.models.folder import model_folder
 from tests.support import llama_cpp
 
 pytest.importorskip("gguf", reason="needs the gguf package")
@@ -62,16 +64,22 @@ def refusal(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=["gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35"],
 )
-def test_texts_are_split_as_the_tokenizer_splits_them(splitting: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
+def test_texts_are_split_as_the_tokenizer_splits_them(
+    splitting: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the file is read again."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
 
     pytest.importorskip("xllamacpp")
     folder = folder_with(tmp_path / "model", pre_tokenizer=splitting)
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
     ask = llama_cpp.serve(tmp_path / "model.gguf")
     for text in TEXTS:
-        assert llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"], text
+        assert llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"] == again(text)["input_ids"], text
 
 
 @pytest.mark.parametrize(
@@ -143,8 +151,13 @@ REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     ],
     ids=["none", "prepend", "always", "first", "never"],
 )  # fmt: skip
-def test_the_blank_before_a_text_is_the_tokenizers(changes: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
+def test_the_blank_before_a_text_is_the_tokenizers(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the file is read again, llama.cpp's tokens are those of every text."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
 
     pytest.importorskip("xllamacpp")
     folder = pieces(tmp_path / "model", **changes)
@@ -154,6 +167,52 @@ def test_the_blank_before_a_text_is_the_tokenizers(changes: dict[str, Any], tmp_
     twice = "pre_tokenizer" not in changes or changes["pre_tokenizer"]["prepend_scheme"] == "never"
     for text in ("the", "the  the", "hello", *([" the"] if twice else [])):  # a Metaspace adds no blank to a blank
         assert llama_cpp.tokens(ask, text) == tokenizer(text)["input_ids"], text
+    again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
+    for text in (*TEXTS, " the", "<s>the</s> the"):
+        assert again(text)["input_ids"] == llama_cpp.tokens(ask, text), text
+
+
+@pytest.mark.parametrize(("name", "whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)])
+def test_a_word_that_no_merges_make_is_a_token_where_it_is_one_in_llama_cpp(
+    name: str, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+    from transformers import AutoTokenizer
+
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    add = gguf.GGUFWriter.add_tokenizer_pre
+    written = "llama-bpe" if name == "dbrx" else name
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: add(writer, name))
+    folder = folder_with(tmp_path / "model", pre_tokenizer=gguf_splits.pre_tokenizer(name))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    last = max(model["vocab"], key=model["vocab"].get)
+    number = model["vocab"].pop(last)
+    model["vocab"]["Ġzqx"] = number
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    model["merges"] = [merge for merge in merges if "".join(merge) != last]
+    model["ignore_merges"] = written in gguf_splits.WHOLE_WORDS
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
+    theirs = llama_cpp.tokens(llama_cpp.serve(tmp_path / "model.gguf"), "a zqx")
+    assert (number in theirs) is whole
+    assert AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))("a zqx")["input_ids"] == theirs
+    model["ignore_merges"] = not model["ignore_merges"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main.main(["gguf", str(folder), str(tmp_path / "other.gguf")]) == 2
+
+
+def test_a_split_of_unknown_name_is_refused_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    add = gguf.GGUFWriter.add_tokenizer_pre
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: add(writer, "of-tomorrow"))
+    folder = folder_with(tmp_path / "model")
+    assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
+    with pytest.raises(ValueError, match=r"model\.gguf splits text as 'of-tomorrow' \(tokenizer.ggml.pre\)"):
+        model_folder(tmp_path / "model.gguf")
 
 
 def test_pieces_of_changed_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
 from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf_config import settings_of
+from blockwalk.models.gguf_splits import SPLITS, WHOLE_WORDS
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
@@ -35,29 +36,6 @@ FAMILIES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QW
 
 DTYPES = ("bf16", "f16", "f32", "q8_0")
 """Encodings of matrices; vectors are float32."""
-
-_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPLITS = {
-    (
-        (
-            "Split",
-            rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}",
-        ),
-    ): "llama-bpe",
-    (
-        ("Split", rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANKS}"),
-    ): "qwen2",
-    (
-        (
-            "Split",
-            rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
-        ),
-    ): "qwen35",
-    (("ByteLevel", "regex"),): "gpt-2",
-    (("Digits", "single"), ("ByteLevel", "regex")): "smollm",
-}
-"""The steps that split text before byte pairs are joined, each with its whole pattern, and llama.cpp's name for them."""
 
 _NOT_COMPUTED = frozenset(
     re.findall(
@@ -343,13 +321,29 @@ def _split(found: dict[str, Any], folder: Path) -> str:
     if len(steps) > 1 and steps[-1] == ("ByteLevel", ""):
         steps = steps[:-1]  # the letters of bytes, without a split
     changes = [step["type"] for step in _steps(found.get("normalizer")) if step["type"] != "NFC"]
-    if (name := _SPLITS.get(tuple(steps))) is not None and not changes:
+    names = {known: name for name, known in SPLITS.items()}
+    if (name := names.get(tuple(steps))) is not None and not changes:
+        added = {token["content"] for token in found.get("added_tokens", [])}
+        _refuse_other_words(found["model"], added, name, folder)
         return name
     kinds = [f"{kind} {pattern}".strip() for kind, pattern in steps]
     raise ValueError(
         f"{folder} splits text in a way that llama.cpp has no name for here ({'; '.join([*changes, *kinds])}): take"
         " llama.cpp's convert_hf_to_gguf.py"
     )
+
+
+def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folder: Path) -> None:
+    """Raise ValueError where words that no merges lead to are tokens here and none in llama.cpp, or the other way round."""
+    whole = bool(model.get("ignore_merges"))
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    made = {"".join(merge) for merge in merges}
+    words = [token for token in model["vocab"] if len(token) > 1 and token not in made | added]
+    if words and whole != (name in WHOLE_WORDS):
+        raise ValueError(
+            f"{folder} has ignore_merges = {str(whole).lower()} with {len(words)} tokens that no merges make ({words[0]!r}):"
+            f" llama.cpp takes it for {str(not whole).lower()} under the name {name}: take llama.cpp's convert_hf_to_gguf.py"
+        )
 
 
 def _step(step: dict[str, Any]) -> tuple[str, str]:

@@ -19,13 +19,14 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from blockwalk.models import gguf_config
+from blockwalk.models import gguf_config, gguf_splits
 from blockwalk.models.gguf_config import ARCHITECTURES
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
@@ -288,6 +289,11 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
     settings = _settings(path, header)
+    if header.metadata.get("tokenizer.ggml.model") == "gpt2":
+        try:
+            gguf_splits.pre_tokenizer(str(header.metadata.get("tokenizer.ggml.pre", "")))
+        except ValueError as error:
+            raise ValueError(f"model: {path} {error}") from None
     for part, *_ in seen:
         os.symlink(part, folder / Path(part).name)
     try:
@@ -296,6 +302,7 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
         config.save_pretrained(folder)
         if header.metadata.get("tokenizer.ggml.tokens"):
             PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name).save_pretrained(folder)
+            _split_in_order(folder / "tokenizer.json", header.metadata)
     except ImportError:
         raise ValueError(
             f"model: {path} is GGUF, which needs the gguf package: pip install 'blockwalk[gguf]'"
@@ -309,6 +316,15 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     if known := sorted({end for end in ends if end is not None}):
         atomic_files.write_json(folder / "generation_config.json", {"eos_token_id": known})
     atomic_files.write_json(folder / MADE, seen)
+
+
+def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:
+    """Write how text is split as llama.cpp does it: transformers leaves out some names, and the blank before pieces."""
+    values = {key: metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")}
+    blank = values["add_space_prefix"] is not False
+    tokenizer = atomic_files.read_json(file)
+    split = gguf_splits.in_order(tokenizer, str(values["model"]), str(values["pre"] or ""), blank=blank)
+    atomic_files.write_json(file, split)
 
 
 def _settings(path: Path, header: Header) -> dict[str, Any]:
