@@ -170,6 +170,7 @@ def test_the_blank_before_a_text_is_the_tokenizers(
     again = AutoTokenizer.from_pretrained(model_folder(tmp_path / "model.gguf"))
     for text in (*TEXTS, " the", "<s>the</s> the"):
         assert again(text)["input_ids"] == llama_cpp.tokens(ask, text), text
+    assert again.decode(again(" the")["input_ids"]) == " the"
 
 
 @pytest.mark.parametrize(("name", "whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False), ("gpt-4o", False)])

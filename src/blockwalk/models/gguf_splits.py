@@ -109,4 +109,11 @@ def in_order(tokenizer: dict[str, Any], model: str, name: str, *, blank: bool) -
     written = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     before = {"type": "Prepend", "prepend": "▁"}
     normalizer = {"type": "Sequence", "normalizers": [before, written]} if blank else written
-    return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None}
+    if blank:
+        return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None}
+    decoder = tokenizer.get("decoder") or {}
+    steps = [
+        step for step in decoder.get("decoders", ()) if step["type"] != "Strip"
+    ]  # it takes off the blank that was put
+    decoder = {**decoder, "decoders": steps} if steps else tokenizer.get("decoder")
+    return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None, "decoder": decoder}
