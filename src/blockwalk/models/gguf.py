@@ -332,7 +332,12 @@ def _settings(path: Path, header: Header) -> dict[str, Any]:
     tensors = {tensor.name: tensor for tensor in header.tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     factors = {name: _numbers(path, tensors[name]) for name in gguf_config.FACTORS if name in tensors}
-    return gguf_config.settings_of(f"model: {path}", header.metadata, shapes, factors)
+    try:
+        return gguf_config.settings_of(f"model: {path}", header.metadata, shapes, factors)
+    except (TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(
+            f"model: {path} is altered: its metadata are of other kinds than llama.cpp's: {error}"
+        ) from None
 
 
 def _numbers(path: Path, tensor: TensorInfo) -> tuple[float, ...]:

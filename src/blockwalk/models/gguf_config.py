@@ -135,6 +135,8 @@ _MIXTRAL = Architecture(
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """The number of blocks by which llama.cpp knows a Gemma whose queries are scaled by the hidden size over the heads."""
 
+_WIDEST_HEAD = 1 << 16
+"""Dimensions; more are a damaged file's."""
 _HARMLESS = (
     "vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned", "expert_feed_forward_length",
     "expert_shared_feed_forward_length",
@@ -260,6 +262,8 @@ def _head_width(keys: _Keys, known: Architecture, settings: Mapping[str, Any]) -
     heads = settings["num_attention_heads"]
     even = hidden // heads
     width = keys.get("attention.key_length", even)
+    if not isinstance(width, int) or not 0 < width <= _WIDEST_HEAD:
+        raise ValueError(f"{keys.where} has heads of {width} dimensions, which is no width from 1 to {_WIDEST_HEAD}")
     if not known.free_head_width:
         keys.must("attention.key_length", even, why=f"and its architecture has heads of {hidden} / {heads}")
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):

@@ -111,9 +111,7 @@ def in_order(tokenizer: dict[str, Any], model: str, name: str, *, blank: bool) -
     normalizer = {"type": "Sequence", "normalizers": [before, written]} if blank else written
     if blank:
         return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None}
-    decoder = tokenizer.get("decoder") or {}
-    steps = [
-        step for step in decoder.get("decoders", ()) if step["type"] != "Strip"
-    ]  # it takes off the blank that was put
-    decoder = {**decoder, "decoders": steps} if steps else tokenizer.get("decoder")
-    return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None, "decoder": decoder}
+    decoder: dict[str, Any] = dict(tokenizer.get("decoder") or {})
+    if "decoders" in decoder:  # a Strip takes off the blank that was put before
+        decoder["decoders"] = [step for step in decoder["decoders"] if step["type"] != "Strip"]
+    return {**tokenizer, "normalizer": normalizer, "pre_tokenizer": None, "decoder": decoder or None}
