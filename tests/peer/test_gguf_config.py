@@ -54,6 +54,20 @@ def test_a_key_that_is_not_read_is_refused_by_its_name(
     assert not list(tmp_path.rglob("config.json"))
 
 
+@pytest.mark.parametrize(
+    "key", ["attention.head_count", "attention.key_length", "rope.scaling.factor", "rope.freq_base"]
+)
+@pytest.mark.parametrize("value", ["x", [1, 2], float("nan"), 2**32 - 1])
+def test_a_key_of_another_kind_is_one_line_with_the_file(
+    key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the value that the test wrote, which is no such number."""
+    monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
+    path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32", **{key: value})
+    with pytest.raises(ValueError, match=r"^model: .*tiny\.gguf"):
+        model_folder(path)
+
+
 def test_a_tensor_that_is_not_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     for name in ("llama, head output bias", "qwen2, rope_freqs"):

@@ -190,6 +190,13 @@ class _Keys:
             raise self.error(key, "which is no positive number")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """A key's finite number, or the default of a missing one."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, "which is no number")
+        return float(value)
+
     def must(self, key: str, *allowed: Any, why: str) -> None:
         """Refuse a key that is there with another value than one of ``allowed``."""
         if key in self.values and self.get(key) not in allowed:
@@ -408,16 +415,16 @@ def _scaling(
     kind = keys.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise keys.error("rope.scaling.type", "and read are none, linear, yarn and longrope")
-    written = float(keys.get("rope.scale_linear", 0))  # the older name
-    factor = float(keys.get("rope.scaling.factor", written)) or 1.0
+    written = keys.number("rope.scale_linear", 0)  # the older name
+    factor = keys.number("rope.scaling.factor", written) or 1.0
     if kind == "none" and factor != 1:
         if keys.architecture == "gemma2":
             raise keys.error(
                 "rope.scaling.type", f"and a factor of {factor:g}, which llama.cpp applies in some blocks then"
             )
         factor = 1.0
-    attention = float(keys.get("rope.scaling.attn_factor", 1))
-    length = int(keys.get("rope.scaling.original_context_length", length))
+    attention = keys.number("rope.scaling.attn_factor", 1)
+    length = int(keys.number("rope.scaling.original_context_length", length))
     if not (0 < factor < math.inf and 0 < attention < math.inf and length > 1):
         numbers = f"factor {factor:g}, attn_factor {attention:g}, original_context_length {length}"
         raise ValueError(f"{keys.where} has {keys.architecture}.rope.scaling.* that are no positive numbers: {numbers}")
