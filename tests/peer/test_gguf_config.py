@@ -57,7 +57,7 @@ def test_a_key_that_is_not_read_is_refused_by_its_name(
 @pytest.mark.parametrize(
     "key", ["attention.head_count", "attention.key_length", "rope.scaling.factor", "rope.freq_base"]
 )
-@pytest.mark.parametrize("value", ["x", [1, 2], float("nan"), 2**32 - 1])
+@pytest.mark.parametrize("value", ["x", [1, 2], float("nan"), float("inf")])
 def test_a_key_of_another_kind_is_one_line_with_the_file(
     key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
