@@ -73,7 +73,7 @@ def cases() -> list[Case]:
     rows = []
     for family in _FAMILIES:
         window = _GEMMA.get(family, {})
-        gemma = {"tied": True} if window else {}
+        gemma = {"tied": True, "spread": 0.2} if window else {}
         rows += [
             Case(f"{family}", family, window, changes=gemma),
             Case(f"{family}, linear × 4", family, window | scaling("linear", factor=4.0), changes=gemma),
@@ -307,13 +307,13 @@ def cases() -> list[Case]:
             "gemma2, blocks as 27B",
             "gemma2",
             _WINDOW,
-            changes={"tied": True, "num_hidden_layers": 46, "head_dim": 32, "spread": 0.1},
+            changes={"tied": True, "num_hidden_layers": 46, "head_dim": 32, "spread": 0.06},
         ),
         Case(
             "gemma2, 42 blocks",
             "gemma2",
             _WINDOW,
-            changes={"tied": True, "num_hidden_layers": 42, "head_dim": 32, "spread": 0.1},
+            changes={"tied": True, "num_hidden_layers": 42, "head_dim": 32, "spread": 0.06},
         ),
         Case(
             "gemma2, pattern of 3",
@@ -326,7 +326,7 @@ def cases() -> list[Case]:
             "gemma3, blocks as 27B",
             "gemma3_text",
             _WINDOW,
-            changes={"tied": True, "num_hidden_layers": 62, "head_dim": 32, "spread": 0.1},
+            changes={"tied": True, "num_hidden_layers": 62, "head_dim": 32, "spread": 0.06},
         ),
         Case(
             "gemma3, linear × 8, six blocks",
