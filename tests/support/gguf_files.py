@@ -34,8 +34,9 @@ def random_blocks(kind: str, rows: int, columns: int, *, block: tuple[int, int],
     return blocks.reshape(rows, -1)
 
 
-def tiny(family: str, *, hidden: int = 64, tied: bool = False, **changes: Any) -> nn.Module:
-    """A random model of two blocks, ``hidden`` wide, whose norms and biases are no constants."""
+def tiny(family: str, *, hidden: int = 64, tied: bool = False, spread: float = 0.0, **changes: Any) -> nn.Module:
+    """A random model of two blocks, ``hidden`` wide, whose norms and biases are no constants. ``spread``: the deviation of
+    matrices, if it is not the family's, so that attention is far from even."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
@@ -56,14 +57,24 @@ def tiny(family: str, *, hidden: int = 64, tied: bool = False, **changes: Any) -
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(torch.randn(parameter.shape) / 4)
+            elif spread:
+                parameter.copy_(torch.randn(parameter.shape) * spread)
     return model
 
 
 def write(
-    path: Path, model: nn.Module, kind: str, *, tokenizer: bool = True, tensors_in_a_part: int = 0, **extra: Any
+    path: Path,
+    model: nn.Module,
+    kind: str,
+    *,
+    tokenizer: bool = True,
+    tensors_in_a_part: int = 0,
+    vectors: dict[str, Any] | None = None,
+    **extra: Any,
 ) -> Path:
     """A model as a GGUF file, or as several of so many tensors, of which the first one's path is the answer: matrices in one
-    type, the rest in F32. ``extra`` are metadata of its architecture."""
+    type, the rest in F32. ``extra`` are metadata of its architecture, None for a key that is left out; ``vectors`` are further
+    tensors by name."""
     import gguf
     from gguf import quants
 
@@ -79,7 +90,8 @@ def write(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10000.0))
+    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(float(rotary.get("rope_theta", 10000.0)))
     writer.add_vocab_size(config.vocab_size)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -91,8 +103,12 @@ def write(
     if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if width := getattr(config, "moe_intermediate_size", 0):
+        writer.add_expert_feed_forward_length(width)
+    if width := getattr(config, "shared_expert_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(width)
     for key, value in extra.items():
-        writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.UINT32)
+        _add(writer, f"{architecture}.{key}", value)
     if tokenizer:
         add_tokenizer(writer, config.vocab_size)
     quantised = gguf.GGMLQuantizationType[kind]
@@ -119,11 +135,24 @@ def write(
             writer.add_tensor(target, blocks.reshape(*values.shape[:-1], -1), raw_dtype=quantised)
         else:
             writer.add_tensor(target, quants.quantize(values, quantised), raw_dtype=quantised)
+    for name, vector in (vectors or {}).items():
+        writer.add_tensor(name, np.asarray(vector, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path if path.is_file() else min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Write a key in the form that llama.cpp expects of its value's type; None takes it out."""
+    for part in writer.kv_data:
+        part.pop(key, None)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif value is not None:
+        kinds[type(value)](key, value)
 
 
 def halves(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -7,7 +7,9 @@ Names, keys and encodings are those of the ``gguf`` package. One parameter at a 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from blockwalk.convert.merge import read_adapter
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.pack import Progress
 from blockwalk.models.folder import model_folder
+from blockwalk.models.gguf_config import settings_of
+from blockwalk.models.gguf_splits import SPLITS, WHOLE_WORDS
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
@@ -33,12 +37,15 @@ FAMILIES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QW
 DTYPES = ("bf16", "f16", "f32", "q8_0")
 """Encodings of matrices; vectors are float32."""
 
-_SPLITS = {
-    r"\p{N}{1,3}": "llama-bpe",
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}": "qwen2",
-    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}": "qwen35",
-}
-"""A part of the pattern that splits text before byte pairs are joined, and llama.cpp's name for it."""
+_NOT_COMPUTED = frozenset(
+    re.findall(
+        r"\S+",
+        "architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range layer_types "
+        "max_window_layers model_type pad_token_id pretraining_tp torch_dtype transformers_version unsloth_fixed "
+        "unsloth_version use_cache _name_or_path sliding_window use_sliding_window rope_parameters rope_scaling rope_theta",
+    )
+)
+"""Settings that change no logit; windows and rotary scaling are looked at by themselves."""
 
 
 def convert(
@@ -59,8 +66,8 @@ def convert(
         progress: called with (bytes written, bytes in all) after each tensor.
 
     Raises:
-        ValueError: ``gguf`` is not installed, a model of another family, a tokenizer or rotary scaling that GGUF has no name
-            for, or an output that exists.
+        ValueError: ``gguf`` is not installed, a model of another family, a tokenizer, rotary scaling or other setting that the
+            file could not say, or an output that exists.
     """
     try:
         import gguf
@@ -93,6 +100,7 @@ def convert(
             _write(writer, _adapter_tensors(writer, read_adapter(adapter, skeleton), named, turned), progress)
         else:
             folder = model_folder(model)
+            _refuse_windows(config)
             factors = _hyperparameters(writer, config)
             _tokenizer(writer, folder, config.vocab_size)
             source = CheckpointFolder(model, skeleton)
@@ -105,6 +113,7 @@ def convert(
             if factors is not None:
                 f32 = gguf.GGMLQuantizationType.F32
                 tensors.append(("rope_freqs.weight", tuple(factors.shape), f32, partial(torch.clone, factors)))
+            _refuse_what_is_not_said(writer, config, {name: shape for name, shape, _, _ in tensors})
             _write(writer, tensors, progress)
             source.close()
         os.replace(part, out)
@@ -184,6 +193,8 @@ def _hyperparameters(writer: Any, config: Any) -> Tensor | None:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     rotary = {**(getattr(config, "rope_parameters", None) or {})}
     kind = rotary.get("rope_type", "default")
+    if (part := rotary.get("partial_rotary_factor", 1.0)) != 1:
+        raise ValueError(f"partial_rotary_factor = {part} cannot be said in a GGUF file of {config.model_type}")
     if kind not in ("default", "llama3"):
         raise ValueError(f"rotary scaling of type {kind!r} is not written yet: take llama.cpp's convert_hf_to_gguf.py")
     writer.add_name(Path(str(config.name_or_path)).name or "model")
@@ -208,6 +219,44 @@ def _hyperparameters(writer: Any, config: Any) -> Tensor | None:
     return torch.as_tensor(plain / scaled)
 
 
+def _refuse_windows(config: Any) -> None:
+    """Raise ValueError for a window that is shorter than the model's context: llama.cpp has none in these families."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < config.max_position_embeddings:
+        raise ValueError(
+            f"sliding_window = {window} is left out by llama.cpp in models of type {config.model_type}, which would compute"
+            f" texts of {window} to {config.max_position_embeddings} tokens otherwise: set max_position_embeddings to {window}"
+            " in config.json, and the file is right for texts up to that"
+        )
+
+
+def _refuse_what_is_not_said(writer: Any, config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Read the metadata that were written, and raise ValueError where they make another configuration than the model's.
+
+    Args:
+        writer: what the file's header holds.
+        config: the model's configuration.
+        shapes: the tensors' shapes by their names in the file.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    (values,) = writer.kv_data
+    metadata = {key: entry.value for key, entry in values.items()}
+    settings = settings_of("the file", metadata, shapes, {})
+    written = AutoConfig.for_model(**settings).to_dict()
+    defaults = {**type(config)().to_dict(), **written}
+    common = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    for key, value in config.to_dict().items():
+        if key in _NOT_COMPUTED or key in common or value is None or key not in defaults:
+            continue
+        number = isinstance(value, float)
+        if not (math.isclose(value, defaults[key], rel_tol=1e-6) if number else value == defaults[key]):
+            raise ValueError(
+                f"{key} = {value!r} cannot be said in a GGUF file of {config.model_type}: llama.cpp would compute with"
+                f" {defaults[key]!r}"
+            )
+
+
 def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     """Write the vocabulary, special tokens and chat template."""
     import gguf
@@ -222,13 +271,21 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     if model.get("byte_fallback"):  # the tokenizers of Llama 2 and Mistral: pieces of text, in order of their merges
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
+        writer.add_add_space_prefix(_blank_before_text(found, folder))
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_split(found, folder))
     added = {token["id"]: token for token in found.get("added_tokens", [])}
     by_id = {**{number: text for text, number in model["vocab"].items()}, **{n: t["content"] for n, t in added.items()}}
+    beyond = sorted(number for number in by_id if number >= vocab_size)
+    if beyond:
+        raise ValueError(
+            f"{folder} has a tokenizer with {len(beyond)} tokens that the model has no row for ({by_id[beyond[0]]!r} is number"
+            f" {beyond[0]}, of {vocab_size} rows), and llama.cpp refuses such a file: take them out of tokenizer.json, or"
+            " resize the model's embedding (resize_token_embeddings) and train it"
+        )
     tokens, types = [], []
-    for number in range(max(vocab_size, max(by_id) + 1)):
+    for number in range(vocab_size):
         tokens.append(by_id.get(number, f"[PAD{number}]"))
         types.append(_kind(number, tokens[-1], by_id, added, bytes_too=bool(model.get("byte_fallback"))))
     writer.add_token_list(tokens)
@@ -250,21 +307,76 @@ def _kind(number: int, text: str, known: Any, added: Any, *, bytes_too: bool) ->
     return gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
 
 
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer or pre-tokenizer, none for null."""
+    if not part:
+        return []
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inner is None else [step for entry in inner for step in _steps(entry)]
+
+
 def _split(found: dict[str, Any], folder: Path) -> str:
     """llama.cpp's name of the way in which a tokenizer splits text before it joins byte pairs."""
-    splitting = found.get("pre_tokenizer") or {}
-    parts = [step for step in splitting.get("pretokenizers", [splitting]) if "type" in step]
-    patterns = [step["pattern"].get("Regex", "") for step in parts if step["type"] == "Split"]
-    for pattern in patterns:
-        for part, name in _SPLITS.items():
-            if part in pattern:
-                return name
-    if not patterns and any(step["type"] == "ByteLevel" and step.get("use_regex", True) for step in parts):
-        return "smollm" if any(step["type"] == "Digits" for step in parts) else "gpt-2"
+    steps = [_step(step) for step in _steps(found.get("pre_tokenizer"))]
+    if len(steps) > 1 and steps[-1] == ("ByteLevel", ""):
+        steps = steps[:-1]  # the letters of bytes, without a split
+    changes = [step["type"] for step in _steps(found.get("normalizer")) if step["type"] != "NFC"]
+    names = {known: name for name, known in SPLITS.items()}
+    if (name := names.get(tuple(steps))) is not None and not changes:
+        added = {token["content"] for token in found.get("added_tokens", [])}
+        _refuse_other_words(found["model"], added, name, folder)
+        return name
+    kinds = [f"{kind} {pattern}".strip() for kind, pattern in steps]
     raise ValueError(
-        f"{folder} splits text in a way that is not known here ({patterns or [step['type'] for step in parts]}): take"
+        f"{folder} splits text in a way that llama.cpp has no name for here ({'; '.join([*changes, *kinds])}): take"
         " llama.cpp's convert_hf_to_gguf.py"
     )
+
+
+def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folder: Path) -> None:
+    """Raise ValueError where words that no merges lead to are tokens here and none in llama.cpp, or the other way round."""
+    whole = bool(model.get("ignore_merges"))
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+    made = {"".join(merge) for merge in merges}
+    words = [token for token in model["vocab"] if len(token) > 1 and token not in made | added]
+    if words and whole != (name in WHOLE_WORDS):
+        raise ValueError(
+            f"{folder} has ignore_merges = {str(whole).lower()} with {len(words)} tokens that no merges make ({words[0]!r}):"
+            f" llama.cpp takes it for {str(not whole).lower()} under the name {name}: take llama.cpp's convert_hf_to_gguf.py"
+        )
+
+
+def _step(step: dict[str, Any]) -> tuple[str, str]:
+    """A step's kind and pattern; what it does besides is a part of the pattern."""
+    kind = str(step["type"])
+    if kind == "Split":
+        plain = step.get("behavior") == "Isolated" and not step.get("invert")
+        return kind, str(step["pattern"].get("Regex", step["pattern"])) if plain else str(step)
+    if kind == "ByteLevel":
+        return kind, "prefix blank" if step.get("add_prefix_space") else "regex" if step.get("use_regex", True) else ""
+    if kind == "Digits":
+        return kind, "single" if step.get("individual_digits") else "in rows"
+    return kind, ""
+
+
+def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
+    """Whether a tokenizer of pieces puts a blank before a text.
+
+    Raises:
+        ValueError: it changes text in another way than by writing a blank as ▁, which llama.cpp does.
+    """
+    prepends = False
+    for step in _steps(found.get("normalizer")) + _steps(found.get("pre_tokenizer")):
+        if step["type"] == "Prepend" and step.get("prepend") == "▁":
+            prepends = True
+        elif step["type"] == "Metaspace" and step.get("replacement", "▁") == "▁":
+            prepends = prepends or step.get("prepend_scheme", "always") != "never"
+        elif step["type"] != "Replace" or (step["pattern"].get("String"), step["content"]) != (" ", "▁"):
+            raise ValueError(
+                f"{folder} changes text by {step['type']} before it is split, which a GGUF file cannot say: take llama.cpp's"
+                " convert_hf_to_gguf.py"
+            )
+    return prepends
 
 
 def modelfile(out: StrPath, base: StrPath | None = None) -> str:

@@ -19,12 +19,15 @@ import shutil
 import struct
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from blockwalk.models import gguf_config, gguf_splits
+from blockwalk.models.gguf_config import ARCHITECTURES
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files, cache
@@ -40,19 +43,13 @@ _OTHER_TYPES = {
     10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-ARCHITECTURES = {
-    "llama": "permuted", "qwen2": "", "qwen2moe": "", "qwen3": "", "qwen3moe": "", "phi3": "", "starcoder2": "",
-    "gemma2": "shifted", "gemma3": "shifted",
-}  # fmt: skip
-"""The architectures that are read, by ``general.architecture``, and what llama.cpp did to some of their tensors: it permuted
-the rows of queries and keys, or shifted the norms' weights by one."""
 _VERSIONS = (2, 3)
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """The names of a model's parts."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LONG = 1 << 16
-"""Bytes of an array that no configuration needs: a vocabulary or its merges."""
+_MOST = 4096
+"""Elements of an array that a configuration may need, one for each block; more are a vocabulary's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +70,8 @@ class Header:
     """All of a file, or of a model's parts, but the values of arrays and tensors."""
 
     metadata: dict[str, Any]
-    """Strings and numbers by key; of an array the number of its elements."""
+    """Strings and numbers by key; arrays of numbers as tuples, of longer ones and of strings the number of their elements."""
     tensors: tuple[TensorInfo, ...]
-    short: tuple[bytes, ...]
-    """The metadata as they stand in the file, but for arrays as long as a vocabulary."""
 
     @property
     def architecture(self) -> str:
@@ -133,7 +128,10 @@ def read_header(path: StrPath) -> Header:
 @lru_cache(64)
 def _read_header(path: str, size: int, changed: int) -> Header:
     with open(path, "rb") as file:
-        if file.read(4) != b"GGUF":
+        start = file.read(19)
+        if start == b"version https://git":
+            raise ValueError(f"model: {path} is a git-lfs pointer, not the file that it stands for: git lfs pull")
+        if start[:4] != b"GGUF":
             raise ValueError(f"model: {path} is no GGUF file: it does not begin with GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)
@@ -164,12 +162,14 @@ class _Cursor:
         return self.data[self.at - length : self.at].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """The next value: of an array the number of its elements."""
+        """The next value: of strings, and of many numbers, how many there are."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             return self.number(_SCALARS[kind])
         kind, count = self.number("I"), self.number("Q")
+        if kind in _SCALARS and count <= _MOST:
+            return tuple(self.number(_SCALARS[kind]) for _ in range(count))
         if kind in _SCALARS:
             self.at += count * struct.calcsize(f"<{_SCALARS[kind]}")
         else:
@@ -183,26 +183,31 @@ class _Cursor:
 
 def _parse(path: str, cursor: _Cursor, size: int) -> Header:
     version = cursor.number("I")
+    if version.to_bytes(4, "big") in [known.to_bytes(4, "little") for known in _VERSIONS]:
+        raise ValueError(f"model: {path} is big-endian GGUF, for other processors; take the little-endian file")
     if version not in _VERSIONS:
         raise ValueError(f"model: {path} is of GGUF's version {version}; read are {_VERSIONS[0]} and {_VERSIONS[1]}")
     tensors, keys = cursor.number("Q"), cursor.number("Q")
-    metadata, short = {}, []
+    metadata = {}
     for _ in range(keys):
-        start = cursor.at
         key, kind = cursor.text(), cursor.number("I")
         if kind not in (*_SCALARS, _STRING, _ARRAY):
             raise ValueError(
                 f"model: {path} is altered: the value of {key} is of kind {kind}, which GGUF does not have"
             )
         metadata[key] = cursor.value(kind)
-        if cursor.at - start < _LONG:
-            short.append(cursor.data[start : cursor.at])
     number, count = metadata.get("split.no", 0) + 1, max(metadata.get("split.count", 1), 1)
     named = _PART.fullmatch(Path(path).name)
     if (number, count) != (tuple(map(int, named.group("number", "count"))) if named else (1, 1)):
         raise ValueError(
             f"model: {path} is part {number} of {count}, and not named so: its name would end in"
             f" -{number:05}-of-{count:05}.gguf"
+        )
+    kind = metadata.get("general.type", "model")
+    if number == 1 and kind != "model":
+        raise ValueError(
+            f"model: {path} is no model: its general.type is {kind!r} (a LoRA adapter is one of 'adapter', the picture half of"
+            " a model one of 'mmproj'); name the file of the model that it belongs to"
         )
     architecture = metadata.get("general.architecture")
     if number == 1 and architecture not in ARCHITECTURES:
@@ -219,7 +224,7 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
         table.append((name, shape, cursor.number("I"), cursor.number("Q")))
     alignment = metadata.get("general.alignment", 32)
     begin = -(-cursor.at // alignment) * alignment
-    return Header(metadata, tuple(_tensor(path, size, begin, *entry) for entry in table), tuple(short))
+    return Header(metadata, tuple(_tensor(path, size, begin, *entry) for entry in table))
 
 
 def _tensor(path: str, size: int, begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
@@ -248,7 +253,7 @@ def folder_of(path: Path) -> Path:
         ValueError: as :func:`read_header`; or metadata that transformers cannot use.
     """
     header, parts = read_header(path), parts_of(path.absolute())
-    seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns] for part in parts]
+    seen = [[str(part), part.stat().st_size, part.stat().st_mtime_ns, _FORM] for part in parts]
     path = parts[0]
     try:
         folder = cache.folder() / "gguf" / f"{path.stem}-{cache.key(os.fsencode(path))}"
@@ -265,8 +270,10 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-MADE, _SHORT = "gguf.json", "metadata.gguf"
-"""The file of a folder that stands for a GGUF file: what that was. And one that is there while the folder is made."""
+MADE = "gguf.json"
+"""The file of a folder that stands for a GGUF file: what that was."""
+_FORM = 2
+"""The number of the rules by which such a folder is made; another number makes it anew."""
 
 
 def _stands_for(folder: Path, seen: list[Any]) -> bool:
@@ -281,23 +288,21 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
-    for part, _, _ in seen:
+    settings = _settings(path, header)
+    if header.metadata.get("tokenizer.ggml.model") == "gpt2":
+        try:
+            gguf_splits.pre_tokenizer(str(header.metadata.get("tokenizer.ggml.pre", "")))
+        except ValueError as error:
+            raise ValueError(f"model: {path} {error}") from None
+    for part, *_ in seen:
         os.symlink(part, folder / Path(part).name)
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
     try:
-        # The gguf package takes tens of seconds for a long vocabulary: the configuration is made of the rest.
-        (folder / _SHORT).write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(header.short)) + b"".join(header.short))
-        config = AutoConfig.from_pretrained(folder, gguf_file=_SHORT)
-        (folder / _SHORT).unlink()
-        config = _with_experts(config, header)
-        vars(config).pop("_model_name_or_path", None)  # a name out of the metadata, which is no path
-        config.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in header.tensors)
-        rows = [tensor.shape[0] for tensor in header.tensors if tensor.name == "token_embd.weight"]
-        config.vocab_size = rows[0] if rows else config.vocab_size
+        config = AutoConfig.for_model(**settings)
         config.dtype = header.main_codec.facts.dtype or "bfloat16"
         config.save_pretrained(folder)
-        if tokens:
+        if header.metadata.get("tokenizer.ggml.tokens"):
             PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name).save_pretrained(folder)
+            _split_in_order(folder / "tokenizer.json", header.metadata)
     except ImportError:
         raise ValueError(
             f"model: {path} is GGUF, which needs the gguf package: pip install 'blockwalk[gguf]'"
@@ -313,21 +318,34 @@ def _write(folder: Path, path: Path, header: Header, seen: list[Any]) -> None:
     atomic_files.write_json(folder / MADE, seen)
 
 
-def _with_experts(config: Any, header: Header) -> Any:
-    """A configuration with what transformers leaves out of a mixture's: experts in a llama make it a Mixtral, and widths are
-    those of the tensors."""
-    from transformers import AutoConfig
+def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:
+    """Write how text is split as llama.cpp does it: transformers leaves out some names, and the blank before pieces."""
+    values = {key: metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_space_prefix")}
+    blank = values["add_space_prefix"] is not False
+    tokenizer = atomic_files.read_json(file)
+    split = gguf_splits.in_order(tokenizer, str(values["model"]), str(values["pre"] or ""), blank=blank)
+    atomic_files.write_json(file, split)
 
-    kind = header.architecture
-    if kind == "llama" and header.metadata.get("llama.expert_count"):
-        count, used = (header.metadata[f"llama.expert{word}_count"] for word in ("", "_used"))
-        settings = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-        config = AutoConfig.for_model("mixtral", **settings, num_local_experts=count, num_experts_per_tok=used)
-    widths = {tensor.name.partition("ffn_")[2]: tensor.shape[-2] for tensor in header.tensors if len(tensor.shape) > 1}
-    for tensor, setting in (
-        ("gate_exps.weight", "moe_intermediate_size"),
-        ("gate_shexp.weight", "shared_expert_intermediate_size"),
-    ):
-        if tensor in widths and hasattr(config, setting):
-            setattr(config, setting, widths[tensor])
-    return config
+
+def _settings(path: Path, header: Header) -> dict[str, Any]:
+    """The settings of transformers' configuration, ``model_type`` among them."""
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    factors = {name: _numbers(path, tensors[name]) for name in gguf_config.FACTORS if name in tensors}
+    try:
+        return gguf_config.settings_of(f"model: {path}", header.metadata, shapes, factors)
+    except (TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(
+            f"model: {path} is altered: its metadata are of other kinds than llama.cpp's: {error}"
+        ) from None
+
+
+def _numbers(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
+    """The values of a vector in float32."""
+    if tensor.codec is not Codec.FP32 or len(tensor.shape) != 1:
+        raise ValueError(
+            f"model: {path}: {tensor.name} is read as a vector in F32, and this one is {tensor.shape} in {tensor.codec}"
+        )
+    with open(path.parent / tensor.file, "rb") as file:
+        file.seek(tensor.offset)
+        return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.nbytes))

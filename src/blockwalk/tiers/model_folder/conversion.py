@@ -97,7 +97,9 @@ class Recipe:
             out.copy_(self.conversion.run(self.sources, [view(s) for s in self.sources])[self.name])
 
 
-def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, where: str) -> dict[str, Recipe]:
+def resolve(
+    model: nn.Module, stored: Mapping[str, StoredTensor], view: View, where: str, *, all_used: bool = False
+) -> dict[str, Recipe]:
     """Recipes for every parameter and persistent buffer of ``model``, by canonical name.
 
     Args:
@@ -105,9 +107,11 @@ def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, wh
         stored: the checkpoint's tensors, by their names in it.
         view: reads a stored tensor; used only where a checkpoint holds two tensors that the model ties, to compare.
         where: the checkpoint's name in messages.
+        all_used: whether a tensor that the model does not use is an error, and not a warning.
 
     Raises:
-        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ; numbers that are codes.
+        ValueError: missing or misshaped tensors, all of them, by name; tied weights that differ; numbers that are codes; with
+            ``all_used`` tensors that the model does not use.
     """
     wanted: dict[str, Tensor] = model.state_dict(keep_vars=True)
     recipes, extra = _match(model, wanted, stored)
@@ -124,6 +128,8 @@ def resolve(model: nn.Module, stored: Mapping[str, StoredTensor], view: View, wh
         raise ValueError(f"{where} does not fit {type(model).__name__}: {'; '.join(parts)}")
     if extra:
         text = f"{where} has {len(extra)} tensors that {type(model).__name__} does not use: {_some(extra)}"
+        if all_used:
+            raise ValueError(f"{text}. A model without them is another one than the file's, and is not trained")
         warnings.warn(text, stacklevel=3)
     return recipes
 

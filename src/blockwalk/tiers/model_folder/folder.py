@@ -39,7 +39,8 @@ class CheckpointFolder:
 
     Raises:
         ValueError: tensors are missing or of the wrong shape, with their names; codes that are not read; no weights;
-            or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning.
+            or tied weights that differ in the checkpoint. Tensors that the model does not know are a warning, and of a GGUF
+            file an error.
     """
 
     def __init__(self, path: StrPath, model: nn.Module) -> None:
@@ -50,7 +51,11 @@ class CheckpointFolder:
             stored |= _READERS[Path(name).suffix](self.path / name, model)
             self._files[name] = MappedFile(self.path / name)
         stored = quantised.joined(self.path, stored)
-        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(model, stored, self._view, str(path))
+        # A GGUF's configuration was made of its tensors' names: one that is left over is a part of another model.
+        from_gguf = any(name.endswith(".gguf") for name in self._files)
+        self._recipes: Mapping[str, conversion.Recipe] = conversion.resolve(
+            model, stored, self._view, str(path), all_used=from_gguf
+        )
 
     def _bytes(self, stored: StoredTensor) -> Bytes:
         if stored.parts:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.models import gguf
-from blockwalk.models.gguf import ARCHITECTURES
+from blockwalk.models.gguf_config import FACTORS, row
 from blockwalk.numerics.codecs.codecs import decode_rows, gather_rows
 from blockwalk.numerics.codecs.layout import Layout, dtype_of
 from blockwalk.numerics.codecs.readers import Index, Reader, above
@@ -35,8 +35,10 @@ def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
     header = gguf.read_header(path)
     config: Any = model.config
     names = _names(header, model)
-    form, tensors = ARCHITECTURES[header.architecture], dict[str, StoredTensor]()
-    for info in sorted(header.tensors, key=lambda info: info.name):  # gates before what is below them
+    form = row(header.metadata).form
+    tensors: dict[str, StoredTensor] = {}
+    weights = [info for info in header.tensors if info.name not in FACTORS]  # which the configuration has
+    for info in sorted(weights, key=lambda info: info.name):  # gates before what is below them
         name = names.get(info.name, info.name)
         dtype = dtype_of(info.codec.facts.dtype or "float32")
         shape = (1, info.shape[-1]) if info.name.endswith("ffn_gate_inp_shexp.weight") else info.shape
