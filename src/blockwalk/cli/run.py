@@ -79,8 +79,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights, over these as
     they are as well: what ``merge`` deploys."""
+    from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
-    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.data.encode import load_tokenizer, require_rows
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.train.ready import eval_batch_size
@@ -88,6 +89,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
 
     tokenizer, rows = load_tokenizer(run.model), eval_batch_size(run)
     held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
+    require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
     for note in held_out.notes():
         print(f"note: {note}", file=sys.stderr)
     if run.data.packing:
@@ -113,8 +115,9 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
-    from blockwalk.data.encode import load_tokenizer
-    from blockwalk.walk.generation import stop_ids
+    from blockwalk.cutting.skeleton import vocabulary_rows
+    from blockwalk.data.encode import load_tokenizer, require_rows
+    from blockwalk.models.stops import stop_ids
     from blockwalk.walk.walker import Walker
 
     tokenizer = load_tokenizer(run.model)
@@ -124,8 +127,10 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
             raise ValueError(f"{run.model} has no chat template; leave --chat out")
         turns = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
-    stops = stop_ids(run.model, tokenizer)
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = tokenizer(text, add_special_tokens=not (arguments.chat or begun), return_tensors="pt")["input_ids"]
+    require_rows((int(ids.max()) if ids.numel() else -1, "prompt"), tokenizer, vocabulary_rows(run.model), "--prompt")
+    stops = stop_ids(run.model, tokenizer, arguments.adapter)
     with Walker(_packed(run, run.plan), run.plan, lora=arguments.adapter, training=False) as walker:
         written = walker.generate(
             ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=run.plan.seed
