@@ -108,6 +108,11 @@ def test_arguments_of_a_call_are_an_object_or_json_text(template: str, arguments
     assert text == f"<|user|>one</s><|assistant|>⟦{written}</s>⟧"
 
 
+def test_parts_are_not_written_as_python_where_the_template_changes_a_text() -> None:
+    text, _ = read(PLAIN.replace("{{ m.content }}", "{{ m.content | replace('o', '0') }}"), chat("twe"))
+    assert text == "<|user|>0ne</s><|assistant|>⟦twe</s>⟧"
+
+
 def test_an_empty_list_of_calls_is_none() -> None:
     template = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}")
     assert read(template, chat({"content": "two", "tool_calls": []}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"

@@ -185,7 +185,10 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written_as_python(messages: list[dict[str, Any]], text: str) -> bool:
-    """Whether the template wrote a call's arguments as Python does (single quotes): it wants them as JSON text."""
+    """Whether the template wrote a list of parts, or a call's arguments, as Python does: it wants them as text."""
+    lists = [message["content"] for message in messages if isinstance(message["content"], list)]
+    if any(str(parts) in text for parts in lists):
+        return True
     calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
     values = [call["arguments"] for call in calls if call["arguments"]]
     return any(str(value) in text for value in values if isinstance(value, dict))
