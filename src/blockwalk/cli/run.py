@@ -80,8 +80,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights below an
     adapter, over these as they are as well: what ``merge`` deploys."""
+    from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
-    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.data.encode import load_tokenizer, require_rows
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.train.ready import eval_batch_size
@@ -89,6 +90,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
 
     tokenizer, rows = load_tokenizer(run.model), eval_batch_size(run)
     held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
+    require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
     for note in held_out.notes():
         say(f"note: {note}", file=sys.stderr)
     if run.data.packing:
@@ -114,10 +116,11 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
+    from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.data.chat_template import render_chat
-    from blockwalk.data.encode import load_tokenizer
+    from blockwalk.data.encode import load_tokenizer, require_rows
+    from blockwalk.models.stops import stop_ids
     from blockwalk.tiers.block_store.store import is_store
-    from blockwalk.walk.generation import stop_ids
     from blockwalk.walk.walker import Walker
 
     tokenizer = load_tokenizer(run.model)
@@ -127,8 +130,10 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
             raise ValueError(f"{run.model} has no chat template; leave --chat out")
         turns = [{"role": "user", "content": text}]
         text = render_chat(tokenizer, turns, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=not arguments.chat, return_tensors="pt")["input_ids"]
-    stops, plan = stop_ids(run.model, tokenizer), _plan_to_read(run, arguments)
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = tokenizer(text, add_special_tokens=not (arguments.chat or begun), return_tensors="pt")["input_ids"]
+    require_rows((int(ids.max()) if ids.numel() else -1, "prompt"), tokenizer, vocabulary_rows(run.model), "--prompt")
+    stops, plan = stop_ids(run.model, tokenizer, arguments.adapter), _plan_to_read(run, arguments)
     if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
         say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
     with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:

@@ -23,6 +23,7 @@ from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import lies_in
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
+from blockwalk.models.stops import GENERATION, learnt_stops, with_stops
 from blockwalk.numerics.codecs.weights import DenseWeight
 from blockwalk.plan.sizes import spans
 from blockwalk.system import atomic_files
@@ -83,6 +84,8 @@ def merge(
 
         with atomic_files.atomic_folder(out_dir) as folder:
             copy_model_files(model, folder)
+            if stops := learnt_stops(adapter_dir):
+                atomic_files.write_bytes(folder / GENERATION, with_stops(folder, stops))
             config = atomic_files.read_json(folder / "config.json")
             changed: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
             if dtype:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,12 @@ def load_config(path_or_config: Any) -> Any:
         for key in KEYS:
             vars(part).pop(key, None)
     return config
+
+
+def vocabulary_rows(path_or_config: Any) -> int:
+    """The rows of a model's token embeddings; where its configuration has no ``vocab_size``, more than any token's id."""
+    rows = getattr(load_config(path_or_config).get_text_config(), "vocab_size", None)
+    return sys.maxsize if rows is None else int(rows)
 
 
 def model_class(config: Any) -> type[nn.Module]:

@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ Batch = dict[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt. Packed rows
 have ``position_ids`` in place of the mask: where these restart a document begins, and transformers lets no attention cross."""
 
+_CHANGES = {"records": "text of the records", "template": "chat template", "tokenizer": "tokenizer"}
+"""Names of the parts of :class:`blockwalk.data.encode.Origin` in a refusal to resume."""
 IGNORE = -100
 SIDE_BY_SIDE = 2048
 """The most tokens of a row that a batch's examples are laid side by side in: transformers makes its mask in 17 MB. Longer rows
@@ -103,13 +105,33 @@ class Batches(Iterator[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """The iterator's place, as JSON values, with the settings that the order depends on."""
         own = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
-        return {**own, "data": self.dataset.fingerprint()}
+        origin = asdict(self.dataset.report.origin)
+        return {**own, "data": self.dataset.fingerprint(), "origin": origin}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place. Raises ``ValueError`` if seed, shuffling or data differ: the order would be another."""
-        for name, ours in self.state_dict().items():
-            if name not in ("epoch", "position") and state[name] != ours:
-                raise ValueError(f"cannot resume: data {name} was {state[name]!r} and is now {ours!r}")
+        """Go to a saved place.
+
+        A chat template that writes the day makes other tokens of the same records on another day; then the run goes on.
+
+        Raises:
+            ValueError: seed, shuffling or data differ, and the order would be another; what changed is named.
+        """
+        ours = self.state_dict()
+        for name in ("seed", "shuffle"):
+            if state[name] != ours[name]:
+                raise ValueError(f"cannot resume: data.{name} was {state[name]!r} and is now {ours[name]!r}")
+        if state["data"] != ours["data"]:
+            now = ours["origin"]
+            before = state.get("origin") or {}
+            changed = [
+                name for name in ("records", "template", "tokenizer") if before.get(name, now[name]) != now[name]
+            ]
+            if changed or not (before.get("records") and now["dated"]):
+                what = _CHANGES[changed[0]] if changed else "tokens"
+                raise ValueError(
+                    f"cannot resume: the {what} of the training data changed (content {state['data']}, now"
+                    f" {ours['data']}): put back what was, or begin a new run in another output_dir"
+                )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._epoch_order()
 

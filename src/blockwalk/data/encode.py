@@ -11,9 +11,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import operator
 import os
 import tempfile
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -29,6 +32,7 @@ from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
+from blockwalk.models.stops import end_note
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
 
@@ -56,7 +60,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     folder = require_config(path)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, fix_mistral_regex=True)
     except (OSError, ValueError, StrictDataclassError) as error:
         read = "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
         raise ValueError(f"{path}: no tokenizer could be loaded ({read}): {' '.join(str(error).split())}") from error
@@ -80,6 +84,25 @@ def mapped(array: np.ndarray, folder: Path) -> np.ndarray:
         return map_file(file.fileno(), array.nbytes, str(folder)).view(array.dtype).reshape(array.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Digests of what a data set's tokens are made of, by which a resumed run says what changed."""
+
+    records: str = ""
+    template: str = ""
+    tokenizer: str = ""
+    dated: bool = False
+    """Whether the chat template writes the day on which it is asked."""
+
+    def __add__(self, other: Origin) -> Origin:
+        """The origin of two sources together."""
+        return replace(self, records=_digest(f"{self.records} {other.records}".encode()))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
 @dataclass(slots=True)
 class EncodeReport:
     """Counts of the records, turns and tokens that were kept, cut or dropped when a data set became tokens."""
@@ -89,14 +112,35 @@ class EncodeReport:
     dropped: int = 0
     turns_left_out: int = 0
     longest: int = 0
+    turns_marked: int = 0
+    turns_unwritten: int = 0
+    unwritten: str = ""
+    """Place and role of the first turn whose content the chat template dropped."""
+    largest: tuple[int, str] = (-1, "")
+    """The largest token id, and the place of a record that holds it."""
+    turn_ends: Counter[int] = field(default_factory=Counter)
+    """The last learnt token of each turn that a chat template wrote, and how often it is that."""
+    stops: tuple[int, ...] = ()
+    """Tokens that turns are learnt to end with, at which the model's generation does not stop of itself."""
+    end_note: str = ""
+    """A sentence where turns are learnt to end with no token that generation stops at."""
+    origin: Origin = field(default_factory=Origin)
     max_length: int | None = None
     """Tokens that a row may have; None: as many as its record has."""
 
     def __add__(self, other: EncodeReport) -> EncodeReport:
         """The counts of two sources together."""
-        names = ("records", "truncated", "dropped", "turns_left_out")
-        counts = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return EncodeReport(**counts, longest=max(self.longest, other.longest), max_length=self.max_length)
+        names = ("records", "truncated", "dropped", "turns_left_out", "turns_marked", "turns_unwritten", "turn_ends")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in (*names, "origin")}
+        return EncodeReport(
+            **sums,
+            longest=max(self.longest, other.longest),
+            unwritten=self.unwritten or other.unwritten,
+            stops=tuple(dict.fromkeys((*self.stops, *other.stops))),
+            end_note=self.end_note or other.end_note,
+            largest=max(self.largest, other.largest),
+            max_length=self.max_length,
+        )
 
     def warnings(self) -> list[str]:
         """One sentence for each thing that a user should know of."""
@@ -114,6 +158,14 @@ class EncodeReport:
             lines.append(
                 f"{self.turns_left_out} assistant turns are not learnt: they open the conversation, or the chat "
                 "template writes them differently once it goes on"
+            )
+        if self.end_note:
+            lines.append(self.end_note)
+        if self.turns_marked:
+            lines.append(f"{self.turns_marked} assistant turns are not learnt: their records mark them so")
+        if self.turns_unwritten:
+            lines.append(
+                f"the chat template drops the content of {self.turns_unwritten} turns, the first in {self.unwritten}"
             )
         return lines
 
@@ -275,9 +327,15 @@ def encode(
     if kind is Format.CLASSIFICATION:
         raise ValueError("format 'classification' needs a template with label words")
     report = EncodeReport(max_length=max_length)
-    rendered = (render(record, kind, tokenizer) for record in records)
+    digest = hashlib.blake2b(digest_size=8)
+
+    def rendered() -> Iterator[Rendered]:
+        for record in records:
+            digest.update(json.dumps(record.fields, default=str).encode())
+            yield render(record, kind, tokenizer)
+
     ids, masks = [], []
-    for row, mask in _tokenize(rendered, tokenizer, report):
+    for row, mask in _tokenize(rendered(), tokenizer, report):
         if mask.any():
             ids.append(row)
             masks.append(mask)
@@ -286,6 +344,15 @@ def encode(
     if not ids:
         why = "; ".join(replace(report, dropped=0).warnings())
         raise ValueError(f"none of {report.records} records has a token to learn{why and ': '}{why}")
+    marks, report.end_note = end_note(report.turn_ends, tokenizer)
+    report.stops = tuple(marks)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    report.origin = Origin(
+        records=digest.hexdigest(),
+        template=_digest(template.encode()),
+        tokenizer=_digest(tokenizer.backend_tokenizer.to_str().encode()),
+        dated="strftime_now" in template,
+    )
     return _flatten(ids, masks, _pad_id(tokenizer), report)
 
 
@@ -379,21 +446,53 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
         for item, ids, offsets in zip(texts, tokens["input_ids"], tokens["offset_mapping"], strict=True):
             mask = [any(a < stop and b > start for start, stop in item.spans) for a, b in offsets]
             prompt = sum(b <= item.prompt_end for _, b in offsets) if item.prompt_end else 0
-            if item.begin:
+            if item.begin and ids[:1] != begin:
                 ids, mask, prompt = begin + ids, [False] * len(begin) + mask, prompt + len(begin)
             if item.end and ids[-1:] != end:
                 ids, mask = ids + end, mask + [bool(item.spans)] * len(end)
+            if not item.end:
+                report.turn_ends.update(_turn_ends(item, ids, offsets))
             report.records += 1
             report.turns_left_out += item.turns_left_out
+            report.turns_marked += item.turns_marked
+            report.turns_unwritten += len(item.unwritten)
+            if item.unwritten and not report.unwritten:
+                report.unwritten = f"{item.where} (role {item.unwritten[0]!r})"
             report.longest = max(report.longest, len(ids))
             if limit is not None and len(ids) > limit:
                 report.truncated += 1
-                keep = len(begin) if item.begin else 0
+                keep = len(begin) if item.begin and ids[:1] == begin else 0
                 spare = max(0, min(len(ids) - limit, prompt - max(keep, 1))) if item.prompt_end else 0
                 ids, mask = (row[:keep] + row[keep + spare :] for row in (ids, mask))
                 ids, mask = ids[:limit], mask[:limit]
             mask[:1] = [False] * len(mask[:1])
+            if ids and max(ids) > report.largest[0]:
+                report.largest = (max(ids), item.where)
             yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
+
+
+def _turn_ends(item: Rendered, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """The last learnt token of each turn of a text that a chat template wrote."""
+    if item.begin:  # label words have no turns
+        return
+    starts = [begin for begin, _ in offsets]
+    for _, stop in item.spans:
+        yield ids[bisect_left(starts, stop) - 1]
+
+
+def require_rows(largest: tuple[int, str], tokenizer: Tokenizer, rows: int, setting: str) -> None:
+    """Check that a model has a row for the largest token of a data set, which comes with the place of its record.
+
+    Raises:
+        ValueError: it has not; the token, the record and the number of rows are named.
+    """
+    token, where = largest
+    if token >= rows:
+        raise ValueError(
+            f"{where}: the token {tokenizer.convert_ids_to_tokens(token)!r} has the id {token}, and the model has {rows} rows"
+            f" of embeddings ({setting}): save the model with resize_token_embeddings({len(tokenizer)}), or take the"
+            " token out of the tokenizer or the data"
+        )
 
 
 def first_example(dataset: Encoded, tokenizer: Tokenizer) -> list[tuple[str, bool]]:

@@ -41,8 +41,17 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     Format.TEXT: ("text",),
 }
 """The columns that a format is known by, in the order in which formats are tried."""
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-"""ShareGPT's names of roles; any other name is the role's own."""
+ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "bot", "chatgpt", "ai", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
+}
+"""Other data sets' names of roles; any other name is the role's own."""
+MARKS = {
+    **dict.fromkeys(("weight", "train", "training", "train_on_turn", "trainable", "learn", "loss"), True),
+    **dict.fromkeys(("mask", "masked"), False),
+}
+"""Fields by which a turn says whether it is learnt, and the value that says yes. None says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,21 +243,91 @@ def turns_of(record: Record, kind: Format) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
-    """A turn with ``role`` and ``content``, or as ShareGPT names these, ``from`` and ``value``."""
+    """A turn with ``role`` and ``content``, or as ShareGPT names these, ``from`` and ``value``.
+
+    The content becomes one text, and arguments of calls become objects, however the file holds them.
+    """
     if isinstance(turn, dict) and "from" in turn and "role" not in turn:
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         turn = {"role": turn["from"], "content": turn.get("value"), **rest}
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise ValueError(f"{where} must be an object with 'role' and 'content', or 'from' and 'value'")
-    if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
-        raise ValueError(f"{where}: 'content' must be a string, not {type(turn.get('content')).__name__}")
-    if turn["role"] == "function_call":
-        try:
-            called = json.loads(turn["content"])
-        except ValueError as error:
-            raise ValueError(f"{where}: a function_call must be JSON with 'name' and 'arguments': {error}") from None
-        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": called}]}
-    return {**turn, "role": ROLES.get(turn["role"], turn["role"])}
+    content = _joined_text(turn.get("content"), where)
+    calls = _read_text_as_json(turn.get("tool_calls"), f"{where}: 'tool_calls'")
+    if turn["role"] == "function_call" and not calls:
+        calls = [{"type": "function", "function": _read_text_as_json(content, f"{where}: a function_call")}]
+        content = ""
+    elif turn.get("function_call") and not calls:  # OpenAI's older name
+        calls = [{"type": "function", "function": turn["function_call"]}]
+    if content is None and not calls:
+        raise ValueError(f"{where}: 'content' must be a string, not NoneType")
+    is_learnt(turn, where)
+    rest = {key: value for key, value in turn.items() if key not in ("tool_calls", "function_call")}
+    read = {**rest, "role": ROLES.get(turn["role"], turn["role"]), "content": content or ""}
+    return {**read, "tool_calls": _calls(calls, where)} if calls else read
+
+
+def _joined_text(content: Any, where: str) -> str | None:
+    """A turn's content as one text: parts of the type ``text`` are joined; None stays None."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: 'content' must be a string, not {type(content).__name__}")
+    texts = []
+    for i, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else part
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(
+                f"{where}: 'content'[{i}] is of the type {kind!r}; parts of the type 'text' with a 'text' are read, and"
+                " no pictures or sounds"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _read_text_as_json(value: Any, what: str) -> Any:
+    """The value that JSON text holds; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} must be JSON with 'name' and 'arguments': {error}") from None
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls whose arguments are objects: JSON text is read, and null or no arguments are none."""
+    read = []
+    for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        place = f"{where}: 'tool_calls'[{i}]"
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{place} must be an object with 'name' and 'arguments', or with these in 'function'")
+        arguments = _read_text_as_json(function.get("arguments") or {}, f"{place}: a call")
+        if not isinstance(arguments or {}, dict):
+            raise ValueError(f"{place}: 'arguments' must be an object, not {type(arguments).__name__}")
+        function = {**function, "arguments": arguments or {}}
+        read.append({**call, "function": function} if "function" in call else function)
+    return read
+
+
+def is_learnt(turn: dict[str, Any], where: str) -> bool:
+    """Whether a turn's marks (:data:`MARKS`) let it be learnt.
+
+    Raises:
+        ValueError: a mark is neither yes nor no, such as a weight of one half.
+    """
+    for name, learnt in MARKS.items():
+        value = turn.get(name)
+        if value is None:
+            continue
+        said = value.strip().lower() if isinstance(value, str) else value
+        if said not in (True, False, "true", "false", "1", "0"):
+            raise ValueError(
+                f"{where}: {name!r} is {value!r}; a turn is learnt or it is not: give true or false, or 1 or 0"
+            )
+        if (said in (True, "true", "1")) != learnt:
+            return False
+    return True
 
 
 def _alpaca(record: Record) -> list[dict[str, Any]]:
@@ -271,6 +350,12 @@ def alpaca_prompt(record: Record) -> str:
 
 def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     system = record.text("system") if record.fields.get("system") else ""
+    if system and turns[0]["role"] == "system":
+        if turns[0]["content"].strip() == system.strip():
+            return turns
+        raise ValueError(
+            f"{record.where}: field 'system' stands beside a system turn that says something else: give one"
+        )
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
@@ -278,6 +363,9 @@ def tools_of(record: Record) -> Any:
     """The tools that a conversation may call, for the chat template: a list, or JSON text of one; None without."""
     tools = record.fields.get("tools") or None
     try:
-        return json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+        listed = json.loads(tools) if isinstance(tools, str) else tools
+        if not isinstance(listed, list):
+            return listed or None
+        return [json.loads(tool) if isinstance(tool, str) else tool for tool in listed] or None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{record.where}: field 'tools' must be a list, or JSON text of one: {error}") from None

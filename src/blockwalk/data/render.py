@@ -10,11 +10,15 @@ text              yes, yes           all of it                           cut on 
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from blockwalk.data.chat_template import chat_bounds, render_chat
-from blockwalk.data.formats import Format, Record, alpaca_prompt, tools_of, turns_of
+from blockwalk.data.formats import MARKS, Format, Record, alpaca_prompt, is_learnt, tools_of, turns_of
 
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
@@ -31,6 +35,10 @@ class Rendered:
     begin: bool = True
     end: bool = True
     turns_left_out: int = 0
+    turns_marked: int = 0
+    """Assistant turns that the record marks as not to be learnt."""
+    unwritten: tuple[str, ...] = ()
+    """Roles of turns whose content is not in the text: the template dropped it."""
 
 
 def render(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendered:
@@ -69,33 +77,148 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
     reasoning section that the template does not write into a turn (DeepSeek-R1), the turn begins where the two part; reasoning
     that the template drops from a turn is not learnt.
     """
-    messages = turns_of(record, kind)
+    turns = turns_of(record, kind)
     tools = tools_of(record)
+    messages = _as_the_template_takes(turns, tools, tokenizer, record.where)
 
     def render(count: int, *, ask: bool) -> str:
-        try:
-            some = messages[:count]
-            text = render_chat(tokenizer, some, tools=tools, add_generation_prompt=ask)
-        except Exception as error:
-            raise ValueError(f"{record.where}: the chat template refused the conversation: {error}") from error
-        return text
+        return _written(messages[:count], tools, tokenizer, record.where, ask=ask)
 
     whole = render(len(messages), ask=False)
-    spans, left_out = [], 0
-    for i, message in enumerate(messages):
+    spans, left_out, marked = [], 0, 0
+    for i, (turn, message) in enumerate(zip(turns, messages, strict=True)):
         if message["role"] != "assistant":
+            continue
+        if not is_learnt(turn, record.where):
+            marked += 1
             continue
         asked = render(i, ask=True) if i else ""
         start = _common_prefix(asked, whole)
         follows = start == len(asked) or start >= _common_prefix(asked, render(i, ask=False))
         after = render(i + 1, ask=False) if i + 1 < len(messages) else whole
         stop = _common_prefix(after, whole)
-        answer = (message.get("content") or "").rpartition("</think>")[2].strip()
-        if i and follows and answer in whole[start:stop]:
+        if i + 1 < len(messages):
+            stop = _without_part_of_token(whole, stop, tokenizer, messages[i + 1]["role"])
+        answer = turn["content"].rpartition("</think>")[2].strip()
+        named = (call.get("function", call)["name"] for call in turn.get("tool_calls", ()))
+        calls = [name for name in named if name in after[start:]]
+        written = whole[start:stop]
+        if i and follows and all(part in written for part in (answer, *calls)):
             spans.append((start, len(whole[:stop].rstrip())))
         else:
             left_out += 1
-    return Rendered(whole, spans, record.where, begin=False, end=False, turns_left_out=left_out)
+    unwritten = tuple(turn["role"] for turn in _unwritten(turns, whole))
+    return Rendered(
+        whole,
+        spans,
+        record.where,
+        begin=False,
+        end=False,
+        turns_left_out=left_out,
+        turns_marked=marked,
+        unwritten=unwritten,
+    )
+
+
+def _written(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer, where: str, *, ask: bool) -> str:
+    """The text that the chat template makes of turns; with ``ask`` as far as the assistant's next turn."""
+    try:
+        return render_chat(tokenizer, messages, tools=tools, add_generation_prompt=ask)
+    except Exception as error:
+        raise ValueError(f"{where}: the chat template refused the conversation: {error}") from error
+
+
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
+
+
+def _as_the_template_takes(
+    turns: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer, where: str
+) -> list[dict[str, Any]]:
+    """The turns in the first shape of which the template writes everything, else in the first that it takes.
+
+    Some templates want content as a list of parts, and some the arguments of a call as JSON text.
+
+    Raises:
+        ValueError: a role that neither the field nor the template knows, or no shape that the template takes.
+    """
+    template = str(tokenizer.chat_template)
+    for turn in turns:
+        role = turn["role"]
+        if role not in KNOWN_ROLES and not re.search(rf"""['"]{re.escape(role)}['"]""", template):
+            raise ValueError(
+                f"{where}: a turn has the role {role!r}, which the chat template does not know; known are"
+                f" {', '.join(KNOWN_ROLES)}"
+            )
+    first: list[dict[str, Any]] | None = None
+    refusal: ValueError | None = None
+    for messages in _shapes(turns):
+        try:
+            text = _written(messages, tools, tokenizer, where, ask=False)
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        if not _unwritten(turns, text) and not _written_as_python(messages, text):
+            return messages
+        first = first or messages
+    if first is None:
+        assert refusal is not None
+        raise refusal
+    return first
+
+
+def _shapes(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The conversation without its marks: content as text or in parts, arguments of calls as objects or as JSON text."""
+    plain = [{name: value for name, value in turn.items() if name not in MARKS} for turn in turns]
+    called = any("tool_calls" in turn for turn in plain)
+    for in_parts, as_text in itertools.product((False, True), (False, True) if called else (False,)):
+        shaped = []
+        for turn in plain:
+            content = [{"type": "text", "text": turn["content"]}] if in_parts else turn["content"]
+            calls = [_with_text_arguments(call) if as_text else call for call in turn.get("tool_calls", ())]
+            shaped.append({**turn, "content": content, **({"tool_calls": calls} if calls else {})})
+        yield shaped
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _written_as_python(messages: list[dict[str, Any]], text: str) -> bool:
+    """Whether the template wrote a list of parts, or a call's arguments, as Python does: it wants them as text."""
+    lists = [message["content"] for message in messages if isinstance(message["content"], list)]
+    if any(str(parts) in text for parts in lists):
+        return True
+    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls", ())]
+    values = [call["arguments"] for call in calls if call["arguments"]]
+    return any(str(value) in text for value in values if isinstance(value, dict))
+
+
+def _unwritten(turns: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The turns whose content is not in the text, as it stands or as JSON writes it; reasoning is not looked for."""
+    missing = []
+    for turn in turns:
+        content = turn["content"].rpartition("</think>")[2].strip()
+        escaped = (json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        if content not in text and not any(part in text for part in escaped) and not _same_json(content, text):
+            missing.append(turn)
+    return missing
+
+
+def _same_json(content: str, text: str) -> bool:
+    """Whether a content that is JSON stands in the text in another spacing: templates write results of tools anew."""
+    squeezed = re.sub(r"\s", "", content)
+    return content[:1] in ("{", "[") and squeezed in re.sub(r"\s", "", text)
+
+
+def _without_part_of_token(text: str, stop: int, tokenizer: Tokenizer, next_role: str) -> int:
+    """``stop`` moved to the end of the added token that it cuts; to its beginning where that token opens the next turn."""
+    for token in tokenizer.get_added_vocab():
+        at = text.find(token, max(0, stop - len(token) + 1), stop + len(token) - 1)
+        if 0 <= at < stop < at + len(token):
+            return at if next_role in token.lower() else at + len(token)
+    return stop
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -38,10 +38,30 @@ def read_records(
     if wrong := next((each for each, pair in zip(columns, named, strict=True) if not all(pair)), None):
         raise ValueError(f"data.columns holds {wrong!r}; field=column is expected, as in prompt=question")
     for record in _read(source, split, subset):
+        _refuse_halves(record)
         fields = record.fields
         if missing := next((column for _, column in named if column not in fields), None):
             raise ValueError(f"{record.where}: no column {missing!r} (data.columns); it has {record.names}")
         yield Record({**fields, **{field: fields[column] for field, column in named}}, record.where)
+
+
+def _refuse_halves(record: Record) -> None:
+    """Raise ValueError where a text holds half a character (a lone surrogate), which no tokenizer reads."""
+    pending: list[tuple[str, Any]] = list(record.fields.items())
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, str):
+            half = None if value.isascii() else next((c for c in value if "\ud800" <= c <= "\udfff"), None)
+            if half is not None:
+                raise ValueError(
+                    f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x} (a lone surrogate):"
+                    " write the character whole, or U+FFFD"
+                )
+        elif isinstance(value, dict):
+            pending += [(name, key) for key in value if isinstance(key, str)]
+            pending += [(name, part) for part in value.values()]
+        elif isinstance(value, list):
+            pending += [(name, part) for part in value]
 
 
 def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record]:
@@ -78,7 +98,10 @@ def _read_json(path: Path) -> Iterator[Record]:
             pass
         file.seek(0)
         if character == b"[":
-            found = enumerate(json.load(file), start=1)
+            try:
+                found = enumerate(json.load(file), start=1)
+            except RecursionError:
+                raise ValueError(f"{path}: not JSON that can be read: it is nested too deeply") from None
             yield from (_record(fields, f"{path} record {number}") for number, fields in found)
             return
         for number, line in enumerate(file, start=1):
@@ -87,6 +110,8 @@ def _read_json(path: Path) -> Iterator[Record]:
             where = f"{path} line {number}"
             try:
                 fields = json.loads(line)
+            except RecursionError:
+                raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from None
             except ValueError as error:
                 hint = "; an object on each line is expected, or one array of objects" if number == 1 else ""
                 raise ValueError(f"{where}: not JSON: {error}{hint}") from None
@@ -125,7 +150,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         for group in file.iter_batches(batch_size=1024):
             for fields in group.to_pylist():
                 number += 1
-                yield Record(fields, f"{path} row {number}")
+                yield Record(_without_nulls(fields), f"{path} row {number}")
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
@@ -141,7 +166,18 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
             f" data.eval_split, subset {subset or ''!r} by data.subset): {' '.join(str(error).split())}"
         ) from error
     for number, fields in enumerate(rows, start=1):
-        yield Record(dict(fields), f"{name}[{split}] row {number}")
+        yield Record(_without_nulls(dict(fields)), f"{name}[{split}] row {number}")
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow whose structs have lost their nulls: Arrow gives each struct the fields of all, as null. Columns stay."""
+    return {name: _pruned(value) for name, value in fields.items()}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _pruned(part) for name, part in value.items() if part is not None}
+    return [_pruned(part) for part in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {

@@ -9,11 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
+from blockwalk.cutting.skeleton import vocabulary_rows
 from blockwalk.cutting.verify import require_borders, require_positions
 from blockwalk.data.batching import Batch, Batches, LabelWordBatch, label_word_batch
 from blockwalk.data.corpus import training_set
-from blockwalk.data.encode import Choices, Encoded, Tokenizer, first_example, load_tokenizer, mapped, tokenizer_files
+from blockwalk.data.encode import (
+    Choices,
+    Encoded,
+    Tokenizer,
+    first_example,
+    load_tokenizer,
+    mapped,
+    require_rows,
+    tokenizer_files,
+)
 from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
+from blockwalk.models.folder import model_folder
+from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
@@ -104,7 +116,14 @@ def prepare(run: RunConfig) -> Ready:
     if run.data.eval or run.data.task:
         size, limit = eval_batch_size(run), run.data.eval_limit
         held_out = HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=run.eval_batches)
+    vocabulary = vocabulary_rows(run.model)
+    require_rows(rows.report.largest, tokenizer, vocabulary, "data.train")
+    if held_out is not None:
+        require_rows(held_out.encoded.report.largest, tokenizer, vocabulary, "data.eval")
     shown, files = first_example(rows, tokenizer), tokenizer_files(tokenizer)
+    if rows.report.stops:
+        stopping = with_stops(model_folder(run.model, weights=False), rows.report.stops)
+        files[Path(GENERATION)] = np.frombuffer(stopping, np.uint8)
     del tokenizer
     give_back()  # before the model's own code brings the libraries that it needs, whose objects would lie among the tokenizer's
     require_weights(run.model)

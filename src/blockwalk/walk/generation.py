@@ -13,12 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from blockwalk.cutting.skeleton import load_config
-from blockwalk.data.encode import Tokenizer
 from blockwalk.engine.engine import Engine
-from blockwalk.models.folder import model_folder
+from blockwalk.models.stops import stop_ids as stop_ids
 from blockwalk.ranks.shared_forwards import SharedForwards
-from blockwalk.system.paths import StrPath
 
 
 class Speaks(Protocol):
@@ -107,15 +104,3 @@ def generate(
         if all(each for (each,) in self.ranks.exchange([ended])) if shared else ended:
             break
     return written_BS
-
-
-def stop_ids(folder: StrPath, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end a text: the tokenizer's own, and those that the model's folder names for generation, as the end of
-    a turn (``generation_config.json``, else ``config.json``)."""
-    from transformers import GenerationConfig
-
-    try:
-        named = GenerationConfig.from_pretrained(model_folder(folder, weights=False)).eos_token_id
-    except OSError:
-        named = getattr(load_config(folder).get_text_config(), "eos_token_id", None)
-    return {int(i) for i in (tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])) if i is not None}

@@ -39,6 +39,8 @@ from blockwalk.tiers.protocols import TensorSource
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of a parameter that are encoded between two releases of pages."""
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers saves chat templates beside the first."""
 COPIED = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 """Endings of files that are copied beside the weights: configuration, chat template, vocabulary. Never weights, nor their
 index."""
@@ -166,6 +168,10 @@ def copy_model_files(source: StrPath, target: StrPath) -> None:
         wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
         if file.is_file() and wanted and file.name not in (INDEX, MADE) and not file.name.endswith(".index.json"):
             shutil.copyfile(file, Path(target) / file.name)
+    templates = sorted((model_folder(source, weights=False) / TEMPLATES).glob("*.jinja"))
+    for file in templates:
+        (Path(target) / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(file, Path(target) / TEMPLATES / file.name)
     config = Path(target) / "config.json"  # what is written beside it is not quantised any more
     if quantisation(Path(target)) is not None:
         values = atomic_files.read_json(config)

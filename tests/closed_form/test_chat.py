@@ -1,0 +1,228 @@
+"""Oracle: the text and the marks written out by hand, for templates of one line; the counts of tokens are arithmetic."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockwalk.data.batching import Batches
+from blockwalk.data.encode import Encoded, encode, first_example, require_rows
+from blockwalk.data.formats import Record
+from blockwalk.data.sources import read_records
+
+END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + END
+PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}</s>{% endfor %}" + END
+)
+CALLS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}</s>{% endfor %}" + END
+)
+CALLS_AS_TEXT = CALLS.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+THINKS_LAST = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}</s>"
+    "{% endfor %}" + END
+)
+
+
+def tokenizer(template: str, *, begin: bool = False, eos: str = "</s>") -> Any:
+    """A tokenizer of bytes, with marks for turns."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    marks = [
+        "<s>",
+        "</s>",
+        "<|end|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+    ]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    settings: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": marks, "show_progress": False}
+    backend.train_from_iterator(["one two"], trainers.BpeTrainer(vocab_size=len(marks) + 256, **settings))
+    if begin:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
+    made.chat_template = template
+    return made
+
+
+def read(template: str, fields: dict[str, Any], **settings: Any) -> tuple[str, Encoded]:
+    """A record as the model sees it, what is learnt in brackets; and its tokens."""
+    tokens = tokenizer(template, **settings)
+    rows = encode([Record(fields, "x.jsonl line 1")], tokens, max_length=400)
+    return "".join(f"⟦{text}⟧" if learnt else text for text, learnt in first_example(rows, tokens)), rows
+
+
+def chat(*answers: Any, role: str = "user") -> dict[str, Any]:
+    turns = []
+    for answer in answers:
+        turn = answer if isinstance(answer, dict) else {"content": answer}
+        turns += [{"role": role, "content": "one"}, {"role": "assistant", **turn}]
+    return {"messages": turns}
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0}, {"train": False}, {"loss": False}, {"train_on_turn": False}, {"masked": True}, {"weight": "0"}],
+)
+def test_a_turn_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> None:
+    text, rows = read(PLAIN, chat({"content": "two", **mark}, "three"))
+    assert text == "<|user|>one</s><|assistant|>two</s><|user|>one</s><|assistant|>⟦three</s>⟧"
+    assert rows.report.turns_marked == 1
+
+
+def test_a_mark_that_is_neither_yes_nor_no_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x.jsonl line 1.*'weight' is 0.5"):
+        read(PLAIN, chat({"content": "two", "weight": 0.5}))
+
+
+@pytest.mark.parametrize("template", [PLAIN, PARTS])
+def test_content_is_text_or_parts_as_the_template_wants_it(template: str) -> None:
+    for content in ("two", [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]):
+        assert read(template, chat({"content": content}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+    with pytest.raises(ValueError, match="of the type 'image'"):
+        read(template, chat({"content": [{"type": "image"}]}))
+
+
+@pytest.mark.parametrize("template", [CALLS, CALLS_AS_TEXT])
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', {}, None, "{}"])
+def test_arguments_of_a_call_are_an_object_or_json_text(template: str, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    written = json.dumps({"a": 1}) if arguments in ({"a": 1}, '{"a": 1}') else "{}"
+    text, _ = read(template, chat({"content": None, "tool_calls": [call]}))
+    assert text == f"<|user|>one</s><|assistant|>⟦{written}</s>⟧"
+
+
+def test_parts_are_not_written_as_python_where_the_template_changes_a_text() -> None:
+    text, _ = read(PLAIN.replace("{{ m.content }}", "{{ m.content | replace('o', '0') }}"), chat("twe"))
+    assert text == "<|user|>0ne</s><|assistant|>⟦twe</s>⟧"
+
+
+def test_an_empty_list_of_calls_is_none() -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}")
+    assert read(template, chat({"content": "two", "tool_calls": []}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+
+
+def test_a_call_that_the_template_writes_differently_later_is_left_out() -> None:
+    call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    text, rows = read(THINKS_LAST, chat(call, "two"))
+    assert "⟦<tool_call>" not in text
+    assert rows.report.turns_left_out == 1
+
+
+def test_the_mark_of_the_next_turn_is_not_learnt() -> None:
+    last = PLAIN.replace(
+        "</s>", "{% if loop.last and m.role == 'assistant' %}<|end|>{% endif %}"
+    )
+    text, _ = read(last, chat("two", "three"), eos="<|end|>")
+    assert text == "<|user|>one<|assistant|>⟦two⟧<|user|>one<|assistant|>⟦three<|end|>⟧"
+
+
+def test_roles_are_known_to_the_template_or_refused() -> None:
+    assert read(PLAIN, chat("two", role="human"))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+    with pytest.raises(ValueError, match=r"x\.jsonl line 1: a turn has the role 'wizard'"):
+        read(PLAIN, chat("two", role="wizard"))
+    fields = chat("two")
+    fields["messages"].insert(0, {"role": "developer", "content": "be brief"})
+    dropping = "{% for m in messages if m.role != 'developer' %}" + PLAIN.removeprefix("{% for m in messages %}")
+    (note,) = read(dropping, fields)[1].report.warnings()
+    assert "drops the content of 1 turns, the first in x.jsonl line 1 (role 'developer')" in note
+
+
+def test_two_system_turns_are_refused_unless_they_are_one() -> None:
+    fields = chat("two")
+    fields["messages"].insert(0, {"role": "system", "content": "be brief"})
+    assert read(PLAIN, {**fields, "system": "be brief"})[0].count("be brief") == 1
+    with pytest.raises(ValueError, match="field 'system' stands beside a system turn"):
+        read(PLAIN, {**fields, "system": "be long"})
+
+
+def test_a_beginning_is_not_doubled() -> None:
+    assert read(PLAIN, {"text": "<s>two"}, begin=True)[0] == "<s>⟦two</s>⟧"
+    assert read(PLAIN, {"text": "two"}, begin=True)[0] == "<s>⟦two</s>⟧"
+    assert read(PLAIN, {"prompt": "<s>one", "completion": "two"}, begin=True)[0] == "<s>one⟦two</s>⟧"
+
+
+def test_ends_at_which_generation_does_not_stop_are_named() -> None:
+    assert not read(PLAIN, chat("two"))[1].report.warnings()
+    _, rows = read(PLAIN, chat("two"), eos="<|end|>")
+    (note,) = rows.report.warnings()
+    assert "'</s>'" in note
+    assert "'<|end|>'" in note
+    assert rows.report.stops == (1,)
+    _, endless = read(PLAIN.replace("</s>", ""), chat("two"))
+    assert "without an end" in endless.report.warnings()[0]
+    assert endless.report.stops == ()
+
+
+def test_a_token_without_a_row_is_named_with_its_record() -> None:
+    tokens = tokenizer(PLAIN)
+    rows = encode([Record({"text": "one"}, "a line 1"), Record({"text": "one</s>"}, "a line 2")], tokens, max_length=9)
+    token, where = rows.report.largest
+    assert token == int(rows.token_ids.max())
+    assert where == "a line 1"
+    require_rows(rows.report.largest, tokens, token + 1, "data.train")
+    with pytest.raises(ValueError, match=rf"a line 1: the token .* has the id {token}, and the model has {token} rows"):
+        require_rows(rows.report.largest, tokens, token, "data.train")
+
+
+def test_a_run_goes_on_on_another_day_and_says_what_else_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.utils.chat_template_utils as theirs
+
+    dated = "{{ strftime_now('%d %B %Y') }}" + PLAIN
+
+    def batches(template: str = dated, answer: str = "two", eos: str = "</s>") -> Batches:
+        return Batches(encode([Record(chat(answer), "x")], tokenizer(template, eos=eos), max_length=400), 1)
+
+    saved = batches().state_dict()
+
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.datetime.now(tz) + datetime.timedelta(days=40)
+
+    monkeypatch.setattr(theirs, "datetime", Tomorrow)
+    assert batches().state_dict()["data"] != saved["data"]
+    batches().load_state_dict(saved)
+    for other, changed in ((batches(answer="six"), "text of the records"), (batches(dated + " "), "chat template")):
+        with pytest.raises(ValueError, match=f"the {changed} of the training data changed"):
+            other.load_state_dict(saved)
+
+
+def test_nulls_of_arrow_are_not_taught(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": 2})]
+    rows = [{**chat({"content": "", "tool_calls": [call]}), "tools": [call["function"]]} for call in calls]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "calls.parquet")
+    assert [record.fields["tools"] for record in read_records(tmp_path / "calls.parquet")] == [r["tools"] for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (rb'{"text": "\ud800 a"}', "half a character"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\xbd"}]}', "half a character"),
+        (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
+    ],
+)
+def test_records_that_cannot_be_read_name_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    file = tmp_path / "half.jsonl"
+    file.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"half.jsonl line 2: .*{message}"):
+        list(read_records(file))
