@@ -187,10 +187,10 @@ floats = st.floats(min_value=0, max_value=1e9)
     name=st.sampled_from(sorted(METHODS)),
     text=texts,
     words=st.lists(texts, min_size=1),
-    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1), alpha=floats, target_modules=texts.filter(bool)),
+    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1, 1 << 16), alpha=floats, target_modules=texts.filter(bool)),
     rate=floats,
     options=st.dictionaries(texts, st.one_of(st.booleans(), st.integers(), texts, st.floats(allow_nan=False))),
-    budget=st.none() | st.integers(1),
+    budget=st.none() | st.integers(1, 1 << 62),
 )
 def test_round_trip(
     name: str, text: str, words: list[str], lora: LoraSettings | None, rate: float, options: dict[str, Any], budget: Any

@@ -95,17 +95,20 @@ def test_a_pickle_in_place_of_every_file_of_a_run(
         files = [path for path in sorted((runs / name).rglob("*")) if path.is_file() and path.stat().st_size]
         newest = [path for path in files if path.parent.name == "checkpoint-000002"]
         chain = [path for path in files if path.name == "ledger.jsonl"]
-        beside = [path for path in files if path not in chain and not path.parent.name.startswith("checkpoint-")]
+        marks = [path for path in files if path.name == ".blockwalk"]  # without one a run's result is anybody's
+        beside = [path for path in files if path not in (*chain, *marks) and "checkpoint-" not in path.parent.name]
         assert len(newest) == 3
         assert len(beside) > 5
-        for number, planted in enumerate((beside, newest, chain)):
+        for number, planted in enumerate((beside, newest, chain, marks)):
             folder = tmp_path / f"{name}-{number}"
             shutil.copytree(runs / name, folder)
             for path in planted:
                 (folder / path.relative_to(runs / name)).write_bytes(bomb)
             if planted is beside:
                 assert main.main(["report", str(folder)]) == main.BAD_INPUT
-            if planted and planted is chain:
+            if planted is marks:
+                refused(["train", *tiny_run.arguments(folder), *resume], "overwrite_output_dir", capsys)
+            elif planted and planted is chain:
                 refused(["train", *tiny_run.arguments(folder), *resume], "ledger.jsonl", capsys)
             elif planted:
                 assert main.main(["train", *tiny_run.arguments(folder), *resume]) == 0, capsys.readouterr().err

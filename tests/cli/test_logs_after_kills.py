@@ -91,7 +91,7 @@ def test_logs_are_those_of_an_undisturbed_run(settings: list[str], tiny_run: Tin
         return lambda _, walker, *__: walker.steps_done == step
 
     def on_line(step: int, name: str) -> Callable[..., bool]:
-        return lambda log, line: line["step"] == step and Path(log._file.name).name == name
+        return lambda log, line: line["step"] == step and log.path.name == name
 
     places: list[tuple[Any, str, Callable[..., bool]]] = [
         (MetricsLog, "write", on_line(0, "evaluations.jsonl")),

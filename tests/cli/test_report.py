@@ -76,7 +76,7 @@ def test_the_page_holds_every_step_and_asks_for_nothing_else(run: Path) -> None:
     text = "".join(page.words)
     assert "a <run>" in text
     assert "model: <tiny>" in text
-    assert "4.0000 → 0.1000" in text
+    assert "2.0833 → 0.1040" in text, "4 (1 + 1/2 + 1/3 + 1/4) / 4, and of the last four likewise"
     for shown in ("300.0 MB, 310.0 MB foreseen", "0.4 foreseen", "20.0 MB", "40.0 MB", "9.9.9"):
         assert shown in text
 

@@ -67,7 +67,7 @@ def test_a_card_does_not_say_that_a_changed_run_is_repeatable(tmp_path: Path) ->
     log.write({"step": 3, "changes": ["optimizer.learning_rate: 0.1 → 0.2"]})
     log.close()
     told = card._repeatable(tmp_path)
-    assert "after step 3 optimizer.learning_rate: 0.1 → 0.2" in told
+    assert "after step 3 `optimizer.learning_rate: 0.1 → 0.2`" in told
     assert "does not repeat" in told
 
 

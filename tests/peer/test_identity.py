@@ -132,8 +132,9 @@ def test_a_run_does_not_go_on_with_other_weights(
 def test_eval_and_generate_keep_their_pack(tiny_run: TinyRun, tmp_path: Path, cache: Path) -> None:
     """Oracle: the packs that lie there, and when they were made: in the run's folder where it has one, else in the cache."""
     arguments = tiny_run.arguments(tmp_path / "out")
-    evaluate = ["eval", *arguments]
-    generate = ["generate", "--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
+    rounded = ["--frozen", "disk × int4a"]
+    evaluate = ["eval", *arguments, *rounded]
+    generate = ["generate", *rounded, "--model", str(tiny_run.model), "--prompt", "fresh", "--max_new_tokens", "1"]
     assert main.main(evaluate) == 0
     (store,) = cache.rglob("store.json")
     made = store.stat()

@@ -12,7 +12,6 @@ The folder is whole or not there: it is written beside its place and renamed whe
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -145,24 +144,31 @@ def write_folder(
     rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size(group))
     if folder.exists():
         raise FileExistsError(f"{folder} is there already; save to another folder")
+    failed = ""
     if rank == 0:
-        links.remove(partial)
-        partial.mkdir(parents=True)
-        for name, text in beside.items():
-            atomic_files.write_bytes(partial / name, text.encode())
-    _told("", group)
+        try:
+            links.remove(partial)
+            partial.mkdir(parents=True)
+            for name, text in beside.items():
+                atomic_files.write_bytes(partial / name, text.encode())
+        except OSError as error:
+            if group is None:
+                raise
+            failed = f"{error.strerror or error}"
+    if problems := _told(failed, group):
+        raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
     _require(partial, group)
     failed = ""
     try:
         pieces.write(partial, state, steps_done=steps_done, rank=rank, ranks=ranks, facts=facts)
     except OSError as error:
         if group is None:
-            shutil.rmtree(partial, ignore_errors=True)
+            atomic_files.discard(partial)
             raise
         failed = f"{error.strerror or error}"
     if problems := _told(failed, group):
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            atomic_files.discard(partial)
         raise OSError(f"{folder} could not be written: " + "; ".join(f"rank {r}: {t}" for r, t in problems.items()))
     if rank == 0:
         fsync(partial)

@@ -256,7 +256,9 @@ class Start:
         replaced.mkdir()
         marks.write(replaced, self.run)
         for path in (*map(Path, reversed(self.in_the_way)), *(logs if self.checkpoint is None else [])):
-            if os.path.lexists(path):
+            if path.name == marks.MARK:  # one that cannot be read: the mark of ``replaced`` is this run's
+                links.remove(path)
+            elif os.path.lexists(path):
                 os.rename(path, replaced / path.name)
         atomic_files.fsync(replaced)
         atomic_files.fsync(folder)
@@ -293,7 +295,8 @@ def sweep(output_dir: Path) -> None:
 def _remove(paths: Iterable[Path], kept: Container[Path] = ()) -> None:
     for path in paths:
         if path not in kept:
-            with suppress(FileNotFoundError):  # a rank that had joined removes its own
+            # a rank that had joined removes its own
+            with atomic_files.tolerating_use(path), suppress(FileNotFoundError):
                 links.remove(path)
 
 

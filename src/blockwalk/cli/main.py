@@ -1,8 +1,8 @@
 """The command line: a table of subcommands, flags, and errors as one line with an exit code.
 
 Exit codes: 0 done; 1 a failure while running; 2 usage, configuration or data; 3 the plan does not fit the budget given, or the
-memory that there is; 143 (130) a run that SIGTERM (SIGINT) ended early, its checkpoint saved. ``BLOCKWALK_DEBUG=1`` shows
-tracebacks.
+memory that there is; 143, 130, 129 or 138 a run that SIGTERM, SIGINT, SIGHUP or SIGUSR1 ended early, its checkpoint saved.
+``BLOCKWALK_DEBUG=1`` shows tracebacks.
 
 Nothing here imports torch: a subcommand's module is imported when it runs.
 """

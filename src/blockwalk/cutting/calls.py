@@ -127,6 +127,8 @@ class BlockCall:
     """Whether the block writes into the batch's own key-value cache (generation), not into a view of it."""
     handed: Handed = field(default_factory=Handed)
     """The entries that blocks hand to one another; all calls of a batch share it."""
+    hands_on: bool = False
+    """Whether blocks of this model hand entries to one another."""
 
     @property
     def dictionaries(self) -> list[int | str]:
@@ -156,7 +158,7 @@ def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ..
     identities of their parts."""
     if not isinstance(calls[0].apart, nullcontext):
         return None  # documents side by side are computed by themselves
-    if any(call.handed.entries for call in calls) or calls[0].dictionaries:
+    if calls[0].hands_on:
         return None  # what a block hands on belongs to one batch
     whole = []
     for parts in zip(*(tensors_of(call.arguments) for call in calls), strict=True):

@@ -120,20 +120,27 @@ class Batches(Iterator[Batch]):
         for name in ("seed", "shuffle"):
             if state[name] != ours[name]:
                 raise ValueError(f"cannot resume: data.{name} was {state[name]!r} and is now {ours[name]!r}")
-        if state["data"] != ours["data"]:
-            now = ours["origin"]
-            before = state.get("origin") or {}
-            changed = [
-                name for name in ("records", "template", "tokenizer") if before.get(name, now[name]) != now[name]
-            ]
-            if changed or not (before.get("records") and now["dated"]):
-                what = _CHANGES[changed[0]] if changed else "tokens"
-                raise ValueError(
-                    f"cannot resume: the {what} of the training data changed (content {state['data']}, now"
-                    f" {ours['data']}): put back what was, or begin a new run in another output_dir"
-                )
+        if not self.continues(state):
+            what = _CHANGES[changed[0]] if (changed := self._changed(state)) else "tokens"
+            raise ValueError(
+                f"cannot resume: the {what} of the training data changed (content {state['data']}, now"
+                f" {ours['data']}): put back what was, or begin a new run in another output_dir"
+            )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._epoch_order()
+
+    def continues(self, state: Mapping[str, Any]) -> bool:
+        """Whether a saved place is one among these data: the same tokens, or other tokens of the same records by the same
+        tokenizer and a chat template that writes the date of the day."""
+        if state["data"] == self.dataset.fingerprint():
+            return True
+        known = bool((state.get("origin") or {}).get("records"))
+        return known and self.dataset.report.origin.dated and not self._changed(state)
+
+    def _changed(self, state: Mapping[str, Any]) -> list[str]:
+        """Which of records, template and tokenizer are others than those of a saved place, as far as it knows them."""
+        now, before = asdict(self.dataset.report.origin), state.get("origin") or {}
+        return [name for name in ("records", "template", "tokenizer") if before.get(name, now[name]) != now[name]]
 
     def _epoch_order(self) -> Numbers:
         count, size = len(self.dataset), self.batch_size

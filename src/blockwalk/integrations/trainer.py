@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import shutil
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +25,7 @@ from blockwalk.plan.methods import method
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.plan.update_rules import RULES
+from blockwalk.system import links
 from blockwalk.system.paths import StrPath
 from blockwalk.walk.walker import Walker
 
@@ -153,8 +154,11 @@ class BlockwalkTrainer(Trainer):
 
     def _save_state(self, checkpoint: Path) -> None:
         """Write the walker's state to a checkpoint, in the place of an earlier run's."""
-        shutil.rmtree(checkpoint / STATE, ignore_errors=True)
-        self.walker.save_state(checkpoint / STATE)
+        written = checkpoint / f".{STATE}.new"
+        links.remove(written)
+        self.walker.save_state(written)
+        links.remove(checkpoint / STATE)
+        os.rename(written, checkpoint / STATE)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._load_state(Path(resume_from_checkpoint))

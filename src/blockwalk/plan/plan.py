@@ -254,7 +254,7 @@ def beyond(settings: Any, prefix: str = "") -> Iterator[str]:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            most = SMALLER.get(name, MOST[type(number)])
+            most = SMALLER.get(name, MOST[int if isinstance(number, int) else float])
             if not abs(number) <= most:  # NaN is not
                 digits = (
                     f"a number of about {int(number.bit_length() * 0.30103) + 1} digits"

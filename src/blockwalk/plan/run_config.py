@@ -7,7 +7,6 @@ import math
 import operator
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
@@ -84,7 +83,7 @@ class DataSettings:
 
 def _sources(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
     """Several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
-    if not isinstance(names, str) or "," not in names or Path(names).expanduser().exists():
+    if not isinstance(names, str) or "," not in names or os.path.exists(os.path.expanduser(names)):
         return names
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
@@ -121,7 +120,7 @@ class RunConfig:
     eval_first: bool = True
     """Whether there is an evaluation before the first step."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only at the end, and on SIGTERM."""
+    """Steps between checkpoints; 0: only at the end, and when a signal ends the run."""
     keep_checkpoints: int = 2
     """Checkpoints that stay; older ones are removed."""
     skip_nonfinite: int = 0

@@ -62,7 +62,7 @@ def write(folder: str | Path) -> Path:
     on_hub = model == resolved["model"] and not Path(model).exists()
     if on_hub:
         head["base_model"] = "/".join(repository(model)[0].split("/")[:2])  # a GGUF file's repository
-    else:
+    elif Path(resolved["model"]).exists():  # a base that was moved is no place to write over
         refuse_overlap(trained / "README.md", {"the model": model_paths(resolved["model"])}, "output_dir")
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {escaped(name)} | {escaped(value)} |" for name, value in figures(run))
@@ -104,7 +104,7 @@ def _longest_ticks(text: str, least: int = 0) -> int:
 def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a run's settings without this machine's folders: of a local path its last part stays."""
     data = dict(settings["data"])
-    for name in ("train", "eval"):
+    for name in {"train", "eval"} & data.keys():
         sources = data[name]
         data[name] = _named(sources) if isinstance(sources, str) else [_named(source) for source in sources]
     shared = {**settings, "model": _named(settings["model"]), "data": data}
@@ -132,7 +132,7 @@ def _repeatable(run: Path) -> str:
     changed = whole_lines(run / CHANGED)
     if not changed:
         return "`blockwalk train config.yaml` makes it again, with this file:"
-    steps = "; ".join(f"after step {line['step']} {', '.join(map(escaped, line['changes']))}" for line in changed)
+    steps = "; ".join(f"after step {line['step']} {', '.join(map(code, line['changes']))}" for line in changed)
     return (
         f"Settings were changed as the run went on: {steps}. This file has the last ones, and does not repeat the run:"
     )

@@ -29,9 +29,11 @@ def handled(answer: Handler, numbers: Sequence[signal.Signals]) -> Iterator[dict
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        previous.update({number: signal.signal(number, answer) for number in heard})
+        for number in heard:
+            before = signal.signal(number, answer)
+            previous[number] = signal.SIG_DFL if before is None else before  # None: a handler that is not Python's
     try:
         yield previous
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for answered, handler in previous.items():
+            signal.signal(answered, handler)

@@ -49,11 +49,6 @@ def say(*texts: object, file: IO[str] | None = None, end: str = "\n") -> None:
         stream.flush()
 
 
-def complain(*texts: object) -> None:
-    """Print texts to standard error, as :func:`say` does."""
-    say(*texts, file=sys.stderr)
-
-
 def is_terminal(stream: Any) -> bool:
     """Whether a stream is there and a terminal."""
     try:
@@ -138,7 +133,7 @@ def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
     layers: list[_Steady] = []
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is None or stream.closed:
+        if stream is None or getattr(stream, "closed", False):
             stream = open(fd, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
         if type(stream) is io.TextIOWrapper and isinstance(getattr(stream.buffer, "raw", None), io.FileIO):
             with suppress(OSError):

@@ -75,4 +75,6 @@ def differences(
     for name, value in settings.items():
         if known[name] != value and not f"data.{name}".startswith(ONLY_EVALUATION):
             phrases.append(f"data.{name} ({known[name]}, now {value})")
-    return phrases or ["the versions of the libraries that make them (the same text, template, tokenizer and settings)"]
+    if not phrases and saved and all(before["text"]):
+        return ["the versions of the libraries that make them (the same text, template, tokenizer and settings)"]
+    return phrases or ["their tokens (what made them is not known of the checkpoint)"]

@@ -310,7 +310,7 @@ class _Loop:
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
                 f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
             )
-        if saved.data["batches"]["data"] != self.ready.rows.fingerprint():
+        if not self.ready.batches.continues(saved.data["batches"]):
             changed = differences(saved.data.get("identity", {}), self.identity, saved.config["data"], settings["data"])
             raise ValueError(
                 f"cannot resume: the training data are not those that the run began with: {'; '.join(changed)}. Put those back,"
@@ -324,6 +324,11 @@ class _Loop:
             same_data=True,
         )
         self.notes = [f"changed since the checkpoint: {change}" for change in self.changes]
+        if saved.data["batches"]["data"] != self.ready.rows.fingerprint():
+            self.notes.append(
+                "the chat template writes the date of the day: the same records have other tokens than up to step"
+                f" {saved.step}"
+            )
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
             name = ", ".join(sources(self.config.data.eval)) or self.config.data.task
@@ -375,7 +380,7 @@ class _Loop:
 
     def _lost_lines(self) -> list[str]:
         """A sentence for each log that lacks lines from before the checkpoint."""
-        if self.saved is None:
+        if self.saved is None or self.walker.ranks.rank:  # rank 0 alone logs evaluations
             return []
         notes = []
         expected = {"metrics.jsonl": self.saved.step, "evaluations.jsonl": self.saved.data.get("evaluated", -1)}

@@ -328,7 +328,9 @@ class Walker:
         from blockwalk.walk.unit_costs import UnitCosts
 
         if self._costs is None:
-            self._costs = UnitCosts(self.engine.cut.base.config, lora=self._lora, device=self.device.type, padded=True)
+            self._costs = UnitCosts(
+                self.engine.cut.base.config, lora=self._lora, device=self.device.type, padded=True, cut=True
+            )
         return self._costs(self.plan, shape)
 
     def program(
@@ -365,13 +367,13 @@ class Walker:
         beside = {} if asked.words is None else {"targets": asked.words.targets_B}
         if not asked.training:
             beside["parts"] = torch.tensor([batches, asked.by_row])
+        (whole,) = micro_batches(batch, 1)
         self.ranks.read({**batch, **beside})
         if self.plan.sharded or (self.ranks.world > 1 and not asked.training):
             self.ranks.begin(asked.step)
         count = self.plan.gradient_accumulation_steps if asked.training else batches
         shared = self.plan.sharded or not asked.training
         cuts = count * (self.ranks.world if shared else self.plan.mesh.data)
-        (whole,) = micro_batches(batch, 1)
         rows = -(-len(whole["input_ids"]) // cuts)
         if asked.training and self.engine.cut.walks_documents(self.plan):
             whole = side_by_side(whole, cuts)
