@@ -8,6 +8,9 @@ from torch import Tensor
 from blockwalk.numerics.device import is_cpu
 from blockwalk.tiers.scratch_maps import ScratchMaps
 
+_LARGE = 1 << 20
+"""Bytes of a unit's copies from which their maps are made anew for each step: an adapter's few pages stay."""
+
 
 class Undo:
     """Copies of what a step that may still be refused has changed: in file maps, or on an accelerator beside it.
@@ -35,13 +38,14 @@ class Undo:
         self._changed[unit] = tensors
 
     def commit(self) -> None:
-        """Keep the changes of a step that counts. File maps of what was before go: those of the next step need not be read
-        before they are overwritten."""
+        """Keep the changes of a step that counts. Large file maps of what was before go: those of the next step need not be
+        read before they are overwritten."""
         self._changed.clear()
-        if is_cpu(self._device):
-            for unit in self._before:
-                self._scratch.forget(("before", unit))
-            self._before.clear()
+        if not is_cpu(self._device):
+            return
+        for unit in [unit for unit, kept in self._before.items() if sum(t.nbytes for t in kept) >= _LARGE]:
+            self._scratch.forget(("before", unit))
+            del self._before[unit]
 
     def put_back(self) -> bool:
         """Give everything the value that it had before the step; the answer is whether anything had changed."""
