@@ -268,7 +268,7 @@ def test_a_mixture_of_classification_keeps_words_and_labels_together(tmp_path: P
 def test_settings_take_sources_and_weights() -> None:
     run = config.from_mapping({"data": {"train": ["a.json", "b.csv"], "weights": "0.7, 0.3"}})
     assert (run.data.train, run.data.weights) == (("a.json", "b.csv"), (0.7, 0.3))
-    assert config.load(None, [("data.train", "some/a, b.json")]).data.train == "some/a, b.json"
+    assert config.load(None, [("data.train", "some/a, b.json")]).data.train == ("some/a", "b.json")
     with pytest.raises(ValueError, match=r"data.weights is \[1.0\]; data.train has 2 sources"):
         RunConfig(data=DataSettings(train=("a", "b"), weights=(1.0,)))
 
