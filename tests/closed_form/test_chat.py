@@ -91,6 +91,62 @@ def test_a_mark_that_is_neither_yes_nor_no_is_refused() -> None:
         read(PLAIN, chat({"content": "two", "weight": 0.5}))
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": "0.0"}, {"train": False}])
+def test_a_conversation_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> None:
+    tok = tokenizer(PLAIN)
+    records = [Record({**chat("two"), **mark}, "x.jsonl line 1"), Record(chat("three"), "x.jsonl line 2")]
+    encoded = encode(records, tok, max_length=100)
+    assert "".join(text for text, learnt in first_example(encoded, tok) if learnt) == "three</s>"
+    assert len(encoded) == encoded.report.turns_marked == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"content": "two", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "'train_detail'"),
+        ({"content": "two", "loss_weight": 0.1}, "'loss_weight' may say what is learnt"),
+        ({"content": "two", "ignore": True}, "'ignore' may say what is learnt"),
+        ({"content": [{"type": "text", "text": "two", "train": False}]}, "of whole turns alone"),
+    ],
+)
+def test_marks_that_are_not_read_are_refused(answer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"x.jsonl line 1.*{message}"):
+        read(PLAIN, chat(answer))
+
+
+def test_reasoning_that_the_template_drops_is_named() -> None:
+    for name in ("reasoning_content", "thinking"):
+        text, rows = read(PLAIN, chat({"content": "two", name: "why"}))
+        assert text == "<|user|>one</s><|assistant|>⟦two</s>⟧"
+        assert "drops content or reasoning of 1 turns" in "".join(rows.report.warnings())
+    writes = PLAIN.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    assert "drops" not in "".join(
+        read(writes, chat({"content": "two", "reasoning_content": "why"}))[1].report.warnings()
+    )
+
+
+def test_variables_of_a_template_and_tools_under_an_older_name_are_the_records() -> None:
+    template = "{{ mood }}{% for t in tools or [] %}{{ t.type }} {{ t.function.name }}{% endfor %}" + PLAIN
+    for variables in ({"mood": "calm"}, '{"mood": "calm"}'):
+        given = {**chat("two"), "functions": [{"name": "f"}], "chat_template_kwargs": variables}
+        assert read(template, given)[0] == "calmfunction f<|user|>one</s><|assistant|>⟦two</s>⟧"
+    for variables, message in (({"tokenize": True}, "may not set 'tokenize'"), (3, "must be an object")):
+        with pytest.raises(ValueError, match=f"x.jsonl line 1.*{message}"):
+            read(template, {**chat("two"), "chat_template_kwargs": variables})
+
+
+def test_half_a_character_within_json_text_is_named() -> None:
+    half = '"\\ud83d"'
+    with pytest.raises(ValueError, match=r"x.jsonl line 1: its text holds half a character, .ud83d"):
+        read(CALLS, chat({"content": "", "tool_calls": [{"function": {"name": "f", "arguments": f'{{"a": {half}}}'}}]}))
+
+
+def test_a_pair_of_conversations_is_refused_with_the_settings_that_read_it() -> None:
+    turns = chat("two")["messages"]
+    with pytest.raises(ValueError, match=r"data.columns: \[messages=chosen\] with data.format: messages"):
+        read(PLAIN, {"chosen": turns, "rejected": turns})
+
+
 @pytest.mark.parametrize("template", [PLAIN, PARTS])
 def test_content_is_text_or_parts_as_the_template_wants_it(template: str) -> None:
     for content in ("two", [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]):
@@ -126,9 +182,7 @@ def test_a_call_that_the_template_writes_differently_later_is_left_out() -> None
 
 
 def test_the_mark_of_the_next_turn_is_not_learnt() -> None:
-    last = PLAIN.replace(
-        "</s>", "{% if loop.last and m.role == 'assistant' %}<|end|>{% endif %}"
-    )
+    last = PLAIN.replace("</s>", "{% if loop.last and m.role == 'assistant' %}<|end|>{% endif %}")
     text, _ = read(last, chat("two", "three"), eos="<|end|>")
     assert text == "<|user|>one<|assistant|>⟦two⟧<|user|>one<|assistant|>⟦three<|end|>⟧"
 
@@ -141,7 +195,7 @@ def test_roles_are_known_to_the_template_or_refused() -> None:
     fields["messages"].insert(0, {"role": "developer", "content": "be brief"})
     dropping = "{% for m in messages if m.role != 'developer' %}" + PLAIN.removeprefix("{% for m in messages %}")
     (note,) = read(dropping, fields)[1].report.warnings()
-    assert "drops the content of 1 turns, the first in x.jsonl line 1 (role 'developer')" in note
+    assert "drops content or reasoning of 1 turns, the first in x.jsonl line 1 (role 'developer')" in note
 
 
 def test_two_system_turns_are_refused_unless_they_are_one() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from blockwalk.data.formats import Format, Record, Template, detect_format
+from blockwalk.data.formats import Format, Record, Template, detect_format, half_character
 from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
@@ -165,7 +165,8 @@ class EncodeReport:
             lines.append(f"{self.turns_marked} assistant turns are not learnt: their records mark them so")
         if self.turns_unwritten:
             lines.append(
-                f"the chat template drops the content of {self.turns_unwritten} turns, the first in {self.unwritten}"
+                f"the chat template drops content or reasoning of {self.turns_unwritten} turns, the first in"
+                f" {self.unwritten}"
             )
         return lines
 
@@ -440,6 +441,12 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
     begin = added[:1] if added and added[0] == tokenizer.bos_token_id else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for texts in _chunks(rendered):
+        for item in texts:  # of JSON text within a record, or of a template
+            if half := half_character(item.text):
+                raise ValueError(
+                    f"{item.where}: its text holds half a character, \\u{ord(half):04x} (a lone surrogate): write the"
+                    " character whole, or U+FFFD"
+                )
         only = [item.text for item in texts]
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
         tokens = _beside(functools.partial(tokenizer, only, **options))

@@ -15,6 +15,7 @@ field. Nothing here knows of tokens.
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ MARKS = {
     **dict.fromkeys(("mask", "masked"), False),
 }
 """Fields by which a turn says whether it is learnt, and the value that says yes. None says nothing."""
+RECORD_MARKS = ("weight", "train")
+"""Those of :data:`MARKS` that a conversation may have as a whole; the other names are common columns of other meanings."""
+LIKE_A_MARK = re.compile("train|learn|loss|mask|weight|ignore|exclude", re.IGNORECASE)
+"""Names of a turn's fields that may say what is learnt in a way that is not read here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +198,8 @@ def detect_format(record: Record) -> Format:
         answer = "output" if "instruction" in fields else "completion"
         spoken = next((kind for kind in (Format.MESSAGES, Format.SHAREGPT) if COLUMNS[kind][0] in fields), None)
         asked = f"data.format: {spoken}" if spoken else f"data.columns: [{answer}=chosen]"
+        if not spoken and isinstance(fields["chosen"], list):
+            asked = "data.columns: [messages=chosen] with data.format: messages"
         raise ValueError(
             f"{record.where}: fields 'chosen' and 'rejected' are a pair to prefer one of, and one answer is learnt here;"
             f" {asked} learns the chosen one"
@@ -282,6 +289,10 @@ def _joined_text(content: Any, where: str) -> str | None:
                 f"{where}: 'content'[{i}] is of the type {kind!r}; parts of the type 'text' with a 'text' are read, and"
                 " no pictures or sounds"
             )
+        if isinstance(part, dict) and not is_learnt(part, f"{where}: 'content'[{i}]"):
+            raise ValueError(
+                f"{where}: 'content'[{i}] is marked as not to be learnt; marks are read of whole turns alone"
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -291,7 +302,7 @@ def _read_text_as_json(value: Any, what: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} must be JSON with 'name' and 'arguments': {error}") from None
+        raise ValueError(f"{what} must be JSON: {error}") from None
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -314,13 +325,18 @@ def is_learnt(turn: dict[str, Any], where: str) -> bool:
     """Whether a turn's marks (:data:`MARKS`) let it be learnt.
 
     Raises:
-        ValueError: a mark is neither yes nor no, such as a weight of one half.
+        ValueError: a mark is neither yes nor no, such as a weight of one half, or is none that is read here.
     """
+    unread = (name for name in turn if name not in MARKS and LIKE_A_MARK.search(name) and turn[name])
+    if name := next(unread, None):
+        raise ValueError(
+            f"{where}: {name!r} may say what is learnt of a turn, and is not read here; read are {', '.join(MARKS)}"
+        )
     for name, learnt in MARKS.items():
         value = turn.get(name)
         if value is None:
             continue
-        said = value.strip().lower() if isinstance(value, str) else value
+        said = value.strip().lower().removesuffix(".0") if isinstance(value, str) else value
         if said not in (True, False, "true", "false", "1", "0"):
             raise ValueError(
                 f"{where}: {name!r} is {value!r}; a turn is learnt or it is not: give true or false, or 1 or 0"
@@ -359,9 +375,47 @@ def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, 
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
+def half_character(text: str) -> str:
+    """The first lone surrogate of a text, half a character that no tokenizer reads; empty where there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
+
+
+def record_is_learnt(record: Record) -> bool:
+    """Whether a conversation's own marks (:data:`RECORD_MARKS`) let its turns be learnt.
+
+    Raises:
+        ValueError: a mark is neither yes nor no.
+    """
+    marks = {name: record.fields.get(name) for name in RECORD_MARKS}
+    return is_learnt(marks, record.where)
+
+
+def template_options(record: Record) -> dict[str, Any]:
+    """Read the variables of a chat template beside the turns: ``tools``, and those of the field ``chat_template_kwargs``.
+
+    Raises:
+        ValueError: the variables are no object.
+    """
+    name = "chat_template_kwargs"
+    variables = _read_text_as_json(record.fields.get(name) or {}, f"{record.where}: field {name!r}")
+    if not isinstance(variables, dict) or "tools" in variables:
+        raise ValueError(f"{record.where}: field {name!r} must be an object of variables, without 'tools'")
+    return {**variables, "tools": tools_of(record)}
+
+
 def tools_of(record: Record) -> Any:
-    """The tools that a conversation may call, for the chat template: a list, or JSON text of one; None without."""
+    """The tools that a conversation may call, for the chat template: a list, or JSON text of one; None without.
+
+    Functions under OpenAI's older name ``functions`` become tools.
+    """
     tools = record.fields.get("tools") or None
+    functions = record.fields.get("functions")
+    if not tools and isinstance(functions, list) and all(isinstance(each, dict) for each in functions):
+        return [{"type": "function", "function": each} for each in functions] or None
     try:
         listed = json.loads(tools) if isinstance(tools, str) else tools
         if not isinstance(listed, list):

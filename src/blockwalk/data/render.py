@@ -10,6 +10,7 @@ text              yes, yes           all of it                           cut on 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import re
@@ -18,7 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockwalk.data.chat_template import chat_bounds, render_chat
-from blockwalk.data.formats import MARKS, Format, Record, alpaca_prompt, is_learnt, tools_of, turns_of
+from blockwalk.data.formats import (
+    MARKS,
+    Format,
+    Record,
+    alpaca_prompt,
+    is_learnt,
+    record_is_learnt,
+    template_options,
+    turns_of,
+)
 
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
@@ -38,7 +48,7 @@ class Rendered:
     turns_marked: int = 0
     """Assistant turns that the record marks as not to be learnt."""
     unwritten: tuple[str, ...] = ()
-    """Roles of turns whose content is not in the text: the template dropped it."""
+    """Roles of turns whose content, or learnt turns whose reasoning, is not in the text: the template dropped it."""
 
 
 def render(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendered:
@@ -78,18 +88,22 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
     that the template drops from a turn is not learnt.
     """
     turns = turns_of(record, kind)
-    tools = tools_of(record)
-    messages = _as_the_template_takes(turns, tools, tokenizer, record.where)
+    options = template_options(record)
+    if reserved := next((name for name in options if name in _taken(tokenizer)), None):
+        raise ValueError(f"{record.where}: field 'chat_template_kwargs' may not set {reserved!r}")
+    messages = _as_the_template_takes(turns, options, tokenizer, record.where)
 
     def render(count: int, *, ask: bool) -> str:
-        return _written(messages[:count], tools, tokenizer, record.where, ask=ask)
+        return _written(messages[:count], options, tokenizer, record.where, ask=ask)
 
     whole = render(len(messages), ask=False)
+    learnt = record_is_learnt(record)
     spans, left_out, marked = [], 0, 0
+    unreasoned = []
     for i, (turn, message) in enumerate(zip(turns, messages, strict=True)):
         if message["role"] != "assistant":
             continue
-        if not is_learnt(turn, record.where):
+        if not learnt or not is_learnt(turn, record.where):
             marked += 1
             continue
         asked = render(i, ask=True) if i else ""
@@ -105,9 +119,11 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
         written = whole[start:stop]
         if i and follows and all(part in written for part in (answer, *calls)):
             spans.append((start, len(whole[:stop].rstrip())))
+            if _reasoning(turn) not in written:
+                unreasoned.append("assistant")
         else:
             left_out += 1
-    unwritten = tuple(turn["role"] for turn in _unwritten(turns, whole))
+    unwritten = (*(turn["role"] for turn in _unwritten(turns, whole)), *unreasoned)
     return Rendered(
         whole,
         spans,
@@ -120,10 +136,25 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
     )
 
 
-def _written(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer, where: str, *, ask: bool) -> str:
+def _taken(tokenizer: Tokenizer) -> set[str]:
+    """Names of the arguments of a rendering that are not the record's to set."""
+    named = inspect.signature(tokenizer.apply_chat_template).parameters
+    return {*named, "tokenizer", "messages"} - {"tools"}
+
+
+def _reasoning(turn: dict[str, Any]) -> str:
+    """The reasoning of a turn, in a field of its own or before the end of a section ``<think>``; empty without."""
+    named = (turn.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    field = next((text for text in named if isinstance(text, str)), "")
+    return field.strip() or turn["content"].rpartition("</think>")[0].rpartition("<think>")[2].strip()
+
+
+def _written(
+    messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer, where: str, *, ask: bool
+) -> str:
     """The text that the chat template makes of turns; with ``ask`` as far as the assistant's next turn."""
     try:
-        return render_chat(tokenizer, messages, tools=tools, add_generation_prompt=ask)
+        return render_chat(tokenizer, messages, add_generation_prompt=ask, **options)
     except Exception as error:
         raise ValueError(f"{where}: the chat template refused the conversation: {error}") from error
 
@@ -132,7 +163,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 
 
 def _as_the_template_takes(
-    turns: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer, where: str
+    turns: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer, where: str
 ) -> list[dict[str, Any]]:
     """The turns in the first shape of which the template writes everything, else in the first that it takes.
 
@@ -153,7 +184,7 @@ def _as_the_template_takes(
     refusal: ValueError | None = None
     for messages in _shapes(turns):
         try:
-            text = _written(messages, tools, tokenizer, where, ask=False)
+            text = _written(messages, options, tokenizer, where, ask=False)
         except ValueError as error:
             refusal = refusal or error
             continue

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockwalk.data.formats import Record
+from blockwalk.data.formats import Record, half_character
 
 INSTALL = "pip install 'blockwalk[data]'"
 LONGEST_CELL = 1 << 30
@@ -51,8 +51,7 @@ def _refuse_halves(record: Record) -> None:
     while pending:
         name, value = pending.pop()
         if isinstance(value, str):
-            half = None if value.isascii() else next((c for c in value if "\ud800" <= c <= "\udfff"), None)
-            if half is not None:
+            if half := half_character(value):
                 raise ValueError(
                     f"{record.where}: field {name!r} holds half a character, \\u{ord(half):04x} (a lone surrogate):"
                     " write the character whole, or U+FFFD"
