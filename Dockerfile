@@ -1,6 +1,7 @@
 # Blockwalk in an image. CPU by default; for NVIDIA GPUs:
 #   docker build --build-arg TORCH=https://download.pytorch.org/whl/cu130 -t blockwalk .
-#   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD":/work blockwalk train run.yaml
+#   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" -v "$PWD":/work blockwalk train run.yaml
+# Without GPUs leave --gpus all out. Without --ipc=host ranks that share a container have 64 MB for what NCCL shares, and fail.
 FROM python:3.12-slim
 ARG TORCH=https://download.pytorch.org/whl/cpu
 # gcc: noise and 4-bit decoding are compiled for the processor at their first use

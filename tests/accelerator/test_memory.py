@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from blockwalk.cli.machine import describe
 from blockwalk.doctor.machine import device_of_rank, left_on
 from blockwalk.numerics import device
-from blockwalk.numerics.device import chosen, host_buffers, pieces
+from blockwalk.numerics.device import chosen, described, host_buffers, pieces
 from blockwalk.numerics.scratch import shared_arena
 from blockwalk.plan.placement import Tier
 from blockwalk.program.program import Lane
@@ -78,6 +79,30 @@ def test_the_device_has_a_number_and_comes_from_whoever_names_it(
         chosen("sim:4")
     with pytest.raises(ValueError, match="finds 0 of its type"):
         chosen("cuda")
+
+
+def test_apple_s_device_is_taken_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what torch answers on such a machine; its module tells no name of a model."""
+    monkeypatch.delenv("BLOCKWALK_DEVICE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    assert chosen() == torch.device("cpu")
+    assert "--device mps takes it" in described(chosen())
+    assert chosen("mps") == torch.device("mps", 0)
+    assert "float64" in described(chosen("mps"))
+    assert describe()["accelerator"].startswith("mps: mps")
+    monkeypatch.setenv("BLOCKWALK_DEVICE", "cpu")
+    assert described(chosen()) == "cpu"
+
+
+def test_a_torch_for_gpus_that_sees_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BLOCKWALK_DEVICE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert described(chosen()) == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "built for CUDA and sees no such device; docker run needs --gpus all" in described(chosen())
 
 
 def test_a_rank_measures_its_own_device(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     assert "48 steps" in said
     assert "note: eval_every is 5, and data.eval is empty: nothing is evaluated" in said
     assert "note: lora.rank is 5000, above the model's width of 64" in said
-    assert said.startswith("memory  about ")
+    assert said.startswith("device  cpu\nmemory  about ")
     assert not (tmp_path / "out").exists()
 
 

@@ -180,11 +180,12 @@ def test_blocks_that_do_not_stay_do_not_stay_in_a_usual_step(
 def test_the_process_is_foreseen_and_what_is_counted_is_said(
     tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the kernel's counters. Without doctor's measurements the first line foresees the peak of the whole process, which
-    is more than it holds when the model is open, and less than twice the measured one."""
+    """Oracle: the kernel's counters. The first line names the device. Without doctor's measurements the second foresees the
+    peak of the whole process, which is more than it holds when the model is open, and less than twice the measured one."""
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "3"]) == 0
-    said = capsys.readouterr().out.splitlines()
+    device, *said = capsys.readouterr().out.splitlines()
+    assert device == "device: cpu"
     assert said[0].startswith("memory: ")
     assert "private memory of the whole process, which the kernel cannot drop" in said[0]
     assert "interpreter, libraries, tokenizer, data, the open model" in said[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from blockwalk.cutting.verify import certified
 from blockwalk.plan.methods import method
+from blockwalk.ranks.groups import Groups
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
@@ -30,6 +32,27 @@ def weights(walker: Walker) -> dict[str, torch.Tensor]:
     if walker.plan.sharded:
         return masters(engine)
     return {name: master.clone() for name, master in engine.trained.masters.items()}
+
+
+def _saved_in_turn(rank: int, folder: Path) -> list[str]:
+    """What a rank does while the model is saved: it gathers, and it meets the others."""
+    done = []
+    gather, meet = Groups.gather_, Groups.meet
+    with pytest.MonkeyPatch.context() as patch, walker_of("zero3") as walker:
+        walker.step(random_batch(8, 8, seed=0))
+        patch.setattr(Groups, "gather_", lambda *given, **more: (done.append("gather"), gather(*given, **more))[1])
+        patch.setattr(Groups, "meet", lambda groups: (done.append("meet"), meet(groups))[1])
+        walker.save_pretrained(folder / "model")
+    return done
+
+
+def test_no_rank_gathers_ahead_of_the_one_that_writes(tmp_path: Path) -> None:
+    """Oracle: the order of a rank's calls. An accelerator only queues a gather, whose time limit begins there: with a meeting
+    before each, it is not queued before rank 0 has come so far."""
+    writes, other = run_ranks(2, _saved_in_turn, tmp_path)
+    assert writes == other
+    assert writes.count("gather") > 2
+    assert not any(one == two == "gather" for one, two in pairwise(["gather", *writes]))
 
 
 def _interrupted(rank: int, folder: Path) -> Any:

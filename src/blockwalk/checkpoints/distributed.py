@@ -22,6 +22,7 @@ import torch.distributed as dist
 from blockwalk.checkpoints import pieces
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.ranks.agreement import gather_json
+from blockwalk.ranks.place import TIMEOUT
 from blockwalk.system import atomic_files, links
 from blockwalk.system.atomic_files import PARTIAL, Damaged, fsync
 from blockwalk.system.paths import StrPath
@@ -53,7 +54,7 @@ class Saver:
 
     def __init__(self, engine: HasPieces) -> None:
         self.engine = engine
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = dist.new_group(timeout=TIMEOUT, backend="gloo") if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="blockwalk save")
         self._pending: Future[None] | None = None
 

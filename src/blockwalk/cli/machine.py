@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
@@ -49,10 +48,12 @@ def describe() -> dict[str, str]:
     import psutil
     import torch
 
+    from blockwalk.numerics.device import model_of
+
     memory = psutil.virtual_memory()
     found = torch.accelerator.current_accelerator(check_available=True)
-    kind: Any = None if found is None else torch.get_device_module(found)
-    devices = [] if kind is None else [kind.get_device_properties(i).name for i in range(kind.device_count())]
+    count = 0 if found is None else torch.accelerator.device_count()
+    devices = [] if found is None else [model_of(torch.device(found.type, i)) or str(found) for i in range(count)]
     return {
         "python": sys.version.split()[0],
         **installed(),

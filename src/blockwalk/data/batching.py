@@ -290,6 +290,27 @@ def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Ten
     return [{key: parts[key][m] for key in parts} for m in range(count)]
 
 
+def require_ids(ids: Tensor, rows: int) -> None:
+    """Check that a model has a row for every token, before a device is asked for one: an accelerator that is asked for another
+    ends all of its process's work.
+
+    Args:
+        ids: int64, of any shape.
+        rows: of the model's embeddings.
+
+    Raises:
+        ValueError: an id is below 0 or has no row; that id is named, and the number of rows.
+    """
+    if not ids.numel():
+        return
+    least, largest = (int(value) for value in torch.aminmax(ids))
+    if least < 0 or largest >= rows:
+        raise ValueError(
+            f"input_ids has the token id {least if least < 0 else largest}, and the model has {rows} rows of embeddings: take"
+            " the model's own tokenizer, or save the model with resize_token_embeddings"
+        )
+
+
 def pack(dataset: Encoded, length: int) -> Encoded:
     """Documents side by side in rows of at most ``length`` tokens: each by itself, for positions restart at its beginning and
     attention does not cross it; and each whole.

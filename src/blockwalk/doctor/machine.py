@@ -29,7 +29,7 @@ from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import ByDevice
-from blockwalk.simulate.hardware import Hardware, Link
+from blockwalk.simulate.hardware import Hardware, Link, kind_of
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import COUNTED, host_memory
 
@@ -122,7 +122,7 @@ def measure(
     say("products, memory, noise and decoding ...")
     began = time.perf_counter()
     device = device_of_rank()
-    kind = "cpu" if is_cpu(device) else "cuda"
+    kind = kind_of(device.type)
     host, limited = host_memory()
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     rates: dict[str, Callable[[], Any]] = {

@@ -302,7 +302,8 @@ class Engine:
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the adapter in PEFT's format, or every parameter as safetensors beside the configuration. Where ranks hold
-        parameters together all of them call this, rank 0 writes, and one unit is whole at a time."""
+        parameters together all of them call this, rank 0 writes, and one unit is whole at a time: nobody asks a device for the
+        next parameter's gather before rank 0 has written those before it."""
         weights = self.trained.weights()
         if hasattr(self.module, "peft_config"):
             whole = {name: w if isinstance(w, Tensor) else w.rows(0, w.shape[0]) for name, w in weights.items()}
@@ -311,10 +312,17 @@ class Engine:
             return
         weights = {**self.homes[StateKind.FROZEN].weights(), **weights}
         weights = {p.name: weights[p.name] for p in self.spec.params()}
+        groups = self._groups
+
+        def begin(name: str) -> None:
+            if groups is not None and name in weights:
+                groups.meet()
+
         if self.rank == 0:
-            safetensors.save_model(folder, self.module, {**weights, **self.model.untouched()})
+            safetensors.save_model(folder, self.module, {**weights, **self.model.untouched()}, begin)
             return
-        for weight in weights.values():  # its turn in the same gathers
+        for name, weight in weights.items():  # its turn in the same gathers
+            begin(name)
             for _ in safetensors.pieces(weight):
                 pass
 

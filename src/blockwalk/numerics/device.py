@@ -20,8 +20,13 @@ PIECE = 32 << 30
 """Bytes of host memory that are registered at once, at most: drivers refuse 512 GiB in small pages."""
 
 
+BY_NAME = {"mps": "Apple's GPU computes without float64 and without our kernels, and nothing was tried on it"}
+"""Types of accelerators that are taken only where somebody names them, with the reason."""
+
+
 def chosen(named: str | torch.device | None = None) -> torch.device:
     """The device that is named, or else ``BLOCKWALK_DEVICE``, or else torch's accelerator where there is one, or else the CPU.
+    A device of :data:`BY_NAME` is never taken unnamed.
 
     An accelerator always has its number: without one it would be another device in each thread.
 
@@ -30,7 +35,8 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
     """
     asked = named or os.environ.get("BLOCKWALK_DEVICE")
     there = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(asked or there or "cpu")
+    unnamed = "cpu" if there is None or there.type in BY_NAME else there
+    device = torch.device(asked or unnamed)
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count() if there is not None and there.type == device.type else 0
@@ -45,6 +51,31 @@ def chosen(named: str | torch.device | None = None) -> torch.device:
 
 def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
+
+
+def described(device: torch.device) -> str:
+    """A run's device in words: an accelerator with its model, a processor with the reason why no accelerator was taken."""
+    if device.type in BY_NAME:
+        return f"{device}; {BY_NAME[device.type]}"
+    if not is_cpu(device):
+        return ", ".join(filter(None, (str(device), model_of(device))))
+    if os.environ.get("BLOCKWALK_DEVICE"):  # by its user's wish
+        return str(device)
+    there = torch.accelerator.current_accelerator(check_available=True)
+    if there is not None and there.type in BY_NAME:
+        return f"{device}; {BY_NAME[there.type]}: --device {there.type} takes it all the same"
+    kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    built = next((kind for kind, version in kinds.items() if version), None)
+    if there is None and built is not None:
+        container = "; docker run needs --gpus all" if built == "CUDA" else ""
+        return f"{device}; torch {torch.__version__} is built for {built} and sees no such device{container}"
+    return str(device)
+
+
+def model_of(device: torch.device) -> str:
+    """The name of an accelerator's model; empty where torch's module of its type does not tell it."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return "" if name is None else str(name(device))
 
 
 def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:

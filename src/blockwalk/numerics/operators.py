@@ -54,7 +54,13 @@ def register(name: str, function: Callable[..., None], *changed: str) -> None:
     def on_accelerator(*given: Any) -> None:
         from blockwalk.numerics import kernels
 
-        function(kernels.loaded(), *given)
+        compiled = kernels.loaded()
+        try:
+            function(compiled, *given)
+        except Exception as error:
+            if sentence := kernels.missing(error):
+                raise RuntimeError(sentence) from error
+            raise
 
     typed = inspect.signature(partial(function, None), eval_str=True)
     words = {NoiseKind: str, NoiseKind | None: str | None}

@@ -20,7 +20,7 @@ from torch import Tensor
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Axis, between, make_axes, named, slice_of
 from blockwalk.program.program import Lane
-from blockwalk.ranks.place import place
+from blockwalk.ranks.place import TIMEOUT, place
 
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -127,6 +127,10 @@ class Groups:
         all_gather(out, own)
         return [row.tolist() for row in out.chunk(self.mesh.world)]
 
+    def meet(self) -> None:
+        """Wait until every rank has come here."""
+        self.exchange([0.0])
+
     def close(self) -> None:
         """Destroy the process groups; every rank calls this together: one that leaves early breaks what the others still
         send."""
@@ -177,7 +181,7 @@ def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = 
         for lane, first in product(lanes, range(world)):
             if axis.coordinate(first) == 0:
                 members = axis.members(first)
-                made = dist.new_group(list(members), backend=_backend(device))
+                made = dist.new_group(list(members), timeout=TIMEOUT, backend=_backend(device))
                 if groups.rank in members:
                     groups._groups[axis, lane] = made
     return groups

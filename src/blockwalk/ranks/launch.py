@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from blockwalk.ranks.place import LOST, PORT, LostRank, Place, meeting_point, port_of
+from blockwalk.ranks.place import LOST, PORT, TIMEOUT, LostRank, Place, meeting_point, port_of
 from blockwalk.system import links
 from blockwalk.system.cores import usable_cores
 from blockwalk.system.signals import STOPS, handled
@@ -213,13 +213,14 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     logging.getLogger(__name__).info("rank %d of %d, process %d", here.rank, here.world, os.getpid())
     store = _store(here, start_timeout)
     watch = Watch(here, store, start_timeout=start_timeout)
-    store.set_timeout(timedelta(hours=1))
+    store.set_timeout(TIMEOUT)
     backend = "gloo"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         index = here.local_rank % torch.accelerator.device_count()
         torch.accelerator.set_device_index(index)
-        properties: Any = torch.get_device_module(accelerator).get_device_properties(index)
+        told = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
+        properties: Any = None if told is None else told(index)  # Apple's module has no such function
         if accelerator.type == "cuda":
             bind_to_gpu(properties)
         own = f"{platform.node()} {getattr(properties, 'uuid', index)}"
@@ -227,7 +228,7 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
             backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
     console = sys.stdout
     try:
-        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=timedelta(hours=1))
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=TIMEOUT)
         if here.rank:
             sys.stdout = rank_log
         yield

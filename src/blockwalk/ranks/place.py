@@ -7,11 +7,15 @@ import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 PORT = 29500
 """The port at which rank 0 listens where nothing else is said."""
 LOST = 13
 """The exit code of a rank that ends because others are gone."""
+TIMEOUT = timedelta(hours=1)
+"""The time that ranks wait for one another in every process group. Unless told, NCCL waits for ten minutes: less than rank 0
+may write at a run's end. :mod:`blockwalk.ranks.watch` finds a rank that has died or hangs sooner."""
 
 
 class LostRank(RuntimeError):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.ranks.groups import all_gather
+from blockwalk.ranks.place import TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,9 @@ def make_scalars(mesh: MeshSettings, rank: int) -> Scalars:
     node, world = mesh.ranks_per_node, mesh.world
     near = None
     for first in range(0, world, node) if node > 1 else ():
-        made = dist.new_group(list(range(first, first + node)), backend="gloo")
+        made = dist.new_group(list(range(first, first + node)), timeout=TIMEOUT, backend="gloo")
         if first == rank // node * node:
             near = made
-    firsts = dist.new_group(list(range(0, world, node)), backend="gloo") if node < world else None
+    every = list(range(0, world, node))
+    firsts = dist.new_group(every, timeout=TIMEOUT, backend="gloo") if node < world else None
     return Scalars(mesh, rank, near, firsts if rank % node == 0 else None)

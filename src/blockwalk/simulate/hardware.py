@@ -211,9 +211,20 @@ UNMEASURED = "this machine, not measured"
 """The name of a machine that doctor has not described."""
 
 
+def kind_of(device: str) -> str:
+    """The kind of a device in a description, by torch's name of its type: ``cpu``, or ``cuda`` for an accelerator of any
+    make."""
+    return "cpu" if device == "cpu" else "cuda"
+
+
 def of_this_machine(device: str = "cpu") -> Hardware:
     """The machine as doctor described it here; before it has, the memory that there is, with rates that only rank plans by
-    their work."""
+    their work.
+
+    Args:
+        device: torch's name of the type that blocks compute on: ``cpu``, ``cuda``, ``xpu`` or another.
+    """
+    device = kind_of(device)
     if HERE.is_file() and (found := load(HERE)).device == device:
         return found
     import shutil

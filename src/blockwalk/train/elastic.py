@@ -18,7 +18,7 @@ from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batching import Batch, LabelWordBatch
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.estimators.zeroth_order.ledger_header import header
-from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.numerics.device import chosen, is_cpu, model_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.agreement import facts_of, versions
 from blockwalk.ranks.elastic import Elastic, Lent, elastic
@@ -38,7 +38,7 @@ def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
     settings, plan, device = run.to_mapping(), ready.plan, chosen()
     name = torch.backends.cpu.get_cpu_capability()
     if not is_cpu(device):
-        name = torch.get_device_module(device).get_device_name(device)
+        name = model_of(device)
     return {
         **facts_of({name: settings[name] for name in ALIKE}),
         "the codecs": f"{plan.frozen.codec}, {plan.trainable.codec}",

@@ -34,7 +34,7 @@ from blockwalk.data.batching import Batch, loss_tokens, tokens_read
 from blockwalk.data.corpus import sources
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.models.places import data_paths, model_paths, refuse_overlap
-from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
@@ -220,6 +220,7 @@ def _opening(
     run: RunConfig, ready: Ready, foreseen: StepForecast, opened_at: int, damaged: Sequence[str]
 ) -> Iterator[str]:
     """The lines that a run begins with: what is foreseen of it, and what its user should know of."""
+    yield f"device: {described(chosen())}"
     yield from foreseen.lines()
     yield from foreseen.forecast.lines()
     yield from zeroth_order_advice(ready.plan, run.adapters)

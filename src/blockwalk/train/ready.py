@@ -26,6 +26,7 @@ from blockwalk.data.encode import (
 from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
 from blockwalk.models.folder import model_folder
 from blockwalk.models.stops import GENERATION, with_stops
+from blockwalk.numerics.device import chosen, described
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
@@ -168,6 +169,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
     check_disks(run, ready.foreseen, ready.total, ready.map_bytes)
+    yield f"device  {described(chosen())}"
     yield from ready.foreseen.overview(ready.total, ready.usual)
     yield from ready.foreseen.lines()
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"

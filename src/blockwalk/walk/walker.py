@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
-from blockwalk.data.batching import LabelWordBatch, cut_padding, loss_tokens, micro_batches, share, side_by_side
+from blockwalk.data.batching import (
+    LabelWordBatch,
+    cut_padding,
+    loss_tokens,
+    micro_batches,
+    require_ids,
+    share,
+    side_by_side,
+)
 from blockwalk.engine.engine import MOVES, Engine
 from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
@@ -200,7 +208,8 @@ class Walker:
             learning_rate: of this step; the plan's schedule unless given.
 
         Raises:
-            ValueError: shapes that do not fit, a step without a single label, or other data than on another rank.
+            ValueError: shapes that do not fit, a token that the model has no row for, a step without a single label, or other
+                data than on another rank.
             FloatingPointError: the loss or a gradient is not finite; weights and optimizer states are as they were.
         """
         began = time.perf_counter()
@@ -308,6 +317,8 @@ class Walker:
         """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
         and ``use_cache: True`` continues what that cache holds, and is taken into it."""
         self.flush()
+        if is_cpu(batch["input_ids"].device):  # a token that was just drawn is the model's
+            require_ids(batch["input_ids"], self.spec.vocab_size)
         ids_BS = batch["input_ids"].to(self.device)
         whole = {**batch, "input_ids": ids_BS, "labels": torch.full_like(ids_BS, -100)}
         labels = [whole["labels"].to("cpu")]
@@ -387,6 +398,8 @@ class Walker:
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
         parts = [cut_padding(each) for each in parts]
+        for each in [whole] if shared else parts:  # all ranks refuse what one cannot walk
+            require_ids(each["input_ids"], self.spec.vocab_size)
         labels = [each["labels"].to("cpu") for each in parts]
         self.estimator.begin([self._sent(each) for each in parts], labels, asked)
         try:

@@ -15,6 +15,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficients
@@ -22,14 +24,6 @@ from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficient
 if TYPE_CHECKING:
     from blockwalk.numerics.noise.key import Key, Write
 
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError(
-        "counter-based noise on CUDA needs triton: pip install triton, or set zo.noise: mezo (torch's own generator)"
-    ) from error
 
 _COUNTERS = {0: 128, 1: 128, 2: 16}
 """Counters of one program, by kind: 2048 or 4096 elements, each thread a few of them in a row."""

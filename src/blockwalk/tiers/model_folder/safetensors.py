@@ -90,13 +90,16 @@ def write_shards(folder: Path, entries: Mapping[str, Entry], values: Callable[[s
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
-def save_model(folder: StrPath, model: nn.Module, weights: Mapping[str, Value]) -> None:
+def save_model(
+    folder: StrPath, model: nn.Module, weights: Mapping[str, Value], begin: Callable[[str], object] = lambda _: None
+) -> None:
     """Write a model folder: its configuration, and ``weights`` by canonical name, a few rows of each at a time.
 
     Args:
         folder: made where it is not there; nothing in it is synced.
         model: the transformers model, for its configurations alone.
         weights: every parameter and persistent buffer once, in the order of the files.
+        begin: told the name of each before its values are asked for.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +108,12 @@ def save_model(folder: StrPath, model: nn.Module, weights: Mapping[str, Value]) 
         if config is not None:
             config.save_pretrained(folder)
     entries = {name: Entry(tuple(weight.shape), weight.dtype) for name, weight in weights.items()}
-    write_shards(folder, entries, lambda name: pieces(weights[name]))
+
+    def values(name: str) -> Iterator[Tensor]:
+        begin(name)
+        yield from pieces(weights[name])
+
+    write_shards(folder, entries, values)
 
 
 def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
