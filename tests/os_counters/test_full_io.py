@@ -48,8 +48,8 @@ print(json.dumps({{
 
 
 def test_a_step_from_disk_moves_what_its_program_says(tmp_path: Path) -> None:
-    """Full fine-tuning, 24 bytes read a parameter and 16 written. The process's own code is read again as well where memory is
-    short: 15 MB or so, which a larger model makes small."""
+    """Full fine-tuning, 24 bytes read a parameter and 16 written. The page cache saves reads of :data:`ROOM` bytes at most. The
+    process's own code is read again where memory is short: 15 MB or so."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
@@ -69,4 +69,5 @@ def test_a_step_from_disk_moves_what_its_program_says(tmp_path: Path) -> None:
     assert found["said to write"] == pytest.approx(16 * found["parameters"], rel=0.01)
     assert found["said to read"] == pytest.approx(24 * found["parameters"], rel=0.02)
     assert found["written"] == pytest.approx(found["said to write"], rel=0.02)
-    assert found["read"] == pytest.approx(found["said to read"], rel=0.05), found
+    said = found["said to read"]
+    assert said - ROOM <= found["read"] <= 1.05 * said, found  # the cache that there is keeps so much at most
