@@ -32,7 +32,7 @@ from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
-from blockwalk.models.stops import end_note
+from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
 
@@ -165,7 +165,7 @@ class EncodeReport:
             lines.append(f"{self.turns_marked} assistant turns are not learnt: their records mark them so")
         if self.turns_unwritten:
             lines.append(
-                f"the chat template drops the content of {self.turns_unwritten} turns, the first in {self.unwritten}"
+                f"the chat template drops the content or a call of {self.turns_unwritten} turns, the first in {self.unwritten}"
             )
         return lines
 
@@ -328,11 +328,12 @@ def encode(
         raise ValueError("format 'classification' needs a template with label words")
     report = EncodeReport(max_length=max_length)
     digest = hashlib.blake2b(digest_size=8)
+    stops = texts_of_stops(tokenizer)
 
     def rendered() -> Iterator[Rendered]:
         for record in records:
             digest.update(json.dumps(record.fields, default=str).encode())
-            yield render(record, kind, tokenizer)
+            yield render(record, kind, tokenizer, stops)
 
     ids, masks = [], []
     for row, mask in _tokenize(rendered(), tokenizer, report):
