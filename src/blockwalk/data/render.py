@@ -59,7 +59,7 @@ def render(record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[s
             return render_pair(alpaca_prompt(record) + "\n", record.text("output"), record.where)
         raise ValueError(
             f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: give records with"
-            " 'prompt' and 'completion', or 'text', instead"
+            " 'prompt' and 'completion', or 'text', instead, or put a chat_template.jinja into the model's folder"
         )
     with chat_bounds(tokenizer, record.fields):
         return _render_turns(record, kind, tokenizer, stops)
@@ -145,7 +145,8 @@ def _text_of(message: dict[str, Any]) -> str:
 
 
 def _texts_to_learn(turn: dict[str, Any], text: str) -> list[str]:
-    """The texts that an assistant's turn must hold to be learnt: its answer, and the names of those calls that ``text`` names."""
+    """The texts that an assistant's turn must hold to be learnt: its answer, and the names of its calls as far as
+    ``text`` has them."""
     names = [call.get("function", call)["name"] for call in turn.get("tool_calls", ())]
     return [turn["content"].rpartition("</think>")[2].strip(), *(name for name in names if name in text)]
 
