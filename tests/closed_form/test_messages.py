@@ -117,8 +117,10 @@ def test_text_in_another_encoding_names_the_file_and_the_way_out(
 def test_a_tokenizer_that_is_cut_off_is_refused_in_a_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mistral"}))
     (tmp_path / "tekken.json").write_text(content)
+    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from tekken.json, which may be cut off"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from tokenizer.json or tekken.json"):
         load_tokenizer(tmp_path)
 
 

@@ -50,6 +50,10 @@ CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 """The most texts that are tokenised in one call, and the most characters in them: what a call gives takes memory."""
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
+"""The files that a tokenizer's vocabulary may lie in."""
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer saved in a model's folder.
 
@@ -73,7 +77,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         read = "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         said = kind + " ".join(str(error).split())
-        raise ValueError(f"{path}: no tokenizer could be loaded ({read}): {said}") from error
+        files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        source = f" from {' or '.join(files)}, which may be cut off" if files else ""
+        raise ValueError(f"{path}: no tokenizer could be loaded{source} ({read}): {said}") from error
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
@@ -418,6 +424,7 @@ def encode_choices(
     if not all(mask.any() for _, mask in rows):
         raise ValueError(f"max_length = {max_length} tokens leaves no room for the label word; raise data.max_length")
     report.truncated = -(-report.truncated * len(right) // report.records)
+    report.answers_cut = report.answers_cut * len(right) // report.records
     report.records = len(right)
     encoded = _flatten([row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report)
     return Choices(encoded, np.asarray(firsts, dtype=np.int64), tuple(right))
