@@ -47,7 +47,10 @@ def _adapter(path: Path) -> None:
         ("tokenizer.json", lambda path: load_tokenizer(path.parent)),
         ("tokenizer_config.json", lambda path: load_tokenizer(path.parent)),
         ("adapter_model.safetensors", _adapter),
-        *((f"train{suffix}", lambda path: list(read_records(path))) for suffix in (".jsonl", ".csv", ".txt", ".parquet")),
+        *(
+            (f"train{suffix}", lambda path: list(read_records(path)))
+            for suffix in (".jsonl", ".csv", ".txt", ".parquet")
+        ),
     ],
 )
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
@@ -99,7 +102,8 @@ def test_a_source_without_records_is_named_with_its_setting(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
 @pytest.mark.parametrize(
-    ("suffix", "text"), [(".jsonl", '{"text": "one"}\n{"text": "é"}\n'), (".json", '[{"text": "é"}]'), (".csv", "text\né\n")]
+    ("suffix", "text"),
+    [(".jsonl", '{"text": "one"}\n{"text": "é"}\n'), (".json", '[{"text": "é"}]'), (".csv", "text\né\n")],
 )
 def test_text_in_another_encoding_names_the_file_and_the_way_out(
     tmp_path: Path, encoding: str, suffix: str, text: str
