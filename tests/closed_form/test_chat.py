@@ -118,7 +118,7 @@ def test_reasoning_that_the_template_drops_is_named() -> None:
     for name in ("reasoning_content", "thinking"):
         text, rows = read(PLAIN, chat({"content": "two", name: "why"}))
         assert text == "<|user|>one</s><|assistant|>⟦two</s>⟧"
-        assert "drops content or reasoning of 1 turns" in "".join(rows.report.warnings())
+        assert "drops content, reasoning or a call of 1 turns" in "".join(rows.report.warnings())
     writes = PLAIN.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
     assert "drops" not in "".join(
         read(writes, chat({"content": "two", "reasoning_content": "why"}))[1].report.warnings()
@@ -187,6 +187,57 @@ def test_the_mark_of_the_next_turn_is_not_learnt() -> None:
     assert text == "<|user|>one<|assistant|>⟦two⟧<|user|>one<|assistant|>⟦three<|end|>⟧"
 
 
+OPENED_EARLY = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<tool_call>{{ m.content }}</tool_call>{% else %}<|{{ m.role }}|>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}!{% endfor %}{% if not m.tool_calls %}</s>"
+    "{% elif loop.last %}<tool_call>{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|assistant|>{% endif %}"
+)
+"""A template that opens the tool's turn at the end of a call, and leaves the assistant's header out of the prompt after it."""
+OPENED_LATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}" + END
+
+
+@pytest.mark.parametrize(("eos", "learnt"), [("</s>", "⟦f!⟧<tool_call>"), ("<tool_call>", "⟦f!<tool_call>⟧")])
+def test_what_the_next_turn_writes_of_itself_is_learnt_only_as_a_stop(eos: str, learnt: str) -> None:
+    call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    fields = chat(call)
+    fields["messages"] += [{"role": "tool", "content": "21"}, {"role": "assistant", "content": "two"}]
+    text, _ = read(OPENED_EARLY, fields, eos=eos)
+    assert text == f"<|user|>one</s><|assistant|>{learnt}21</tool_call><|assistant|>⟦two</s>⟧"
+
+
+def test_a_stop_that_opens_the_next_turn_is_learnt_and_a_turn_without_one_named() -> None:
+    text, rows = read(OPENED_LATE, chat("two", "three"), eos="<|user|>")
+    assert text == "<|user|>one<|assistant|>⟦two<|user|>⟧one<|assistant|>⟦three⟧"
+    (note,) = rows.report.warnings()
+    assert note.startswith("1 of 2 turns are learnt without an end")
+    text, rows = read(OPENED_LATE, chat("two", "three"), eos="</s>")
+    assert text == "<|user|>one<|assistant|>⟦two⟧<|user|>one<|assistant|>⟦three⟧"
+    assert "2 of 2 turns are learnt without an end" in rows.report.warnings()[0]
+
+
+def test_nothing_behind_a_stop_is_learnt() -> None:
+    text, _ = read(PLAIN.replace("</s>", "</s><|end|>"), chat("two", "three"))
+    assert (
+        text
+        == "<|user|>one</s><|end|><|assistant|>⟦two</s>⟧<|end|><|user|>one</s><|end|><|assistant|>⟦three</s>⟧<|end|>"
+    )
+
+
+def test_a_call_that_the_template_drops_is_not_learnt_as_an_empty_answer() -> None:
+    call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+    text, rows = read(PLAIN, chat(call, "two"))
+    assert text == "<|user|>one</s><|assistant|></s><|user|>one</s><|assistant|>⟦two</s>⟧"
+    assert "drops content, reasoning or a call of 1 turns" in rows.report.warnings()[1]
+
+
+def test_an_empty_turn_and_an_empty_completion_leave_their_end_to_learn() -> None:
+    assert read(PLAIN, chat(""))[0] == "<|user|>one</s><|assistant|>⟦</s>⟧"
+    assert read(PLAIN, {"prompt": "one", "completion": ""})[0] == "one⟦</s>⟧"
+    with pytest.raises(ValueError, match="none of 1 records has a token to learn"):
+        read(PLAIN, {"text": ""})
+
+
 def test_roles_are_known_to_the_template_or_refused() -> None:
     assert read(PLAIN, chat("two", role="human"))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
     with pytest.raises(ValueError, match=r"x\.jsonl line 1: a turn has the role 'wizard'"):
@@ -195,7 +246,7 @@ def test_roles_are_known_to_the_template_or_refused() -> None:
     fields["messages"].insert(0, {"role": "developer", "content": "be brief"})
     dropping = "{% for m in messages if m.role != 'developer' %}" + PLAIN.removeprefix("{% for m in messages %}")
     (note,) = read(dropping, fields)[1].report.warnings()
-    assert "drops content or reasoning of 1 turns, the first in x.jsonl line 1 (role 'developer')" in note
+    assert "drops content, reasoning or a call of 1 turns, the first in x.jsonl line 1 (role 'developer')" in note
 
 
 def test_two_system_turns_are_refused_unless_they_are_one() -> None:

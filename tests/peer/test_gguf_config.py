@@ -132,7 +132,7 @@ def _altered(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"start": b"version https://git-lfs.github.com/spec/v1\n"}, "is a git-lfs pointer, not the file .*: git lfs pull"),
+        ({"start": b"version https://git-lfs.github.com/spec/v1\n"}, "is a git-lfs pointer, not the file: run git lfs pull"),
         ({"start": b"GGUF" + struct.pack(">I", 3)}, "is big-endian GGUF, for other processors"),
         ({"architecture": "llama", "kind": "adapter"}, "is no model: its general.type is 'adapter' .*name the file of"),
         ({"architecture": "clip", "kind": "mmproj"}, "is no model: its general.type is 'mmproj'"),

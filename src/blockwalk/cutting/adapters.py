@@ -31,6 +31,7 @@ from blockwalk.plan.choices import OF_PEFT, Adapters, LoraSettings, PrefixSettin
 from blockwalk.plan.parsing import adapter_settings, did_you_mean
 from blockwalk.plan.sizes import DECODE_BYTES, spans
 from blockwalk.system.atomic_files import reading
+from blockwalk.system.lfs import refuse_pointer
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 """PEFT's name for the adapter's weights; its configuration is ``adapter_config.json`` beside it."""
@@ -583,6 +584,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, given: Callable[[str],
     try:
         tensors = load_file(path)
     except SafetensorError as error:
+        refuse_pointer(path)
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
     _refuse_saved(folder, config)
     config.inference_mode = config.prefix_projection = False

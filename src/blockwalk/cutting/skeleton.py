@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from blockwalk.models.folder import repository, require_config
 from blockwalk.models.quantised import KEYS
+from blockwalk.system.lfs import refuse_pointer
 
 _LARGE = 1 << 16
 """Elements: more than a buffer that a constructor leaves empty to fill it."""
@@ -39,7 +40,15 @@ def load_config(path_or_config: Any) -> Any:
     path = path if path.is_file() and path.suffix == ".json" else require_config(path_or_config)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except StrictDataclassError as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
+        refuse_pointer(path if path.is_file() else path / "config.json")
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model: {path} needs code of its own (auto_map in config.json), which is never run here; read are the types"
+                " of models that transformers knows"
+            ) from None
+        if not isinstance(error, StrictDataclassError):
+            raise
         raise ValueError(f"model: {path}: {' '.join(str(error).split())}") from None
     config.name_or_path, _ = repository(path_or_config)  # what an adapter says of its base
     for part in (config, config.get_text_config()):  # the model that is built computes with numbers

@@ -33,11 +33,12 @@ def training_set(
             "zo.objective ranks label words: set data.template and data.label_words, or data.task, and data.packing: false"
         )
     parts: list[Any] = []
-    for records in _found(settings, "train"):
+    for source, records in _found(settings, "train"):
+        named = f"{source} (data.train)"
         if every_word and asks is not None:
-            parts.append(encode_choices(records, tokenizer, asks, max_length=settings.max_length))
+            parts.append(encode_choices(records, tokenizer, asks, max_length=settings.max_length, source=named))
         else:
-            parts.append(_learnt(settings, records, tokenizer))
+            parts.append(_learnt(settings, records, tokenizer, named))
     whole = _joined(parts)
     if settings.weights:
         whole = whole.select(mixture([len(part) for part in parts], settings.weights, seed))
@@ -48,7 +49,7 @@ def held_out_set(settings: DataSettings, tokenizer: Tokenizer, limit: int) -> tu
     """The held-out records as tokens, with every candidate where these are ranked, and the number of all: ``limit`` of them (0:
     all) are taken, drawn at random, the same in every run."""
     asks = asks_of(settings)
-    found = [list(records) for records in _found(settings, settings.task_part if settings.task else "test")]
+    found = [list(records) for _, records in _found(settings, settings.task_part if settings.task else "test")]
     count = sum(map(len, found))
     chosen = set(range(count))
     if 0 < limit < count:
@@ -58,10 +59,12 @@ def held_out_set(settings: DataSettings, tokenizer: Tokenizer, limit: int) -> tu
     if not any(kept):
         raise ValueError(f"{settings.eval}: the data set is empty: no record was found (data.eval)")
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
-        return _packed(settings, _joined([_learnt(settings, part, tokenizer) for part in kept if part])), count
+        named = f"{settings.eval} (data.eval)"
+        parts = [_learnt(settings, part, tokenizer, named) for part in kept if part]
+        return _packed(settings, _joined(parts)), count
     before = ""
     if settings.shots:
-        known = itertools.chain(*_found(settings, "known"))
+        known = itertools.chain.from_iterable(records for _, records in _found(settings, "known"))
         before = demonstrations([asks.question(record) for record in itertools.islice(known, settings.shots)])
     records = [record for part in kept for record in part]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
@@ -109,9 +112,9 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
     return list(mixed["row"])
 
 
-def _found(settings: DataSettings, part: str) -> Iterator[Iterable[Record]]:
-    """Each source's records of a part: train, test, or dev and known (what demonstrations are taken of) out of ``data.train``.
-    A task draws them, from its data set on the hub unless a source is given."""
+def _found(settings: DataSettings, part: str) -> Iterator[tuple[str, Iterable[Record]]]:
+    """Each source and its records of a part: train, test, or dev and known (what demonstrations are taken of) out of
+    ``data.train``. A task draws them, from its data set on the hub unless a source is given."""
     task = TASKS.get(settings.task)
     given, split = (settings.eval, settings.eval_split) if part == "test" else (settings.train, settings.train_split)
     subset = settings.subset
@@ -122,15 +125,15 @@ def _found(settings: DataSettings, part: str) -> Iterator[Iterable[Record]]:
     for source in sources(given):
         records = read_records(source, split=split, subset=subset or None, columns=settings.columns)
         drawn = task is not None or part == "known"
-        yield part_of(list(records), settings, part, source) if drawn else records
+        yield source, part_of(list(records), settings, part, source) if drawn else records
 
 
-def _learnt(settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer) -> Encoded:
+def _learnt(settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer, source: str) -> Encoded:
     asks = asks_of(settings)
     if asks is not None and settings.format in ("", Format.CLASSIFICATION):
-        return encode_choices(records, tokenizer, asks, max_length=settings.max_length).answered()
+        return encode_choices(records, tokenizer, asks, max_length=settings.max_length, source=source).answered()
     length = None if settings.packing else settings.max_length  # a packed record goes on in another row
-    return encode(records, tokenizer, max_length=length, format=settings.format or None)
+    return encode(records, tokenizer, max_length=length, format=settings.format or None, source=source)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

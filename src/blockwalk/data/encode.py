@@ -32,9 +32,10 @@ from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
-from blockwalk.models.stops import end_note
+from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
+from blockwalk.system.lfs import refuse_pointers
 
 Ids = npt.NDArray[np.int32]
 """Token ids, or positions of tokens."""
@@ -49,21 +50,36 @@ CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 """The most texts that are tokenised in one call, and the most characters in them: what a call gives takes memory."""
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
+"""The files that a tokenizer's vocabulary may lie in."""
+
+
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer saved in a model's folder.
 
     Raises:
         ValueError: there is none, or none that transformers reads.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     folder = require_config(path)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, fix_mistral_regex=True)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises no class of its own, and a file that is cut may lack any key
+        refuse_pointers(folder)
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path}: the tokenizer needs code of its own (auto_map in tokenizer_config.json), which is never run here:"
+                " save it as a tokenizer.json"
+            ) from None
         read = "read are tokenizer.json and what else transformers saves of one, and a GGUF file's own"
-        raise ValueError(f"{path}: no tokenizer could be loaded ({read}): {' '.join(str(error).split())}") from error
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        said = kind + " ".join(str(error).split())
+        files = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        source = f" from {' or '.join(files)}, which may be cut off" if files else ""
+        raise ValueError(f"{path}: no tokenizer could be loaded{source} ({read}): {said}") from error
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
@@ -109,6 +125,8 @@ class EncodeReport:
 
     records: int = 0
     truncated: int = 0
+    answers_cut: int = 0
+    """Records whose last learnt token was cut away."""
     dropped: int = 0
     turns_left_out: int = 0
     longest: int = 0
@@ -130,8 +148,9 @@ class EncodeReport:
 
     def __add__(self, other: EncodeReport) -> EncodeReport:
         """The counts of two sources together."""
-        names = ("records", "truncated", "dropped", "turns_left_out", "turns_marked", "turns_unwritten", "turn_ends")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in (*names, "origin")}
+        counts = ("records", "truncated", "answers_cut", "dropped", "turns_left_out", "turns_marked", "turns_unwritten")
+        names = (*counts, "turn_ends", "origin")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return EncodeReport(
             **sums,
             longest=max(self.longest, other.longest),
@@ -150,6 +169,11 @@ class EncodeReport:
                 f"{self.truncated} of {self.records} records were longer than max_length = {self.max_length} tokens "
                 f"(the longest: {self.longest}) and were cut; raise data.max_length to keep them whole"
             )
+        if 2 * self.answers_cut > self.records:
+            lines.append(
+                f"{self.answers_cut} of {self.records} records, more than half, lose the end of what is learnt: the model does"
+                f" not learn to stop there. Set data.max_length to {self.longest}, or leave long records out"
+            )
         if self.dropped:
             lines.append(
                 f"{self.dropped} of {self.records} records had no token to learn, after cutting, and were dropped"
@@ -165,7 +189,7 @@ class EncodeReport:
             lines.append(f"{self.turns_marked} assistant turns are not learnt: their records mark them so")
         if self.turns_unwritten:
             lines.append(
-                f"the chat template drops content or reasoning of {self.turns_unwritten} turns, the first in"
+                f"the chat template drops content, reasoning or a call of {self.turns_unwritten} turns, the first in"
                 f" {self.unwritten}"
             )
         return lines
@@ -312,28 +336,35 @@ class Answers:
 
 
 def encode(
-    records: Iterable[Record], tokenizer: Tokenizer, *, max_length: int | None, format: Format | str | None = None
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int | None,
+    format: Format | str | None = None,
+    source: str = "",
 ) -> Encoded:
     """Encode records of one format but classification (``None``: that of the first record) for training.
 
-    ``max_length`` is in tokens; None cuts nothing. Raises ``ValueError``, naming file, line and field, where a record lacks
+    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error.
+    Raises ``ValueError``, naming file, line and field, where a record lacks
     what its format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
     """
     records = iter(records)
     first = next(records, None)
     if first is None:
-        raise ValueError("the data set is empty: no record was found")
+        raise ValueError(_empty(source))
     kind = Format(format) if format is not None else detect_format(first)
     records = itertools.chain([first], records)
     if kind is Format.CLASSIFICATION:
         raise ValueError("format 'classification' needs a template with label words")
     report = EncodeReport(max_length=max_length)
     digest = hashlib.blake2b(digest_size=8)
+    stops = texts_of_stops(tokenizer)
 
     def rendered() -> Iterator[Rendered]:
         for record in records:
             digest.update(json.dumps(record.fields, default=str).encode())
-            yield render(record, kind, tokenizer)
+            yield render(record, kind, tokenizer, stops)
 
     ids, masks = [], []
     for row, mask in _tokenize(rendered(), tokenizer, report):
@@ -344,7 +375,8 @@ def encode(
             report.dropped += 1
     if not ids:
         why = "; ".join(replace(report, dropped=0).warnings())
-        raise ValueError(f"none of {report.records} records has a token to learn{why and ': '}{why}")
+        where = source and f"{source}: "
+        raise ValueError(f"{where}none of {report.records} records has a token to learn{why and ': '}{why}")
     marks, report.end_note = end_note(report.turn_ends, tokenizer)
     report.stops = tuple(marks)
     template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -357,6 +389,10 @@ def encode(
     return _flatten(ids, masks, _pad_id(tokenizer), report)
 
 
+def _empty(source: str) -> str:
+    return f"{source and source + ': '}the data set is empty: no record was found"
+
+
 def encode_choices(
     records: Iterable[Record],
     tokenizer: Tokenizer,
@@ -364,6 +400,7 @@ def encode_choices(
     *,
     max_length: int | None,
     before: str = "",
+    source: str = "",
 ) -> Choices:
     """Encode records with every candidate, for :func:`blockwalk.data.batching.label_word_batch`; ``before`` are demonstrations,
     which stand in every prompt.
@@ -384,10 +421,11 @@ def encode_choices(
 
     rows = list(_tokenize(rendered(), tokenizer, report))
     if not rows:
-        raise ValueError("the data set is empty: no record was found")
+        raise ValueError(_empty(source))
     if not all(mask.any() for _, mask in rows):
         raise ValueError(f"max_length = {max_length} tokens leaves no room for the label word; raise data.max_length")
     report.truncated = -(-report.truncated * len(right) // report.records)
+    report.answers_cut = report.answers_cut * len(right) // report.records
     report.records = len(right)
     encoded = _flatten([row for row, _ in rows], [mask for _, mask in rows], _pad_id(tokenizer), report)
     return Choices(encoded, np.asarray(firsts, dtype=np.int64), tuple(right))
@@ -471,6 +509,7 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
                 keep = len(begin) if item.begin and ids[:1] == begin else 0
                 spare = max(0, min(len(ids) - limit, prompt - max(keep, 1))) if item.prompt_end else 0
                 ids, mask = (row[:keep] + row[keep + spare :] for row in (ids, mask))
+                report.answers_cut += any(mask[limit:])
                 ids, mask = ids[:limit], mask[:limit]
             mask[:1] = [False] * len(mask[:1])
             if ids and max(ids) > report.largest[0]:

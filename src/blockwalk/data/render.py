@@ -10,11 +10,12 @@ text              yes, yes           all of it                           cut on 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,10 @@ class Rendered:
     """Roles of turns whose content, or learnt turns whose reasoning, is not in the text: the template dropped it."""
 
 
-def render(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendered:
+def render(record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Rendered:
     """A record of any format but classification, of which the template says what it becomes.
+
+    ``stops`` are the texts of the tokens that generation stops at: a turn is learnt as far as the first of them.
 
     Raises:
         ValueError: it lacks what its format needs, or needs a chat template that the tokenizer has not.
@@ -66,26 +69,27 @@ def render(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendered:
             return render_pair(alpaca_prompt(record) + "\n", record.text("output"), record.where)
         raise ValueError(
             f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: give records with"
-            " 'prompt' and 'completion', or 'text', instead"
+            " 'prompt' and 'completion', or 'text', instead, or put a chat_template.jinja into the model's folder"
         )
     with chat_bounds(tokenizer, record.fields):
-        return _render_turns(record, kind, tokenizer)
+        return _render_turns(record, kind, tokenizer, stops)
 
 
 def render_pair(prompt: str, completion: str, where: str, *, end: bool = True) -> Rendered:
-    """A prompt with what is learnt after it."""
+    """A prompt with what is learnt after it; an empty completion leaves its end alone to learn, as an empty turn does."""
     text = prompt + completion
-    return Rendered(text, [(len(prompt), len(text))] if completion else [], where, prompt_end=len(prompt), end=end)
+    learnt = completion or prompt
+    return Rendered(text, [(len(prompt), len(text))] if learnt else [], where, prompt_end=len(prompt), end=end)
 
 
-def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendered:
+def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[str]) -> Rendered:
     """The conversation as the chat template writes it; an assistant turn is what its own text adds to the turns before.
 
     A template may write a turn differently once others follow (Qwen3 drops earlier reasoning). Such a turn is left out
     of the loss and counted, since the model would never be asked to write it that way; so is one that opens the
     conversation, since what the model would be given before it cannot be known. Where the generation prompt opens a
     reasoning section that the template does not write into a turn (DeepSeek-R1), the turn begins where the two part; reasoning
-    that the template drops from a turn is not learnt.
+    that the template drops from a turn is not learnt. :func:`_end_of_turn` says where a turn ends.
     """
     turns = turns_of(record, kind)
     options = template_options(record)
@@ -93,37 +97,51 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer) -> Rendere
         raise ValueError(f"{record.where}: field 'chat_template_kwargs' may not set {reserved!r}")
     messages = _as_the_template_takes(turns, options, tokenizer, record.where)
 
-    def render(count: int, *, ask: bool) -> str:
-        return _written(messages[:count], options, tokenizer, record.where, ask=ask)
+    def render(shown: Sequence[dict[str, Any]], *, ask: bool = False) -> str:
+        return _written(list(shown), options, tokenizer, record.where, ask=ask)
 
-    whole = render(len(messages), ask=False)
+    whole = render(messages)
+    head = whole[: whole.find(_text_of(messages[0]).strip())]
+    added = tokenizer.get_added_vocab()
     learnt = record_is_learnt(record)
-    spans, left_out, marked = [], 0, 0
-    unreasoned = []
+    spans: list[tuple[int, int]] = []
+    header = ""
+    dropped: list[dict[str, Any]] = []
+    unreasoned: list[str] = []
+    left_out = 0
+    marked = 0
     for i, (turn, message) in enumerate(zip(turns, messages, strict=True)):
         if message["role"] != "assistant":
             continue
         if not learnt or not is_learnt(turn, record.where):
             marked += 1
             continue
-        asked = render(i, ask=True) if i else ""
+        if _drops_calls(whole, messages, i, render):
+            dropped.append(turn)
+            left_out += 1
+            continue
+        last = i + 1 == len(messages)
+        asked = render(messages[:i], ask=True) if i else ""
         start = _common_prefix(asked, whole)
-        follows = start == len(asked) or start >= _common_prefix(asked, render(i, ask=False))
-        after = render(i + 1, ask=False) if i + 1 < len(messages) else whole
-        stop = _common_prefix(after, whole)
-        if i + 1 < len(messages):
-            stop = _without_part_of_token(whole, stop, tokenizer, messages[i + 1]["role"])
-        answer = turn["content"].rpartition("</think>")[2].strip()
-        named = (call.get("function", call)["name"] for call in turn.get("tool_calls", ()))
-        calls = [name for name in named if name in after[start:]]
-        written = whole[start:stop]
-        if i and follows and all(part in written for part in (answer, *calls)):
+        follows = start == len(asked) or start >= _common_prefix(asked, render(messages[:i]))
+        if i and not header and not last:
+            header = asked[_common_prefix(asked, render(messages[:i])) :]
+        if header and whole.startswith(header, start):  # after a tool's turn, a prompt may come without it
+            start += len(header)
+        after = whole if last else render(messages[: i + 1])
+        same = _common_prefix(after, whole)
+        texts = _texts_to_learn(turn, after[start:])
+        content_end = max([start, *(whole.rfind(text, start, same) + len(text) for text in texts if text)])
+        opening = None if last else functools.partial(_opening_of_next, messages, i, render, added)
+        stop = _end_of_turn(whole, content_end, same, stops, added, opening, head)
+        if i and follows and all(text in whole[start:stop] for text in texts):
             spans.append((start, len(whole[:stop].rstrip())))
-            if _reasoning(turn) not in written:
+            if _reasoning(turn) not in whole[start:stop]:
                 unreasoned.append("assistant")
         else:
             left_out += 1
-    unwritten = (*(turn["role"] for turn in _unwritten(turns, whole)), *unreasoned)
+    missing = [turn for turn in _unwritten(turns, whole) if turn not in dropped]
+    unwritten = (*(turn["role"] for turn in (*missing, *dropped)), *unreasoned)
     return Rendered(
         whole,
         spans,
@@ -147,6 +165,92 @@ def _reasoning(turn: dict[str, Any]) -> str:
     named = (turn.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
     field = next((text for text in named if isinstance(text, str)), "")
     return field.strip() or turn["content"].rpartition("</think>")[0].rpartition("<think>")[2].strip()
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """A message's content as text, which its template may take as a list of one part."""
+    content = message["content"]
+    return content if isinstance(content, str) else content[0]["text"]
+
+
+def _texts_to_learn(turn: dict[str, Any], text: str) -> list[str]:
+    """The texts that an assistant's turn must hold to be learnt: its answer, and the names of its calls as far as
+    ``text`` has them."""
+    names = [call.get("function", call)["name"] for call in turn.get("tool_calls", ())]
+    return [turn["content"].rpartition("</think>")[2].strip(), *(name for name in names if name in text)]
+
+
+def _drops_calls(
+    whole: str, messages: Sequence[dict[str, Any]], index: int, render: Callable[[Sequence[dict[str, Any]]], str]
+) -> bool:
+    """Whether a template writes the same conversation where turn ``index`` has no calls."""
+    if "tool_calls" not in messages[index]:
+        return False
+    shown = list(messages)
+    shown[index] = {name: value for name, value in shown[index].items() if name != "tool_calls"}
+    try:
+        return render(shown) == whole
+    except ValueError:
+        return False
+
+
+def _end_of_turn(
+    whole: str,
+    content_end: int,
+    same: int,
+    stops: Sequence[str],
+    added: Collection[str],
+    opening_of_next: Callable[[], str] | None,
+    head: str,
+) -> int:
+    """The position in a conversation's text behind the last character that a turn teaches.
+
+    Generation stops at the first of ``stops`` behind the turn's content: it is learnt, even where it opens the next turn
+    (GLM-4), and nothing behind it is. Where none follows, the turn ends before what the next turn writes of itself.
+
+    Args:
+        whole: the text of the conversation.
+        content_end: the position behind the turn's answer and calls.
+        same: the position up to which the text is the same without the turns that follow.
+        stops: the texts of the tokens that generation stops at.
+        added: the texts of the tokenizer's added tokens, which are learnt whole or not at all.
+        opening_of_next: answers the text that the next turn opens with, or nothing; None: no turn follows.
+        head: the text before the first turn's content, in which turns are opened and none is ended.
+    """
+    at, end = min(
+        ((at, at + len(stop)) for stop in stops if (at := whole.find(stop, content_end)) >= 0), default=(-1, -1)
+    )
+    if at >= 0 and not whole[same:at].strip():
+        return end
+    if opening_of_next is None:
+        return same
+    begin_of_token, end_of_token = _token_at(whole, same, added)
+    opening = opening_of_next()
+    begin = whole.rfind(opening, content_end, end_of_token + len(opening)) if opening else -1
+    if begin >= 0:
+        return min(begin, end_of_token)
+    return begin_of_token if whole[begin_of_token:end_of_token] in head else end_of_token
+
+
+def _opening_of_next(
+    messages: Sequence[dict[str, Any]],
+    index: int,
+    render: Callable[[Sequence[dict[str, Any]]], str],
+    added: Collection[str],
+) -> str:
+    """The text with which the turn behind ``index`` opens, before its content: what it adds where it stands twice.
+
+    Empty where the template refuses the same turn twice, or does not write its content as it is.
+    """
+    once = messages[: index + 2]
+    content = _text_of(once[-1]).strip()
+    try:
+        twice = render([*once, once[-1]])
+    except ValueError:
+        return ""
+    begin, _ = _token_at(twice, _common_prefix(render(once), twice), added)
+    stop = twice.find(content, begin) if content else -1
+    return twice[begin:stop] if stop >= 0 else ""
 
 
 def _written(
@@ -243,13 +347,13 @@ def _same_json(content: str, text: str) -> bool:
     return content[:1] in ("{", "[") and squeezed in re.sub(r"\s", "", text)
 
 
-def _without_part_of_token(text: str, stop: int, tokenizer: Tokenizer, next_role: str) -> int:
-    """``stop`` moved to the end of the added token that it cuts; to its beginning where that token opens the next turn."""
-    for token in tokenizer.get_added_vocab():
-        at = text.find(token, max(0, stop - len(token) + 1), stop + len(token) - 1)
-        if 0 <= at < stop < at + len(token):
-            return at if next_role in token.lower() else at + len(token)
-    return stop
+def _token_at(text: str, position: int, added: Collection[str]) -> tuple[int, int]:
+    """The begin and end of the added token that a position cuts; the position twice where it cuts none."""
+    for token in added:
+        at = text.find(token, max(0, position - len(token) + 1), position + len(token) - 1)
+        if 0 <= at < position < at + len(token):
+            return at, at + len(token)
+    return position, position
 
 
 def _common_prefix(a: str, b: str) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.data.formats import Record, half_character
+from blockwalk.system.lfs import refuse_pointer
 
 INSTALL = "pip install 'blockwalk[data]'"
 LONGEST_CELL = 1 << 30
@@ -83,8 +84,11 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
 
 def _of_file(path: Path) -> Iterator[Record]:
     """Records of one file. Raises ValueError where its reader cannot read it; the message names the file."""
+    refuse_pointer(path)
     try:
         yield from _READERS[path.suffix](path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({_reason(error)}): save it as UTF-8") from None
     except (csv.Error, ValueError) as error:
         if str(path) in str(error):
             raise
@@ -93,6 +97,11 @@ def _of_file(path: Path) -> Iterator[Record]:
 
 def _read_json(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
+        if 0 in (begin := file.read(4)):
+            raise ValueError(
+                f"{path} is UTF-16 or UTF-32, or no text: save it as UTF-8 (it begins with {begin.hex(' ')})"
+            )
+        file.seek(0)
         while (character := file.read(1)) and character in b"\xef\xbb\xbf \t\r\n":
             pass
         file.seek(0)
@@ -111,10 +120,17 @@ def _read_json(path: Path) -> Iterator[Record]:
                 fields = json.loads(line)
             except RecursionError:
                 raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text ({_reason(error)}): save the file as UTF-8") from None
             except ValueError as error:
                 hint = "; an object on each line is expected, or one array of objects" if number == 1 else ""
                 raise ValueError(f"{where}: not JSON: {error}{hint}") from None
             yield _record(fields, where)
+
+
+def _reason(error: UnicodeDecodeError) -> str:
+    """The byte that is none of its encoding's, and where it stands."""
+    return f"byte 0x{error.object[error.start]:02x} at {error.start}: {error.reason}"
 
 
 def _record(fields: Any, where: str) -> Record:

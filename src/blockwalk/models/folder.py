@@ -22,6 +22,8 @@ STORE_INDEX = "store.json"
 """The file that makes a folder a block store."""
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 """The files that hold a whole checkpoint, best first; each may be cut in parts, which an index of its name lists."""
+_PART = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+"""The name of a part of a checkpoint that an index lists."""
 _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?P<file>/[^@]+\.gguf)?(@(?P<revision>.+))?")
 
 
@@ -155,6 +157,12 @@ def checkpoint_files(name: StrPath) -> list[str]:
             return parts
     if (folder / gguf.MADE).is_file():
         return sorted(path.name for path in folder.glob("*.gguf"))
+    if parts := sorted(path.name for path in folder.iterdir() if _PART.fullmatch(path.name)):
+        index = _PART.sub(r"\1.\2.index.json", parts[0])
+        raise ValueError(
+            f"model: {folder} holds parts of a checkpoint, {parts[0]} and {len(parts) - 1} more, and not the index that lists"
+            f" them ({index}): download it too"
+        )
     raise ValueError(f"model: {folder} has neither model.safetensors nor {INDEX}, and no pytorch_model.bin")
 
 

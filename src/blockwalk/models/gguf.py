@@ -31,6 +31,7 @@ from blockwalk.models.gguf_config import ARCHITECTURES
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.system import atomic_files, cache
+from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.paths import StrPath
 
 TYPES = {
@@ -128,10 +129,8 @@ def read_header(path: StrPath) -> Header:
 @lru_cache(64)
 def _read_header(path: str, size: int, changed: int) -> Header:
     with open(path, "rb") as file:
-        start = file.read(19)
-        if start == b"version https://git":
-            raise ValueError(f"model: {path} is a git-lfs pointer, not the file that it stands for: git lfs pull")
-        if start[:4] != b"GGUF":
+        if file.read(4) != b"GGUF":
+            refuse_pointer(path)
             raise ValueError(f"model: {path} is no GGUF file: it does not begin with GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data)

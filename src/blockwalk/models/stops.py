@@ -60,6 +60,12 @@ def of_tokenizer(tokenizer: Any) -> set[int]:
     return set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
 
 
+def texts_of_stops(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of the added tokens at which generation stops, as a chat template writes them."""
+    names = {token: text for text, token in tokenizer.get_added_vocab().items()}
+    return tuple(names[token] for token in sorted(of_tokenizer(tokenizer)) if token in names)
+
+
 def stray_ends(turn_ends: Mapping[int, int], stops: Collection[int]) -> list[int]:
     """The tokens that turns are learnt to end with, the most frequent first, at which generation does not stop."""
     return [token for token in sorted(turn_ends, key=lambda i: -turn_ends[i]) if token not in stops]

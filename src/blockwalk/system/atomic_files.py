@@ -25,6 +25,7 @@ from typing import IO, Any
 import yaml
 
 from blockwalk.system import links
+from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.locks import lock
 from blockwalk.system.paths import StrPath
 
@@ -143,6 +144,7 @@ def reading(path: StrPath) -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise Damaged(f"{os.fspath(path)} is damaged: {type(error).__name__}: {error}") from None
     except (UnicodeError, json.JSONDecodeError) as error:
+        refuse_pointer(path)
         raise Damaged(f"{os.fspath(path)} is damaged: {error}") from None
 
 

@@ -22,6 +22,7 @@ from blockwalk.models.safetensors_file import write as write
 from blockwalk.numerics.codecs.weights import Value
 from blockwalk.plan.sizes import spans
 from blockwalk.system.atomic_files import reading, write_json
+from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
@@ -33,13 +34,14 @@ def read_header(path: StrPath) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name, without reading them.
 
     Raises:
-        ValueError: another format, a truncated file, or a dtype that we do not know.
+        ValueError: another format, a git-lfs pointer, a truncated file, or a dtype that we do not know.
     """
     path = Path(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
+            refuse_pointer(path)
             raise ValueError(f"{path} is no safetensors file, or truncated: {size} bytes, header of {length}")
         try:
             header = json.loads(file.read(length))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from blockwalk.system.atomic_files import reading
+from blockwalk.system.lfs import refuse_pointer
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 
@@ -27,6 +28,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     advice = "load it with AutoModelForCausalLM.from_pretrained(...) and save it with save_pretrained(...)"
     with path.open("rb") as file:
         if file.read(4) != b"PK\3\4":  # a bare pickle: torch's reader would take as many bytes as it asks for
+            refuse_pointer(path)
             raise ValueError(
                 f"{path} is no file of torch.save, or is in the format from before torch 1.6, which cannot be mapped: {advice}"
             )
