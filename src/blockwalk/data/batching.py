@@ -138,7 +138,7 @@ class Batches(Iterator[Batch]):
         return known and self.dataset.report.origin.dated and not self._changed(state)
 
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
-        """Names of the parts (records, template, tokenizer) that differ from those of a saved place, as far as it knows them."""
+        """Names of the parts (records, template, tokenizer) that differ from those of a saved place, as far as it has them."""
         now, before = asdict(self.dataset.report.origin), state.get("origin") or {}
         return [name for name in ("records", "template", "tokenizer") if before.get(name, now[name]) != now[name]]
 
