@@ -1,5 +1,6 @@
 """An hour on one accelerator: parts in the order of their value, each in a process of its own, within eight minutes, 100 GiB of
-host memory and 50 GiB of disk. What is done is written at once, a JSON file a part, and is not done again.
+host memory and 50 GiB of disk. A row is written when it is there, a JSON file of rows a part: a part that was killed, or one of
+whose rows failed, goes on from the rows that it has. What is done is not done again.
 
     benchmarks/gpu.sh [--part NAME ...] [--again] [--check]
     benchmarks/gpu.sh --device cpu --tiny          # the script itself, end to end, without a GPU: proves no number
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +42,6 @@ SECONDS, HOST, DISK = 480, 100 << 30, 50 << 30
 PUBLISHED_MB = {"OPT-1.3B": 3750, "OPT-6.7B": 4992}
 """ZO2's peak in fp16 at batch 1 × 2048 on an A100 (Wang et al. 2025, table 1). Ours is to be half of it."""
 TINY = {"OPT-1.3B": "OPT-tiny", "OPT-6.7B": "OPT-tiny", "Qwen2.5-1.5B": "Qwen2-tiny", "Qwen2.5-7B": "Qwen2-tiny"}
-Found = tuple[dict[str, Any], list[Bound]]
 
 ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "plain": ("plain", {"recompute": "all"}, False),
@@ -61,9 +62,17 @@ ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 class Bench:
-    """The device, the sizes and the measure of a part."""
+    """The device, the sizes and the measure of a part, and its rows, those of an earlier try included.
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    Args:
+        path: of the file of rows.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+        self.failed: dict[str, str] = {}
+        """The rows that raised, with their errors: they are tried again when the part is."""
         self.tiny, self.device = arguments.tiny, chosen(arguments.device)
         self.rounds, self.sequence = (2, 32) if self.tiny else (5, 2048)
 
@@ -84,20 +93,46 @@ class Bench:
         if not is_cpu(self.device):
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
 
-    def run(self, open_: Callable[[], Any], batch: int) -> dict[str, Any]:
+    def row(self, name: str, measure: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """A row by its name: that of an earlier try, or else what ``measure`` puts into it, and where the device's memory did
+        not suffice that. Another failure is noted, and the rest of the part goes on."""
+        if name not in self.rows:
+            row: dict[str, Any] = {}
+            try:
+                with self.peak(row):
+                    measure(row)
+            except Exception as error:
+                traceback.print_exc()
+                self.failed[name] = f"{type(error).__name__}: {error}"
+                return row
+            self.rows[name] = row
+            write(self.path, self.rows)
+            shown = {key: row[key] for key in ("tokens_per_s", "peak_MB", "out_of_memory") if key in row}
+            print(f"{name}: {json.dumps(shown)}", flush=True)
+        return self.rows[name]
+
+    def run(self, name: str, open_: Callable[[], Any], batch: int) -> dict[str, Any]:
         """Tokens a second and peak of what ``open_`` answers, a function of a step's seconds, with all that it holds."""
-        row: dict[str, Any] = {}
-        with self.peak(row):
+
+        def measure(row: dict[str, Any]) -> None:
             step, close = open_()
-            step(), step()
-            seconds = [step() for _ in range(self.rounds)]
-            row |= {"tokens_per_s": batch * self.sequence / median(seconds), "seconds": seconds}
-            close()
-        print(
-            json.dumps({key: row[key] for key in ("tokens_per_s", "peak_MB", "out_of_memory") if key in row}),
-            flush=True,
-        )
-        return row
+            try:
+                step(), step()
+                seconds = [step() for _ in range(self.rounds)]
+                row |= {"tokens_per_s": batch * self.sequence / median(seconds), "seconds": seconds}
+            finally:
+                close()
+
+        return self.row(name, measure)
+
+    def compared(
+        self, title: str, key: str, one: str, other: str, limit: float, *, at_most: bool = True, rests: str
+    ) -> list[Bound]:
+        """The bound of a figure of one row by that of another; none where one of them has no such figure."""
+        figures = [self.rows.get(name, {}).get(key) for name in (one, other)]
+        if None in figures:
+            return []
+        return [Bound(title, figures[0] / figures[1], limit, at_most=at_most, rests=rests)]
 
     def walk(self, walker: Walker, batch: int) -> Any:
         return zo_runs.stepper(walker, batch, self.sequence), walker.close
@@ -110,28 +145,43 @@ class Bench:
 # ---- the parts --------------------------------------------------------------------------------------------------------
 
 
-def correct(bench: Bench) -> Found:
+def write(path: Path, value: Any) -> None:
+    """Put a value into a JSON file, which is never half written."""
+    path.with_suffix(".tmp").write_text(json.dumps(value, indent=1) + "\n")
+    path.with_suffix(".tmp").replace(path)
+
+
+def correct(bench: Bench) -> list[Bound]:
     """Every row against the CPU: three losses and an evaluation; our operators, bit for bit."""
-    rows, bounds = {}, []
+    bounds = []
     for name, (row, settings, adapters) in ROWS.items():
-        losses = {}
-        for device in dict.fromkeys((str(bench.device), "cpu")):
-            lora = LoraSettings(rank=2, alpha=4) if adapters else None
-            stored = Codec(settings["frozen"].partition(" × ")[2] if row == "mebp" else "raw")
-            store = random_store("Qwen2-tiny" if adapters else "OPT-tiny", stored, "float32")
-            with Walker(store, method(row, **settings), lora=lora, device=device) as walker:
-                vocab = walker.spec.vocab_size
-                found = [walker.step(random_batch(vocab, 4, 32, seed=step)).loss for step in range(3)]
-                losses[device] = [*found, walker.evaluate(random_batch(vocab, 2, 32, seed=9)).loss]
+
+        def measure(
+            losses: dict[str, Any], row: str = row, settings: dict[str, Any] = settings, adapters: bool = adapters
+        ) -> None:
+            for device in dict.fromkeys((str(bench.device), "cpu")):
+                lora = LoraSettings(rank=2, alpha=4) if adapters else None
+                stored = Codec(settings["frozen"].partition(" × ")[2] if row == "mebp" else "raw")
+                store = random_store("Qwen2-tiny" if adapters else "OPT-tiny", stored, "float32")
+                with Walker(store, method(row, **settings), lora=lora, device=device) as walker:
+                    vocab = walker.spec.vocab_size
+                    found = [walker.step(random_batch(vocab, 4, 32, seed=step)).loss for step in range(3)]
+                    losses[device] = [*found, walker.evaluate(random_batch(vocab, 2, 32, seed=9)).loss]
+
+        losses = bench.row(name, measure)
+        if not {str(bench.device), "cpu"} <= losses.keys():
+            continue
         one, other = losses[str(bench.device)], losses["cpu"]
-        rows[name] = losses
         worst = max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
         bounds.append(Bound(f"{name}: losses by the CPU's", worst, 1e-4, rests="float32, sums in another order"))
-    for name, differ in operators(bench.device).items():
+    differing = bench.row("operators", lambda row: row.update(operators(bench.device)))
+    for name, differ in differing.items():
+        if name in ("peak_MB", "out_of_memory"):
+            continue
         bounds.append(
             Bound(f"operator {name}: elements that differ", differ, 0, rests="each operation rounds by itself")
         )
-    return rows, bounds
+    return bounds
 
 
 def operators(device: torch.device) -> dict[str, int]:
@@ -176,9 +226,9 @@ def operators(device: torch.device) -> dict[str, int]:
     return found
 
 
-def zeroth(bench: Bench, named: str) -> Found:
+def zeroth(bench: Bench, named: str) -> list[Bound]:
     """The naive loop, ``mezo``, ``zo2`` and its ablations, fp16, 1 × 2048; then naive and ``zo2`` in turn, 4 × 2048."""
-    name, rows, device = bench.model(named), {}, str(bench.device)
+    name, device = bench.model(named), str(bench.device)
 
     def opened(case: str, batch: int) -> Any:
         if case == zo_runs.NAIVE:
@@ -188,28 +238,40 @@ def zeroth(bench: Bench, named: str) -> Found:
         return bench.walk(zo_runs.open_walker(case, store, "host", device), batch)
 
     for case in (zo_runs.NAIVE, zo_runs.MEZO, *zo_runs.ABLATIONS):
-        rows[case] = bench.run(lambda case=case: opened(case, 1), 1)
-    (naive, _), (streamed, close) = opened(zo_runs.NAIVE, 4), opened("zo2", 4)
-    interleaved({"naive": naive, "zo2": streamed}, 2)
-    found = interleaved({"naive": naive, "zo2": streamed}, bench.rounds)
-    close()
-    rows["4 in turn"] = found
-    ratio = median([a / b for a, b in zip(found["naive"], found["zo2"], strict=True)])
-    rests = "4 × 2048: two forwards take 8·T FLOPs a parameter, the link 2 bytes each way: 7,000 tokens hide it at 700 TFLOP/s"
-    bounds = [Bound(f"{named}: zo2 by naive MeZO, 4 × 2048", ratio, 0.97, at_most=False, rests=f"{rests} and 50 GB/s")]
-    if "peak_MB" in rows["zo2"]:
-        limit = PUBLISHED_MB[named] / 2
-        bounds.append(Bound(f"{named}: peak MB of zo2", rows["zo2"]["peak_MB"], limit, rests="half of ZO2's table 1"))
-    return rows, bounds
+        bench.run(case, lambda case=case: opened(case, 1), 1)
+
+    def in_turn(row: dict[str, Any]) -> None:
+        (naive, _), (streamed, close) = opened(zo_runs.NAIVE, 4), opened("zo2", 4)
+        try:
+            interleaved({"naive": naive, "zo2": streamed}, 2)
+            row |= interleaved({"naive": naive, "zo2": streamed}, bench.rounds)
+        finally:
+            close()
+
+    found, bounds = bench.row("4 in turn", in_turn), []
+    if "zo2" in found:
+        ratio = median([a / b for a, b in zip(found["naive"], found["zo2"], strict=True)])
+        rests = (
+            "two forwards take 4·T FLOPs a parameter, the link 2 bytes each way: 7,000 tokens hide it at 700 TFLOP/s"
+        )
+        rests = f"4 × 2048: {rests} and 50 GB/s"
+        bounds.append(Bound(f"{named}: zo2 by naive MeZO, 4 × 2048", ratio, 0.97, at_most=False, rests=rests))
+    else:  # the baseline has no room
+        bench.run("zo2, 4 alone", lambda: opened("zo2", 4), 4)
+    if "peak_MB" in bench.rows.get("zo2", {}):
+        peak, limit = bench.rows["zo2"]["peak_MB"], PUBLISHED_MB[named] / 2
+        bounds.append(Bound(f"{named}: peak MB of zo2", peak, limit, rests="half of ZO2's table 1"))
+    return bounds
 
 
-def lora(bench: Bench, named: str) -> Found:
+def lora(bench: Bench, named: str) -> list[Bound]:
     """LoRA, rank 16, bf16: PEFT with gradient checkpointing in device memory, ``mebp`` from the host raw and in int4."""
-    name, rows = bench.model(named), {}
+    name = bench.model(named)
     for batch in (1, 4):
 
         def peft(batch: int = batch) -> Any:
-            take, count = theirs(name, bench.sequence, device=str(bench.device), batch=batch), iter(range(1 << 30))
+            take = theirs(name, bench.sequence, device=str(bench.device), batch=batch, holds_tokenizer=False)
+            count = iter(range(1 << 30))
 
             def step() -> float:
                 zo_runs.wait(bench.device)
@@ -220,29 +282,30 @@ def lora(bench: Bench, named: str) -> Found:
 
             return step, lambda: None
 
-        rows[f"PEFT, {batch}"] = bench.run(peft, batch)
+        bench.run(f"PEFT, {batch}", peft, batch)
         for stored in ("raw", "int4"):
             walker = {"frozen": f"host × {stored}", "activation": "host", "stored": stored}
-            rows[f"mebp {stored}, {batch}"] = bench.run(
-                lambda walker=walker, batch=batch: bench.walk(bench.lora(name, **walker), batch), batch
+            bench.run(
+                f"mebp {stored}, {batch}",
+                lambda walker=walker, batch=batch: bench.walk(bench.lora(name, **walker), batch),
+                batch,
             )
+    whole = [each for each in ("mebp int4, 4", "PEFT, 4") if "tokens_per_s" in bench.rows.get(each, {})]
     bounds = []
-    if "peak_MB" in rows["mebp int4, 4"] and "peak_MB" in rows["PEFT, 4"]:
-        share = rows["mebp int4, 4"]["peak_MB"] / rows["PEFT, 4"]["peak_MB"]
-        bounds.append(
-            Bound(
-                f"{named}: peak of mebp int4 by PEFT's, 4 × 2048", share, 0.5, rests="weights are 2 slots of 0.5 bytes"
-            )
-        )
-    speed = rows["mebp raw, 4"]["tokens_per_s"] / rows["PEFT, 4"]["tokens_per_s"]
-    rests = "8,192 tokens: 8·T FLOPs a parameter beside 4 bytes fetched"
-    bounds.append(Bound(f"{named}: tokens/s of mebp raw by PEFT's, 4 × 2048", speed, 0.9, at_most=False, rests=rests))
-    return rows, bounds
+    if len(whole) == 2:  # the peak of a row that ran out of memory is the card's
+        title, rests = f"{named}: peak of mebp int4 by PEFT's, 4 × 2048", "weights are 2 slots of 0.5 bytes"
+        bounds += bench.compared(title, "peak_MB", *whole, 0.5, rests=rests)
+    title = f"{named}: tokens/s of mebp raw by PEFT's, 4 × 2048"
+    rests = (
+        "6·T FLOPs a parameter, recomputation included, beside 4 bytes fetched: 8,000 tokens hide them at 600 TFLOP/s"
+    )
+    rests = f"8,192 tokens: {rests} and 50 GB/s"
+    return bounds + bench.compared(title, "tokens_per_s", "mebp raw, 4", "PEFT, 4", 0.9, at_most=False, rests=rests)
 
 
-def streamed(bench: Bench) -> Found:
+def streamed(bench: Bench) -> list[Bound]:
     """All parameters of Qwen2.5-1.5B, float32 masters and Adam's moments in device or in host memory."""
-    name, rows = bench.model("Qwen2.5-1.5B"), {}
+    name = bench.model("Qwen2.5-1.5B")
     store = random_store(name, Codec.RAW, "float32")
     cases = {
         "device": ("plain", {"trainable": "device × fp32"}),
@@ -252,41 +315,43 @@ def streamed(bench: Bench) -> Found:
     }
     for case, (row, settings) in cases.items():
         plan = method(row, compute_dtype="bfloat16", recompute="all", prefetch=1, **settings)
-        rows[case] = bench.run(lambda plan=plan: bench.walk(Walker(store, plan, device=bench.device), 4), 4)
-    bounds = []
-    if all("peak_MB" in rows[case] for case in ("host", "device")):
-        share = rows["host"]["peak_MB"] / rows["device"]["peak_MB"]
-        bounds.append(
-            Bound("peak with states on the host by that on the device", share, 0.75, rests="8 of 14 bytes leave")
-        )
-    return rows, bounds
+        bench.run(case, lambda plan=plan: bench.walk(Walker(store, plan, device=bench.device), 4), 4)
+    if any("tokens_per_s" not in bench.rows.get(case, {}) for case in ("host", "device")):
+        return []
+    title = "peak with states on the host by that on the device"
+    return bench.compared(title, "peak_MB", "host", "device", 0.75, rests="8 of 14 bytes leave")
 
 
-def overlap(bench: Bench) -> Found:
+def overlap(bench: Bench) -> list[Bound]:
     """The share of the copies of ``zo2`` and ``mebp`` that compute hides, from the ops' own events."""
-    rows, bounds = {}, []
+    bounds = []
     name = bench.model("OPT-1.3B")
     cases = {
         "zo2": lambda: zo_runs.open_walker("zo2", random_store(name, Codec.RAW, "float16"), "host", str(bench.device)),
         "mebp": lambda: bench.lora(bench.model("Qwen2.5-1.5B"), frozen="host × raw", activation="host"),
     }
     for case, open_ in cases.items():
-        with open_() as walker:
-            step = zo_runs.stepper(walker, 4, bench.sequence)
-            step(), step()
-            walker.timeline = []
-            step()
-            spans = [(str(op.lane), began, ended) for op, began, ended in walker.timeline[-1][1]]
+
+        def measure(row: dict[str, Any], open_: Callable[[], Walker] = open_) -> None:
+            with open_() as walker:
+                step = zo_runs.stepper(walker, 4, bench.sequence)
+                step(), step()
+                walker.timeline = []
+                step()
+                row["spans"] = [(str(op.lane), began, ended) for op, began, ended in walker.timeline[-1][1]]
+
+        spans = bench.row(case, measure).get("spans")
+        if spans is None:
+            continue
         copying = union([(a, b) for lane, a, b in spans if lane in ("fetch", "store")])
         computing = union([(a, b) for lane, a, b in spans if lane == "compute"])
         hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copying for c, d in computing)
         total = sum(b - a for a, b in copying)
-        rows[case] = {"hidden_seconds": hidden, "copy_seconds": total, "spans": spans}
         rests = "8,192 tokens; the first fetch and the last store stand alone"
         bounds.append(
             Bound(f"{case}: hidden share of copies", hidden / max(total, 1e-9), 0.8, at_most=False, rests=rests)
         )
-    return rows, bounds
+    return bounds
 
 
 def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -300,16 +365,16 @@ def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def encoded(bench: Bench) -> Found:
+def encoded(bench: Bench) -> list[Bound]:
     """``zo2`` in fp16, fp8 and int8; and the product with an int4 matrix, decoded inside or before, by rows of the input."""
     from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
     from blockwalk.numerics.codecs.layout import Layout
 
-    name, rows, device = bench.model("OPT-6.7B"), {}, bench.device
+    name, device = bench.model("OPT-6.7B"), bench.device
     store = random_store(name, Codec.RAW, "float16")
     for codec in ("raw", "fp8", "int8"):
         plan = method("zo2", frozen="host", trainable=f"host × {codec}")
-        rows[codec] = bench.run(lambda plan=plan: bench.walk(Walker(store, plan, device=device), 1), 1)
+        bench.run(codec, lambda plan=plan: bench.walk(Walker(store, plan, device=device), 1), 1)
     side = 64 if bench.tiny else 4096
     layout = Layout((side, side), Codec.INT4)
     bytes_P = encode_rows(torch.randn(side, side), torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(device)
@@ -324,10 +389,13 @@ def encoded(bench: Bench) -> Found:
         def before(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
             torch.mm(x, decode_rows(bytes_P, layout, 0, side, whole).t(), out=out)
 
-        rows[f"product of {tokens} rows"] = {f.__name__: timed(f, device) for f in (inside, before)}
-    speed = rows["fp8"]["tokens_per_s"] / rows["raw"]["tokens_per_s"]
+        for how in (inside, before):
+            bench.row(
+                f"product of {tokens} rows, decoded {how.__name__}",
+                lambda row, how=how: row.update(seconds=timed(how, device)),
+            )
     rests = "1 × 2048, where fp16 waits for the link: fp8 moves half"
-    return rows, [Bound("zo2 fp8 by fp16, tokens/s", speed, 1.2, at_most=False, rests=rests)]
+    return bench.compared("zo2 fp8 by fp16, tokens/s", "tokens_per_s", "fp8", "raw", 1.2, at_most=False, rests=rests)
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
@@ -343,7 +411,7 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(found[1:])
 
 
-def forecast(bench: Bench) -> Found:
+def forecast(bench: Bench) -> list[Bound]:
     """Seconds and peaks of three rows, foreseen from this machine's doctor alone, against what is measured."""
     from blockwalk.doctor.machine import measure
     from blockwalk.program.program import Pool, Shape, StepKind
@@ -353,34 +421,36 @@ def forecast(bench: Bench) -> Found:
     CACHE.mkdir(parents=True, exist_ok=True)
     here = measure(CACHE, walk=not bench.tiny).hardware
     save(here, CACHE / "gpu-doctor.yaml")
-    opt, rows, bounds = random_store(bench.model("OPT-1.3B"), Codec.RAW, "float16"), {}, []
+    opt, bounds = random_store(bench.model("OPT-1.3B"), Codec.RAW, "float16"), []
     cases: dict[str, Callable[[], Walker]] = {
         "mezo": lambda: zo_runs.open_walker("mezo", opt, "device", str(bench.device)),
         "zo2": lambda: zo_runs.open_walker("zo2", opt, "host", str(bench.device)),
         "mebp": lambda: bench.lora(bench.model("Qwen2.5-1.5B"), frozen="host × int4", activation="host", stored="int4"),
     }
     for case, open_ in cases.items():
-        row: dict[str, Any] = {}
-        with bench.peak(row), open_() as walker:
-            step, shape = zo_runs.stepper(walker, 4, bench.sequence), Shape(4, bench.sequence)
-            step()
-            program = walker.program(StepKind.TRAIN, shape, foresee=True)
-            foreseen = simulate((program,), walker.plan, walker.spec, here, walker.costs(shape))
-            measured = median([step() for _ in range(bench.rounds)])
-            row |= {"foreseen_s": foreseen.seconds, "measured_s": measured}
-            row["foreseen_MB"] = foreseen.peaks.get(Pool.DEVICE, 0) / 1e6
-        rows[case] = row
+
+        def measure(row: dict[str, Any], open_: Callable[[], Walker] = open_) -> None:
+            with open_() as walker:
+                step, shape = zo_runs.stepper(walker, 4, bench.sequence), Shape(4, bench.sequence)
+                step()
+                program = walker.program(StepKind.TRAIN, shape, foresee=True)
+                foreseen = simulate((program,), walker.plan, walker.spec, here, walker.costs(shape))
+                measured = median([step() for _ in range(bench.rounds)])
+                row |= {"foreseen_s": foreseen.seconds, "measured_s": measured}
+                row["foreseen_MB"] = foreseen.peaks.get(Pool.DEVICE, 0) / 1e6
+
+        row = bench.row(case, measure)
         if "measured_s" in row:
             rests = "doctor's rates of this machine, nothing fitted"
             off = abs(row["foreseen_s"] / row["measured_s"] - 1)
             bounds.append(Bound(f"{case}: seconds foreseen, error", off, 0.35, rests=rests))
-        if "peak_MB" in row:
+        if "peak_MB" in row and "foreseen_MB" in row:
             off = abs(row["foreseen_MB"] / row["peak_MB"] - 1)
             bounds.append(Bound(f"{case}: device peak foreseen, error", off, 0.15, rests="the program's sizes"))
-    return rows, bounds
+    return bounds
 
 
-PARTS: dict[str, tuple[Callable[[Bench], Found], float, float]] = {
+PARTS: dict[str, tuple[Callable[[Bench], list[Bound]], float, float]] = {
     "correct": (correct, 1, 0.1),
     "zeroth-1.3B": (lambda bench: zeroth(bench, "OPT-1.3B"), 10, 2.7),
     "lora-1.5B": (lambda bench: lora(bench, "Qwen2.5-1.5B"), 12, 4.3),
@@ -410,14 +480,26 @@ def unfit(part: str) -> str:
 
 def worker(arguments: argparse.Namespace, path: Path) -> None:
     """One part, in this process; its figures go to its file."""
-    bench, began = Bench(arguments), time.perf_counter()
-    part = PARTS[arguments.worker][0]
-    figures, bounds = part(bench)
+    bench, began = Bench(arguments, rows_of(path)), time.perf_counter()
+    bounds = PARTS[arguments.worker][0](bench)
+    bounds += [
+        Bound(f"{arguments.worker}: {name} ran ({error})", 0, 1, at_most=False) for name, error in bench.failed.items()
+    ]
     shown = [{**vars(bound), "holds": bound.holds} for bound in bounds]
     value = {"machine": machine(), "device": str(bench.device), "tiny": bench.tiny, "part": arguments.worker,
-             "seconds": time.perf_counter() - began, "figures": figures, "bounds": shown}  # fmt: skip
-    path.with_suffix(".tmp").write_text(json.dumps(value, indent=1) + "\n")
-    path.with_suffix(".tmp").replace(path)
+             "seconds": time.perf_counter() - began, "figures": bench.rows, "failed": bench.failed,
+             "bounds": shown}  # fmt: skip
+    write(path, value)
+
+
+def rows_of(path: Path) -> Path:
+    """The file of the rows that a part has so far, beside that of the part."""
+    return path.with_suffix(".rows.json")
+
+
+def done(path: Path) -> bool:
+    """Whether a part has been measured, without a row that failed."""
+    return path.exists() and not json.loads(path.read_text()).get("failed")
 
 
 def main() -> None:
@@ -443,8 +525,11 @@ def main() -> None:
     bounds: list[Bound] = []
     for part in arguments.part:
         path = folder / f"{part}.json"
-        reason = "" if arguments.tiny or (path.exists() and not arguments.again) else unfit(part)
-        if not reason and (arguments.again or not path.exists()):
+        if arguments.again:
+            path.unlink(missing_ok=True)
+            rows_of(path).unlink(missing_ok=True)
+        reason = "" if arguments.tiny or done(path) else unfit(part)
+        if not reason and not done(path):
             print(f"{part} ...", flush=True)
             command = [
                 sys.executable,
@@ -457,16 +542,16 @@ def main() -> None:
                 str(arguments.results),
             ]
             try:
-                done = subprocess.run([*command, *["--tiny"] * arguments.tiny], timeout=SECONDS, check=False)
-                reason = f"it ended with code {done.returncode}" if done.returncode else ""
+                ended = subprocess.run([*command, *["--tiny"] * arguments.tiny], timeout=SECONDS, check=False)
+                reason = f"it ended with code {ended.returncode}" if ended.returncode else ""
             except subprocess.TimeoutExpired:
                 reason = f"it took more than {SECONDS} seconds"
         if reason:
             bounds.append(Bound(f"{part}: ran ({reason})", 0, 1, at_most=False))
             continue
         found = json.loads(path.read_text())["bounds"]
-        if arguments.tiny and part != "correct":  # nothing there is of a size that a bound is about
-            found = []
+        if arguments.tiny and part != "correct":  # nothing there is of a size that a bound is about, but it has to run
+            found = [each for each in found if " ran (" in each["name"]]
         bounds += [Bound(**{key: value for key, value in each.items() if key != "holds"}) for each in found]
     finish(arguments, {"folder": str(folder)}, bounds)
 

@@ -48,7 +48,7 @@ SHARDED: dict[str, tuple[str, dict[str, int]]] = {
     **{
         f"{name} {world}": (name, {"world": world})
         for name in ("zero3", "zeropp", "mics", "fcdp", "hzp")
-        for world in (2, 4)
+        for world in (2, 4, 8)
     },
 }
 """The same of first order: every rank has the same number of sequences, and losses are those of one process to rounding."""

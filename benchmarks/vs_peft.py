@@ -63,16 +63,25 @@ def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) 
 
 
 def theirs(
-    name: str, sequence: int, *, device: str = "cpu", batch: int = 1, data: Path | None = None
+    name: str,
+    sequence: int,
+    *,
+    device: str = "cpu",
+    batch: int = 1,
+    data: Path | None = None,
+    holds_tokenizer: bool = True,
 ) -> Callable[[int], float]:
-    """The control: everything in the device's memory in bfloat16, transformers' own forward, torch's AdamW."""
+    """The control: everything in the device's memory in bfloat16, transformers' own forward, torch's AdamW. It holds the
+    tokenizer in memory too, as Trainer does, unless memory is the device's alone."""
     import torch
     from benchmarks.common import CACHE, MODELS, model_config
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(name if data else CACHE / f"tokenizer-{MODELS[name]['vocab_size']}")
+    tokenizer = None
+    if holds_tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(name if data else CACHE / f"tokenizer-{MODELS[name]['vocab_size']}")
     if data:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
     else:
