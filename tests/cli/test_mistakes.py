@@ -126,6 +126,10 @@ def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> N
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
 
 
+def test_a_prompt_of_bytes_that_are_no_text(place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(["generate", "--model", str(tiny_run.model), "--prompt", "x\udcff"], "--prompt holds bytes", capsys)
+
+
 @pytest.mark.parametrize(("flags", "text", "words"), RECORDS)
 def test_wrong_data(
     flags: str, text: str, words: str, place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
