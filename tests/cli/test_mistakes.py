@@ -3,6 +3,7 @@ line, no traceback, and no folder left behind."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,23 @@ def test_a_wrong_setting(
         "out",
     ]
     refused([*given, *flags.split()], words, capsys)
+
+
+def test_a_warm_up_without_room_is_refused_by_a_dry_run(
+    place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train", "--model", str(tiny_run.model), "--data.train", str(tiny_run.train), "--data.format", "text"]
+    flags = ["--max_steps", "3", "--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "10", "--dry-run"]
+    refused([*given, *flags], "optimizer.warmup_steps is 10, more than the 3 steps of the run", capsys)
+
+
+def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> None:
+    assert main.main(["report", "."]) == 2
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+
+
+def test_a_prompt_of_bytes_that_are_no_text(place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(["generate", "--model", str(tiny_run.model), "--prompt", "x\udcff"], "--prompt holds bytes", capsys)
 
 
 @pytest.mark.parametrize(("flags", "text", "words"), RECORDS)

@@ -132,7 +132,7 @@ def test_callbacks_of_transformers_and_trl(tmp_path: Path, capsys: pytest.Captur
     ("plan", "settings", "words"),
     [
         ("mezo", {}, "walks first-order methods on one rank, not 'mezo'"),
-        ("plain", {"optim": "adafactor"}, "optim is"),
+        ("plain", {"optim": "adafactor"}, "optim is adafactor"),
         ("plain", {"torch_compile": True}, "torch_compile is True"),
     ],
 )

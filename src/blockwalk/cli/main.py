@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import math
 import operator
 import os
@@ -34,6 +35,8 @@ from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
+UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
+"""The log of a library that looks for kernels of its own as soon as it is imported."""
 
 Option = tuple[str, dict[str, Any]]
 """An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
@@ -55,7 +58,6 @@ _CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs=
 _ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model")
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
 _JSON = _switch("--json", "print JSON")
-_AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
 _AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
 
 
@@ -275,6 +277,7 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     if not _debugging():
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
+        logging.getLogger(UNUSED_KERNELS).setLevel(logging.ERROR)  # whose warning is of kernels that no walk calls
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

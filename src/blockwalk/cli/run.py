@@ -119,12 +119,17 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.data.chat_template import render_chat
     from blockwalk.data.encode import load_tokenizer, require_rows
+    from blockwalk.data.formats import half_character
     from blockwalk.models.stops import stop_ids
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.walk.walker import Walker
 
     tokenizer = load_tokenizer(run.model)
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if half_character(text):
+        raise ValueError(
+            "--prompt holds bytes that are no UTF-8, or half a character (a lone surrogate): write it whole"
+        )
     if arguments.chat:
         if not tokenizer.chat_template:
             raise ValueError(f"{run.model} has no chat template; leave --chat out")
