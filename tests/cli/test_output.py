@@ -97,6 +97,21 @@ def test_output_that_cannot_be_written_does_not_end_a_run(bad_output: int, tiny_
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+def test_a_stream_without_a_buffer_does_not_wait_for_ever() -> None:
+    """Such streams are those of Python under PYTHONUNBUFFERED."""
+    read, write = full_pipe()
+
+    def work() -> int:
+        sys.stdout = io.TextIOWrapper(io.FileIO(write, "w", closefd=False), write_through=True)  # type: ignore[type-var]
+        with terminal.steady(0.2):
+            say("nobody reads this")
+        return 0
+
+    assert ended(forked(work), 20) == 0
+    os.close(read)
+    os.close(write)
+
+
 def test_a_command_whose_result_is_lost_has_failed(tiny_run: TinyRun, tmp_path: Path) -> None:
     def work() -> int:
         streams(os.open("/dev/full", os.O_WRONLY), os.open(tmp_path / "errors", os.O_CREAT | os.O_WRONLY))

@@ -135,7 +135,8 @@ def steady(patience: float = PATIENCE) -> Iterator[list[_Steady]]:
         stream = getattr(sys, name)
         if stream is None or getattr(stream, "closed", False):
             stream = open(fd, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-        if type(stream) is io.TextIOWrapper and isinstance(getattr(stream.buffer, "raw", None), io.FileIO):
+        raw = getattr(stream, "buffer", None)  # the file itself under PYTHONUNBUFFERED, else behind a buffer
+        if type(stream) is io.TextIOWrapper and isinstance(getattr(raw, "raw", raw), io.FileIO):
             with suppress(OSError):
                 stream.flush()
             layers.append(_Steady(stream.fileno(), patience))
