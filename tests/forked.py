@@ -57,6 +57,7 @@ def _command(arguments: tuple[str, ...], out: IO[bytes], errors: IO[bytes]) -> N
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it, and so would the command
     code = 1
     try:
         code = main.main(list(arguments))

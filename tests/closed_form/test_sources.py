@@ -103,8 +103,8 @@ def test_columns_are_named_anew(tmp_path: Path) -> None:
         ("d.json", '[{"a": 1},', "d.json cannot be read as json: .*line 1 column 11"),
         ("d.json", "[1]", "d.json record 1: expected a JSON object, not int"),
         ("d.csv", "text,label\na,b,c\n", "d.csv record 1: 1 cells more than the header has; quote texts with commas"),
-        ("d.csv", "text\n\xff\n", "d.csv cannot be read as csv: .*codec can't decode byte 0xff"),
-        ("d.txt", "\xff", "d.txt cannot be read as txt: .*codec can't decode byte 0xff"),
+        ("d.csv", "text\n\xff\n", r"d.csv is not UTF-8 text \(byte 0xff at 5: .*\): save it as UTF-8"),
+        ("d.txt", "\xff", r"d.txt is not UTF-8 text \(byte 0xff at 0: .*\): save it as UTF-8"),
         ("d.parquet", "PAR1abc", "d.parquet cannot be read as parquet: .*7 bytes"),
     ],
 )

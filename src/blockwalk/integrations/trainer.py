@@ -250,11 +250,11 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str, *, half: bool)
             f"BlockwalkTrainer walks first-order methods on one rank, not {plan.method!r} on"
             f" {max(plan.mesh.world, args.world_size)}; blockwalk train has zeroth order and ranks"
         )
-    name = str(getattr(args.optim, "value", args.optim))
-    rule, _, implementation = name.partition("_")
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    rule, _, implementation = optimizer.partition("_")
     if rule not in RULES or implementation not in _IMPLEMENTATIONS:
         known = [known_rule for known_rule, facts in RULES.items() if not facts.zeroth_order_only]
-        raise ValueError(f"optim is {name}; the walk has {', '.join(known)}, and each with _torch behind it")
+        raise ValueError(f"optim is {optimizer}; the walk has {', '.join(known)}, and each with _torch behind it")
     if args.dataloader_drop_last and args.gradient_accumulation_steps > 1:
         raise ValueError(
             "dataloader_drop_last would leave out the rest of a step here, and of a micro-batch in a Trainer; set"
