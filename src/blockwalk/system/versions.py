@@ -7,7 +7,7 @@ from importlib import metadata
 PACKAGES = ("blockwalk", "torch", "transformers", "peft", "safetensors", "numpy")
 
 NEWEST_TESTED = {"torch": "2.14", "transformers": "5.24"}
-"""The newest version, major and minor, of each package that the suite has passed with (``make test-range``)."""
+"""The newest version, major and minor, of each package that tests were run with (``make test-range`` runs all of them)."""
 
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
