@@ -6,9 +6,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +13,10 @@ import pytest
 import torch
 
 from blockwalk.cli import main
+from tests.support import llama_cpp
 
 ROOT = Path(__file__).parents[2]
 TEXT = "Hugo went to the theater. It's 2024,\n\n  the music was lovely."
-
-
-@contextmanager
-def llama_cpp(model: Path, adapter: Path | None = None) -> Iterator[Any]:
-    """A function that asks llama.cpp's server: (path, body) -> answer."""
-    xllamacpp = pytest.importorskip("xllamacpp")
-    params = xllamacpp.CommonParams()
-    params.model.path = str(model)
-    params.n_ctx, params.n_parallel, params.cpuparams.n_threads, params.warmup = 128, 1, 1, False
-    params.verbosity = -1
-    if adapter is not None:
-        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
-    server = xllamacpp.Server(params)
-
-    def ask(path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            server.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read())
-
-    yield ask
 
 
 def their_loss(ask: Any, ids: list[int], vocabulary: int) -> float:
@@ -88,11 +64,12 @@ def test_a_model_in_llama_cpp_is_the_model(kind: str, tmp_path: Path, capsys: py
     assert (tmp_path / "Modelfile").read_text().startswith("FROM ./model.gguf\n# ")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ids = tokenizer(TEXT)["input_ids"]
-    with llama_cpp(tmp_path / "model.gguf") as ask:
-        assert ask("/tokenize", {"content": TEXT, "add_special": True})["tokens"] == ids
-        found = their_loss(ask, ids[:14], len(tokenizer))
+    pytest.importorskip("xllamacpp")
+    ask = llama_cpp.serve(tmp_path / "model.gguf")
+    assert ask("/tokenize", {"content": TEXT, "add_special": True})["tokens"] == ids
+    loss = their_loss(ask, ids[:14], len(tokenizer))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert found == pytest.approx(our_loss(model, ids[:14]), rel=1e-3)
+    assert loss == pytest.approx(our_loss(model, ids[:14]), rel=1e-3)
 
 
 def test_an_adapter_in_llama_cpp_is_that_of_peft(tmp_path: Path) -> None:
@@ -121,8 +98,9 @@ def test_an_adapter_in_llama_cpp_is_that_of_peft(tmp_path: Path) -> None:
     arguments = ["gguf", str(folder), str(lora), "--adapter", str(tmp_path / "adapter"), "--base", str(base)]
     assert main.main(arguments) == 0
     assert (lora.parent / "Modelfile").read_text().startswith(f"FROM {base}\nADAPTER ./adapter.gguf\n# ")
-    with llama_cpp(base, lora) as ask:
-        assert their_loss(ask, ids, model.config.vocab_size) == pytest.approx(expected, rel=1e-2)
+    pytest.importorskip("xllamacpp")
+    ask = llama_cpp.serve(base, adapter=lora)
+    assert their_loss(ask, ids, model.config.vocab_size) == pytest.approx(expected, rel=1e-2)
 
 
 def test_rotary_scaling_and_codes(tmp_path: Path) -> None:
