@@ -350,12 +350,14 @@ def _touched(folder: Path, before: dict[str, bytes]) -> list[str]:
 
 def foreign(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
     """Runs in a folder full of files of others: one is refused, one is killed, and one goes on to the same bits."""
-    count, where = kept.count("foreign"), whole.where
+    count = kept.count("foreign")
+    where = whole.where
     for number in range(count.found["foreign"], wanted):
         if kept.over:
             break
         first = sorted(FAMILIES, key=lambda family: family not in ("mebp", "zo2"))  # which write packs and weights
-        family, draw = first[number % len(first)], random.Random(f"foreign {number}")
+        family = first[number % len(first)]
+        draw = random.Random(f"foreign {number}")
         expected, seconds, _ = whole.of(family)
         folder = where.folder / f"foreign-{number}"
         before = _others(folder)
@@ -388,14 +390,17 @@ def foreign(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 def linked(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
     """Links in a run's folder: those that a run would write to are refused, and ``scratch`` may be one; their targets stay."""
-    count, where = kept.count("links"), whole.where
+    count = kept.count("links")
+    where = whole.where
     plants = (".lock", "adapter", "model", "config.yaml", "ledger.jsonl", "scratch")
     for number in range(count.found["links"], wanted):
         if kept.over:
             break
-        link, family = plants[number % len(plants)], ("mebp", "zo2")[number // len(plants) % 2]
+        link = plants[number % len(plants)]
+        family = ("mebp", "zo2")[number // len(plants) % 2]
         expected, _, _ = whole.of(family)
-        folder, target = where.folder / f"links-{number}", where.folder / f"target-{number}"
+        folder = where.folder / f"links-{number}"
+        target = where.folder / f"target-{number}"
         folder.mkdir()
         before = _others(target) if link in ("adapter", "model", "scratch") else {}
         if not before:
@@ -424,7 +429,8 @@ def linked(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 def locks(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
     """Runs on a file system that has no locks: they end as others do."""
-    count, where = kept.count("locks"), whole.where
+    count = kept.count("locks")
+    where = whole.where
 
     def harm(rank: int) -> None:
         def refuse(*_: Any) -> None:
@@ -444,11 +450,13 @@ def locks(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
 
 def pipes(whole: Undisturbed, kept: Kept, wanted: int) -> Count:
     """Runs whose standard output and error are a full device, closed, a pipe without a reader, or one that nobody reads."""
-    count, where = kept.count("pipes"), whole.where
+    count = kept.count("pipes")
+    where = whole.where
     for number in range(count.found["pipes"], wanted):
         if kept.over:
             break
-        kind, family = OUTPUTS[number % len(OUTPUTS)], list(FAMILIES)[number % len(FAMILIES)]
+        kind = OUTPUTS[number % len(OUTPUTS)]
+        family = list(FAMILIES)[number % len(FAMILIES)]
         disturbed(
             count, whole, family, where.folder / f"pipes-{number}", lambda rank, kind=kind: bad_output(kind), kind
         )

@@ -228,7 +228,8 @@ def operators(device: torch.device) -> dict[str, int]:
 
 def zeroth(bench: Bench, named: str) -> list[Bound]:
     """The naive loop, ``mezo``, ``zo2`` and its ablations, fp16, 1 × 2048; then naive and ``zo2`` in turn, 4 × 2048."""
-    name, device = bench.model(named), str(bench.device)
+    name = bench.model(named)
+    device = str(bench.device)
 
     def opened(case: str, batch: int) -> Any:
         if case == zo_runs.NAIVE:
@@ -241,14 +242,16 @@ def zeroth(bench: Bench, named: str) -> list[Bound]:
         bench.run(case, lambda case=case: opened(case, 1), 1)
 
     def in_turn(row: dict[str, Any]) -> None:
-        (naive, _), (streamed, close) = opened(zo_runs.NAIVE, 4), opened("zo2", 4)
+        (naive, _) = opened(zo_runs.NAIVE, 4)
+        (streamed, close) = opened("zo2", 4)
         try:
             interleaved({"naive": naive, "zo2": streamed}, 2)
             row |= interleaved({"naive": naive, "zo2": streamed}, bench.rounds)
         finally:
             close()
 
-    found, bounds = bench.row("4 in turn", in_turn), []
+    found = bench.row("4 in turn", in_turn)
+    bounds = []
     if "zo2" in found:
         ratio = median([a / b for a, b in zip(found["naive"], found["zo2"], strict=True)])
         rests = (
@@ -259,7 +262,8 @@ def zeroth(bench: Bench, named: str) -> list[Bound]:
     else:  # the baseline has no room
         bench.run("zo2, 4 alone", lambda: opened("zo2", 4), 4)
     if "peak_MB" in bench.rows.get("zo2", {}):
-        peak, limit = bench.rows["zo2"]["peak_MB"], PUBLISHED_MB[named] / 2
+        peak = bench.rows["zo2"]["peak_MB"]
+        limit = PUBLISHED_MB[named] / 2
         bounds.append(Bound(f"{named}: peak MB of zo2", peak, limit, rests="half of ZO2's table 1"))
     return bounds
 
@@ -293,7 +297,8 @@ def lora(bench: Bench, named: str) -> list[Bound]:
     whole = [each for each in ("mebp int4, 4", "PEFT, 4") if "tokens_per_s" in bench.rows.get(each, {})]
     bounds = []
     if len(whole) == 2:  # the peak of a row that ran out of memory is the card's
-        title, rests = f"{named}: peak of mebp int4 by PEFT's, 4 × 2048", "weights are 2 slots of 0.5 bytes"
+        title = f"{named}: peak of mebp int4 by PEFT's, 4 × 2048"
+        rests = "weights are 2 slots of 0.5 bytes"
         bounds += bench.compared(title, "peak_MB", *whole, 0.5, rests=rests)
     title = f"{named}: tokens/s of mebp raw by PEFT's, 4 × 2048"
     rests = (
@@ -370,7 +375,8 @@ def encoded(bench: Bench) -> list[Bound]:
     from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
     from blockwalk.numerics.codecs.layout import Layout
 
-    name, device = bench.model("OPT-6.7B"), bench.device
+    name = bench.model("OPT-6.7B")
+    device = bench.device
     store = random_store(name, Codec.RAW, "float16")
     for codec in ("raw", "fp8", "int8"):
         plan = method("zo2", frozen="host", trainable=f"host × {codec}")
@@ -421,7 +427,8 @@ def forecast(bench: Bench) -> list[Bound]:
     CACHE.mkdir(parents=True, exist_ok=True)
     here = measure(CACHE, walk=not bench.tiny).hardware
     save(here, CACHE / "gpu-doctor.yaml")
-    opt, bounds = random_store(bench.model("OPT-1.3B"), Codec.RAW, "float16"), []
+    opt = random_store(bench.model("OPT-1.3B"), Codec.RAW, "float16")
+    bounds = []
     cases: dict[str, Callable[[], Walker]] = {
         "mezo": lambda: zo_runs.open_walker("mezo", opt, "device", str(bench.device)),
         "zo2": lambda: zo_runs.open_walker("zo2", opt, "host", str(bench.device)),
@@ -431,7 +438,8 @@ def forecast(bench: Bench) -> list[Bound]:
 
         def measure(row: dict[str, Any], open_: Callable[[], Walker] = open_) -> None:
             with open_() as walker:
-                step, shape = zo_runs.stepper(walker, 4, bench.sequence), Shape(4, bench.sequence)
+                step = zo_runs.stepper(walker, 4, bench.sequence)
+                shape = Shape(4, bench.sequence)
                 step()
                 program = walker.program(StepKind.TRAIN, shape, foresee=True)
                 foreseen = simulate((program,), walker.plan, walker.spec, here, walker.costs(shape))
@@ -480,7 +488,8 @@ def unfit(part: str) -> str:
 
 def worker(arguments: argparse.Namespace, path: Path) -> None:
     """One part, in this process; its figures go to its file."""
-    bench, began = Bench(arguments, rows_of(path)), time.perf_counter()
+    bench = Bench(arguments, rows_of(path))
+    began = time.perf_counter()
     bounds = PARTS[arguments.worker][0](bench)
     bounds += [
         Bound(f"{arguments.worker}: {name} ran ({error})", 0, 1, at_most=False) for name, error in bench.failed.items()

@@ -57,7 +57,8 @@ def in_bfloat16(folder: Path) -> None:
 def compiled(folder: Path) -> None:
     """Give the tensors the names that a compiled model has: PEFT loads none of them, and says nothing."""
     file = folder / "adapter_model.safetensors"
-    plain, other = "base_model.model.", "base_model.model._orig_mod."
+    plain = "base_model.model."
+    other = "base_model.model._orig_mod."
     save_file({name.replace(plain, other): tensor for name, tensor in load_file(file).items()}, file)
 
 

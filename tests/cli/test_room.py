@@ -3,6 +3,7 @@ kernel itself refuses a file's growth, and limits a real control group's memory.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -22,10 +23,17 @@ from safetensors.torch import save_file
 from blockwalk.cli import main
 from blockwalk.data.encode import load_tokenizer
 from blockwalk.engine.engine import Engine
+from blockwalk.plan.methods import method
+from blockwalk.plan.plan import Plan
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.program.compile import compile
+from blockwalk.program.program import Shape, StepKind
 from blockwalk.report import room
+from blockwalk.report.forecast import Forecast
 from blockwalk.system import atomic_files
 from blockwalk.system.process_memory import Limit, memory_limits
 from blockwalk.train import ready as training
+from blockwalk.walk.unit_costs import UnitCosts
 from tests.conftest import TinyRun
 
 MB = 10**6
@@ -208,3 +216,23 @@ def test_a_real_limit_is_read(tiny_run: TinyRun, tmp_path: Path) -> None:
     done, _ = run_limited(command, 500 * MB)
     assert done.returncode == 3, done.stderr
     assert "memory.limit_in_bytes allows 500.0 MB" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_scratch_is_counted_by_tier_on_every_device(device: str, tiny_run: TinyRun) -> None:
+    """Oracle: arithmetic. Inputs are float32 [B, S, D]; a sharded master and two moments take 12 bytes a parameter."""
+    inputs = method("mebp", frozen="disk × raw", activation="disk", compute_dtype="float32", recompute="all")
+    sharded = method("hzp", optimizer_state="disk × fp32 × world", mesh={"world": 2, "ranks_per_node": 2})
+    costs = UnitCosts(tiny_run.model, lora=None)
+    spec = costs.spec()
+    run = RunConfig(model=str(tiny_run.model), plan=inputs, lora=None)
+    shape = Shape(2, 8)
+
+    def scratch(plan: Plan) -> int:
+        program = compile(plan, spec, StepKind.TRAIN, shape, device=device)
+        forecast = Forecast(plan, spec, (program,), device)
+        return room.scratch_bytes(dataclasses.replace(run, plan=plan), forecast)
+
+    activations = 4 * shape.tokens * spec.hidden_size * len(spec.blocks)
+    assert scratch(inputs) >= activations
+    assert scratch(sharded) >= 12 * spec.numel(trainable=True)

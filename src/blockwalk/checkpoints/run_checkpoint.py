@@ -314,7 +314,8 @@ def _working_folders(output_dir: Path) -> list[Path]:
     return [*_matching(scratch, _RANK), scratch, *_matching(output_dir / "logs", _RANK)]
 
 
-_HEX8, _END = "[0-9a-f]{8}", re.escape(atomic_files.PARTIAL)
+_HEX8 = "[0-9a-f]{8}"
+_END = re.escape(atomic_files.PARTIAL)
 _FILES = "|".join(map(re.escape, (*LOGS, ledger_module.NAME, marks.MARK, "report.html", "loss.svg")))
 _LEFT = re.compile(
     rf"\.({_FILES})\.{_HEX8}{_END}"
@@ -324,7 +325,8 @@ _LEFT = re.compile(
 _LEFT_FOLDER = re.compile(rf"\.({'|'.join(RESULTS)})\.{_HEX8}{_END}")
 _LEFT_CHECKPOINT = re.compile(rf"\.checkpoint-\d{{6,}}(\.{_HEX8})?{_END}")
 _LEFT_MAP = re.compile(rf"\.scratch-[a-z0-9_]{{8}}{_END}")
-_WEIGHTS, _PACK = "weights-[0-9a-f]{12}", ".+-[a-z0-9]+-[0-9a-f]{32}"
+_WEIGHTS = "weights-[0-9a-f]{12}"
+_PACK = ".+-[a-z0-9]+-[0-9a-f]{32}"
 _LEFT_STORE = re.compile(rf"\.({_WEIGHTS}|{_PACK})\.{_HEX8}{_END}")
 _STORE_PARTS = re.compile(rf"unit-\d{{5}}\.bin|{re.escape(STORE_INDEX)}")
 _RANK = re.compile(r"rank-\d+")
@@ -334,27 +336,29 @@ def leftovers(output_dir: Path) -> list[Path]:
     """The paths in a run's folder that ended runs left and nobody will ask for again: files half written, and weights on disk
     of another run than the ledger's. These stay where the ledger that the checkpoints belong to is lost. Each carries our
     mark: a name with the digits of a run, of chance or of a content, and contents of ours."""
-    scratch, logs = output_dir / SCRATCH, output_dir / "logs"
-    found = [path for path in _matching(output_dir, _LEFT_FOLDER) if marks.is_ours(path)]
+    scratch = output_dir / SCRATCH
+    logs = output_dir / "logs"
+    paths = [path for path in _matching(output_dir, _LEFT_FOLDER) if marks.is_ours(path)]
     for path in _matching(output_dir, _LEFT_CHECKPOINT):
         if path.is_symlink() or _is_ours(path):
-            found.append(path)
+            paths.append(path)
     for folder in (output_dir, *_matching(logs, _RANK)):
-        found += [path for path in _matching(folder, _LEFT) if not path.is_dir()]
-    found += [path for path in _matching(scratch, re.compile(rf"{JOINED}[a-z0-9_]{{8}}")) if marks.is_ours(path)]
+        paths += [path for path in _matching(folder, _LEFT) if not path.is_dir()]
+    paths += [path for path in _matching(scratch, re.compile(rf"{JOINED}[a-z0-9_]{{8}}")) if marks.is_ours(path)]
     kept = _kept_weights(output_dir)
     for folder in (scratch, *_matching(scratch, _RANK)):
-        found += [path for path in _matching(folder, _LEFT_MAP) if not path.is_dir()]
-        found += [path for path in _matching(folder, _LEFT_STORE) if _is_store_in_part(path)]
+        paths += [path for path in _matching(folder, _LEFT_MAP) if not path.is_dir()]
+        paths += [path for path in _matching(folder, _LEFT_STORE) if _is_store_in_part(path)]
         if kept is not None:
             weights = _matching(folder, re.compile(_WEIGHTS))
-            found += [path for path in weights if path.name not in kept and (path / STORE_INDEX).is_file()]
-    return found
+            paths += [path for path in weights if path.name not in kept and (path / STORE_INDEX).is_file()]
+    return paths
 
 
 def working_files(output_dir: Path) -> list[Path]:
     """The block stores and :func:`leftovers` in a run's working folder."""
-    scratch, store = output_dir / SCRATCH, re.compile(f"{_WEIGHTS}|{_PACK}")
+    scratch = output_dir / SCRATCH
+    store = re.compile(f"{_WEIGHTS}|{_PACK}")
     stores = [path for folder in (scratch, *_matching(scratch, _RANK)) for path in _matching(folder, store)]
     left = [path for path in leftovers(output_dir) if scratch in path.parents]
     return list(dict.fromkeys([*stores, *left]))
@@ -377,7 +381,8 @@ def _kept_weights(output_dir: Path) -> set[str] | None:
     """Names of the weights on disk that belong to a ledger, this run's or a replaced one's; None: nobody can tell."""
     names = set()
     with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
-        ledger, last = output_dir / ledger_module.NAME, latest(output_dir)
+        ledger = output_dir / ledger_module.NAME
+        last = latest(output_dir)
         if not ledger.exists() and last is not None and _mark(_scalars(last)) is not None:
             return None
         for path in (ledger, output_dir / REPLACED / ledger_module.NAME):

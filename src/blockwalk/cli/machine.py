@@ -30,14 +30,15 @@ def doctor(arguments: argparse.Namespace) -> None:
     from blockwalk.doctor import machine as probe
     from blockwalk.simulate import hardware
 
-    out, here = Path(arguments.out), place.place()
+    out = Path(arguments.out)
+    rank_place = place.place()
     say("measuring this machine: a minute or a few, best while nothing else runs", file=sys.stderr)
 
-    def tell(what: str) -> None:
-        say(f"  {what}", file=sys.stderr)
+    def tell(line: str) -> None:
+        say(f"  {line}", file=sys.stderr)
 
     found = probe.measure(out.absolute().parent, name=platform.node() or "here", say=tell)
-    if here.rank == 0:
+    if rank_place.rank == 0:
         hardware.save(found.hardware, out)
         say("\n".join(found.lines()))
         say(f"written to {out}; blockwalk plan --hardware {out} ranks every method on it")

@@ -363,7 +363,8 @@ def _explain(error: Exception) -> int:
     elif isinstance(error, place.LostRank):
         code = place.LOST
     elif isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError):
-        code, text = BAD_INPUT, text if error.filename is None else f"{error.filename}: {error.strerror}"
+        code = BAD_INPUT
+        text = text if error.filename is None else f"{error.filename}: {error.strerror}"
     else:
         text = f"{type(error).__name__}: {text} (BLOCKWALK_DEBUG=1 shows where)"
     say(f"blockwalk: error: {one_line(text)}", file=sys.stderr)

@@ -138,7 +138,8 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids = tokenizer(text, add_special_tokens=not (arguments.chat or begun), return_tensors="pt")["input_ids"]
     require_rows((int(ids.max()) if ids.numel() else -1, "prompt"), tokenizer, vocabulary_rows(run.model), "--prompt")
-    stops, plan = stop_ids(run.model, tokenizer, arguments.adapter), _plan_to_read(run, arguments)
+    stops = stop_ids(run.model, tokenizer, arguments.adapter)
+    plan = _plan_to_read(run, arguments)
     if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
         say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
     with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:

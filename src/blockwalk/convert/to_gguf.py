@@ -335,14 +335,15 @@ def _split(found: dict[str, Any], folder: Path) -> str:
 
 def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folder: Path) -> None:
     """Raise ValueError where words that no merges lead to are tokens here and none in llama.cpp, or the other way round."""
-    whole = bool(model.get("ignore_merges"))
+    ignores_merges = bool(model.get("ignore_merges"))
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", ())]
     made = {"".join(merge) for merge in merges}
     words = [token for token in model["vocab"] if len(token) > 1 and token not in made | added]
-    if words and whole != (name in WHOLE_WORDS):
+    if words and ignores_merges != (name in WHOLE_WORDS):
         raise ValueError(
-            f"{folder} has ignore_merges = {str(whole).lower()} with {len(words)} tokens that no merges make ({words[0]!r}):"
-            f" llama.cpp takes it for {str(not whole).lower()} under the name {name}: take llama.cpp's convert_hf_to_gguf.py"
+            f"{folder} has ignore_merges = {str(ignores_merges).lower()} with {len(words)} tokens that no merges make"
+            f" ({words[0]!r}): llama.cpp takes it for {str(not ignores_merges).lower()} under the name {name}: take"
+            " llama.cpp's convert_hf_to_gguf.py"
         )
 
 

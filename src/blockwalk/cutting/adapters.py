@@ -288,7 +288,7 @@ def adapt(
     base weights, ``read`` gives a skeleton's by canonical name as a walk reads them, ``given`` any model's as
     it came, where that is not the same."""
     if isinstance(lora, str | os.PathLike):
-        return load_adapter(model, os.fspath(lora), given=given or read)
+        return load_adapter(model, os.fspath(lora), read=given or read)
     if isinstance(lora, PrefixSettings):
         return _add_prefix(model, lora, seed, revision, given or read)
     options = {"revision": revision, **lora.options}
@@ -562,7 +562,7 @@ def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
     return prompt.cpu().contiguous()
 
 
-def load_adapter(model: nn.Module, folder: str | Path, *, given: Callable[[str], Value] | None = None) -> Any:
+def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], Value] | None = None) -> Any:
     """Put a saved adapter on a model: what :func:`add_adapter` answers, with the saved values (the adapter's in float32). A
     prefix that was computed is one now: its values are what PEFT keeps.
 
@@ -598,7 +598,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, given: Callable[[str],
     if not tensors.keys() >= {_in_file(name) for name in params}:
         tensors = present_names(wrapped, config, tensors)
     saved = {name: tensors.pop(_in_file(name)) for name in params if _in_file(name) in tensors}
-    tensors = _without_copies(wrapped, tensors, given, path)
+    tensors = _without_copies(wrapped, tensors, read, path)
     if odd := sorted(tensors.keys() | params.keys() - saved.keys()):
         raise ValueError(f"{path} does not fit this model: {len(odd)} names differ, the first is {odd[0]}")
     first_name: dict[int, str] = {}
@@ -674,7 +674,7 @@ def present_names(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> dic
 
 
 def _without_copies(
-    wrapped: Any, tensors: Mapping[str, Tensor], given: Callable[[str], Value] | None, path: Path
+    wrapped: Any, tensors: Mapping[str, Tensor], read: Callable[[str], Value] | None, path: Path
 ) -> dict[str, Tensor]:
     """The tensors of a file without those that are copies of the model's own weights.
 
@@ -696,10 +696,10 @@ def _without_copies(
         param = base[name]
         if tensor.shape != param.shape:
             raise ValueError(f"{name} is {list(tensor.shape)} in {path} and {list(param.shape)} in this model{RESIZED}")
-        own: Value | None = None if param.is_meta else param.detach()
-        if own is None and given is not None:
-            own = given(first_name[id(param)])
-        if own is not None and not _is_copy(tensor, own):
+        base_value: Value | None = None if param.is_meta else param.detach()
+        if base_value is None and read is not None:
+            base_value = read(first_name[id(param)])
+        if base_value is not None and not _is_copy(tensor, base_value):
             raise ValueError(
                 f"{path} holds {name} with other values than this model's. Write a model that has them"
                 f" (blockwalk merge MODEL {path.parent} OUT), and name OUT"
@@ -707,14 +707,15 @@ def _without_copies(
     return others
 
 
-def _is_copy(tensor: Tensor, own: Value) -> bool:
+def _is_copy(tensor: Tensor, value: Value) -> bool:
     """Whether a saved tensor has a weight's values, up to the rounding of either dtype."""
-    if isinstance(own, Tensor) and own.ndim < 2:
-        return torch.equal(tensor.to(own.dtype), own)
-    weight = DenseWeight(own) if isinstance(own, Tensor) else own
+    if isinstance(value, Tensor) and value.ndim < 2:
+        return torch.equal(tensor.to(value.dtype), value)
+    weight = DenseWeight(value) if isinstance(value, Tensor) else value
     some = max(1, DECODE_BYTES["cpu"] // (tensor.shape[1] * weight.dtype.itemsize))
     for start, stop in spans(0, tensor.shape[0], some):
-        theirs_ND, ours_ND = tensor[start:stop], weight.rows(start, stop).to("cpu")
+        theirs_ND = tensor[start:stop]
+        ours_ND = weight.rows(start, stop).to("cpu")
         if not (
             torch.equal(theirs_ND.to(ours_ND.dtype), ours_ND) or torch.equal(ours_ND.to(theirs_ND.dtype), theirs_ND)
         ):
@@ -728,7 +729,8 @@ def refuse_parted(model: Any, saved: Mapping[str, Tensor], config: Mapping[str, 
     if not config.get("ensure_weight_tying") or not _ties_its_ends(model):
         return
     ends = {module: canonical_name(name, ("default",), "") for name, module in model.named_modules()}
-    embedding, head = ends.get(model.get_input_embeddings()), ends.get(model.get_output_embeddings())
+    embedding = ends.get(model.get_input_embeddings())
+    head = ends.get(model.get_output_embeddings())
     for factor, other in (("A", "B"), ("B", "A")):
         left = saved.get(f"{embedding}.lora_embedding_{factor}")
         right = saved.get(f"{head}.lora_{other}.weight")

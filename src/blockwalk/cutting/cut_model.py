@@ -378,7 +378,8 @@ class CutModel:
                 others = {**given, where: None}
                 seen = {key: record(value, f"argument {key} of {name}") for key, value in others.items()}
                 mine = {id(t): t for t in tensors_of(seen) if t.requires_grad}
-                leaves, hands_on = tuple(mine.values()), self.anatomy.hands_on
+                leaves = tuple(mine.values())
+                hands_on = self.anatomy.hands_on
                 records.append(BlockCall(index + 1, module, where, seen, leaves, apart, live, handed, hands_on))
                 if len(records) == len(self._units.layers):
                     raise _Stop

@@ -121,9 +121,9 @@ class Batches(Iterator[Batch]):
             if state[name] != ours[name]:
                 raise ValueError(f"cannot resume: data.{name} was {state[name]!r} and is now {ours[name]!r}")
         if not self.continues(state):
-            what = _CHANGES[changed[0]] if (changed := self._changed(state)) else "tokens"
+            part = _CHANGES[changed[0]] if (changed := self._changed(state)) else "tokens"
             raise ValueError(
-                f"cannot resume: the {what} of the training data changed (content {state['data']}, now"
+                f"cannot resume: the {part} of the training data changed (content {state['data']}, now"
                 f" {ours['data']}): put back what was, or begin a new run in another output_dir"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
@@ -139,7 +139,8 @@ class Batches(Iterator[Batch]):
 
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
         """Names of the parts (records, template, tokenizer) that differ from a saved place's, as far as it knows them."""
-        now, before = asdict(self.dataset.report.origin), state.get("origin") or {}
+        now = asdict(self.dataset.report.origin)
+        before = state.get("origin") or {}
         return [name for name in ("records", "template", "tokenizer") if before.get(name, now[name]) != now[name]]
 
     def _epoch_order(self) -> Numbers:

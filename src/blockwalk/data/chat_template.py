@@ -42,9 +42,9 @@ def chat_bounds(tokenizer: Any, record: Any) -> Iterator[None]:
     Memory and time are bounded in the main thread, and memory where the system has a ``/proc``: a limit is the whole process's,
     and another thread's work is not to fail by it. The text is bounded everywhere.
     """
-    given = len(json.dumps(record, ensure_ascii=False, default=str))
-    bound = max(LEAST_BOUND, TIMES * (given + len(str(tokenizer.chat_template))))
-    token = _bound.set((bound, f"for {given:,} characters of a record; its bound is {bound:,} characters"))
+    characters = len(json.dumps(record, ensure_ascii=False, default=str))
+    bound = max(LEAST_BOUND, TIMES * (characters + len(str(tokenizer.chat_template))))
+    token = _bound.set((bound, f"for {characters:,} characters of a record; its bound is {bound:,} characters"))
     try:
         with _bounded(COPIES * bound):
             yield

@@ -197,12 +197,12 @@ def detect_format(record: Record) -> Format:
     if {"chosen", "rejected"} <= fields.keys() and not fields.keys() & {"completion", "output"}:
         answer = "output" if "instruction" in fields else "completion"
         spoken = next((kind for kind in (Format.MESSAGES, Format.SHAREGPT) if COLUMNS[kind][0] in fields), None)
-        asked = f"data.format: {spoken}" if spoken else f"data.columns: [{answer}=chosen]"
+        settings = f"data.format: {spoken}" if spoken else f"data.columns: [{answer}=chosen]"
         if not spoken and isinstance(fields["chosen"], list):
-            asked = "data.columns: [messages=chosen] with data.format: messages"
+            settings = "data.columns: [messages=chosen] with data.format: messages"
         raise ValueError(
             f"{record.where}: fields 'chosen' and 'rejected' are a pair to prefer one of, and one answer is learnt here;"
-            f" {asked} learns the chosen one"
+            f" {settings} learns the chosen one"
         )
     found = next((kind for kind, names in COLUMNS.items() if fields.keys() >= set(names)), None)
     if found in (Format.MESSAGES, Format.SHAREGPT) and isinstance(fields.get("label"), bool):

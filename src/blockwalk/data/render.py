@@ -100,8 +100,8 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
     def render(shown: Sequence[dict[str, Any]], *, ask: bool = False) -> str:
         return _written(list(shown), options, tokenizer, record.where, ask=ask)
 
-    whole = render(messages)
-    head = whole[: whole.find(_text_of(messages[0]).strip())]
+    conversation = render(messages)
+    head = conversation[: conversation.find(_text_of(messages[0]).strip())]
     added = tokenizer.get_added_vocab()
     learnt = record_is_learnt(record)
     spans: list[tuple[int, int]] = []
@@ -116,34 +116,34 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
         if not learnt or not is_learnt(turn, record.where):
             marked += 1
             continue
-        if _drops_calls(whole, messages, i, render):
+        if _drops_calls(conversation, messages, i, render):
             dropped.append(turn)
             left_out += 1
             continue
         last = i + 1 == len(messages)
-        asked = render(messages[:i], ask=True) if i else ""
-        start = _common_prefix(asked, whole)
-        follows = start == len(asked) or start >= _common_prefix(asked, render(messages[:i]))
+        prompt = render(messages[:i], ask=True) if i else ""
+        start = _common_prefix(prompt, conversation)
+        follows = start == len(prompt) or start >= _common_prefix(prompt, render(messages[:i]))
         if i and not header and not last:
-            header = asked[_common_prefix(asked, render(messages[:i])) :]
-        if header and whole.startswith(header, start):  # after a tool's turn, a prompt may come without it
+            header = prompt[_common_prefix(prompt, render(messages[:i])) :]
+        if header and conversation.startswith(header, start):  # after a tool's turn, a prompt may come without it
             start += len(header)
-        after = whole if last else render(messages[: i + 1])
-        same = _common_prefix(after, whole)
+        after = conversation if last else render(messages[: i + 1])
+        same = _common_prefix(after, conversation)
         texts = _texts_to_learn(turn, after[start:])
-        content_end = max([start, *(whole.rfind(text, start, same) + len(text) for text in texts if text)])
+        content_end = max([start, *(conversation.rfind(text, start, same) + len(text) for text in texts if text)])
         opening = None if last else functools.partial(_opening_of_next, messages, i, render, added)
-        stop = _end_of_turn(whole, content_end, same, stops, added, opening, head)
-        if i and follows and all(text in whole[start:stop] for text in texts):
-            spans.append((start, len(whole[:stop].rstrip())))
-            if _reasoning(turn) not in whole[start:stop]:
+        stop = _end_of_turn(conversation, content_end, same, stops, added, opening, head)
+        if i and follows and all(text in conversation[start:stop] for text in texts):
+            spans.append((start, len(conversation[:stop].rstrip())))
+            if _reasoning(turn) not in conversation[start:stop]:
                 unreasoned.append("assistant")
         else:
             left_out += 1
-    missing = [turn for turn in _unwritten(turns, whole) if turn not in dropped]
+    missing = [turn for turn in _unwritten(turns, conversation) if turn not in dropped]
     unwritten = (*(turn["role"] for turn in (*missing, *dropped)), *unreasoned)
     return Rendered(
-        whole,
+        conversation,
         spans,
         record.where,
         begin=False,
@@ -181,7 +181,7 @@ def _texts_to_learn(turn: dict[str, Any], text: str) -> list[str]:
 
 
 def _drops_calls(
-    whole: str, messages: Sequence[dict[str, Any]], index: int, render: Callable[[Sequence[dict[str, Any]]], str]
+    conversation: str, messages: Sequence[dict[str, Any]], index: int, render: Callable[[Sequence[dict[str, Any]]], str]
 ) -> bool:
     """Whether a template writes the same conversation where turn ``index`` has no calls."""
     if "tool_calls" not in messages[index]:
@@ -189,13 +189,13 @@ def _drops_calls(
     shown = list(messages)
     shown[index] = {name: value for name, value in shown[index].items() if name != "tool_calls"}
     try:
-        return render(shown) == whole
+        return render(shown) == conversation
     except ValueError:
         return False
 
 
 def _end_of_turn(
-    whole: str,
+    conversation: str,
     content_end: int,
     same: int,
     stops: Sequence[str],
@@ -209,7 +209,7 @@ def _end_of_turn(
     (GLM-4), and nothing behind it is. Where none follows, the turn ends before what the next turn writes of itself.
 
     Args:
-        whole: the text of the conversation.
+        conversation: its text.
         content_end: the position behind the turn's answer and calls.
         same: the position up to which the text is the same without the turns that follow.
         stops: the texts of the tokens that generation stops at.
@@ -218,18 +218,18 @@ def _end_of_turn(
         head: the text before the first turn's content, in which turns are opened and none is ended.
     """
     at, end = min(
-        ((at, at + len(stop)) for stop in stops if (at := whole.find(stop, content_end)) >= 0), default=(-1, -1)
+        ((at, at + len(stop)) for stop in stops if (at := conversation.find(stop, content_end)) >= 0), default=(-1, -1)
     )
-    if at >= 0 and not whole[same:at].strip():
+    if at >= 0 and not conversation[same:at].strip():
         return end
     if opening_of_next is None:
         return same
-    begin_of_token, end_of_token = _token_at(whole, same, added)
+    begin_of_token, end_of_token = _token_at(conversation, same, added)
     opening = opening_of_next()
-    begin = whole.rfind(opening, content_end, end_of_token + len(opening)) if opening else -1
+    begin = conversation.rfind(opening, content_end, end_of_token + len(opening)) if opening else -1
     if begin >= 0:
         return min(begin, end_of_token)
-    return begin_of_token if whole[begin_of_token:end_of_token] in head else end_of_token
+    return begin_of_token if conversation[begin_of_token:end_of_token] in head else end_of_token
 
 
 def _opening_of_next(

@@ -107,10 +107,10 @@ def _read_json(path: Path) -> Iterator[Record]:
         file.seek(0)
         if character == b"[":
             try:
-                found = enumerate(json.load(file), start=1)
+                records = enumerate(json.load(file), start=1)
             except RecursionError:
                 raise ValueError(f"{path}: not JSON that can be read: it is nested too deeply") from None
-            yield from (_record(fields, f"{path} record {number}") for number, fields in found)
+            yield from (_record(fields, f"{path} record {number}") for number, fields in records)
             return
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -325,7 +325,8 @@ class Buckets:
 def word_sum(bytes_P: Tensor) -> int:
     """A checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always shows."""
     words_N = bytes_P.view(torch.int64)
-    total, some = 0, min(len(words_N), 1 << 20)
+    total = 0
+    some = min(len(words_N), 1 << 20)
     odd_N = torch.arange(1, 2 * some, 2, device=bytes_P.device)
     for first in range(0, len(words_N), max(some, 1)):
         part_N = words_N[first : first + some]

@@ -209,7 +209,8 @@ class Engine:
             scale = 1.0 if on_device else coefficient
             for rule, part in self._parts(each.places):
                 moments = {name: _range(moment, part) for name, moment in each.moments.items()}
-                master, piece = _range(each.master, part), _range(gradient, part)
+                master = _range(each.master, part)
+                piece = _range(gradient, part)
                 rule.apply_(master, piece, moments, step=step, lr=rate, rounding=rounding, scale=scale)
         self.first_order.changed(unit)
 

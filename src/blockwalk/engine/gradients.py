@@ -79,7 +79,11 @@ class NamedGradients:
         ends: bool,
         clips: bool = True,
     ) -> None:
-        self._masters, self._device, self._maps, self._ends, self._clips = masters, device, maps, ends, clips
+        self._masters = masters
+        self._device = device
+        self._maps = maps
+        self._ends = ends
+        self._clips = clips
         self.sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         self._chunk_sums: dict[str, Tensor] = {}
@@ -246,7 +250,8 @@ class FlatGradients:
 
     def gather(self, op: Op) -> Callable[[], None]:
         """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from the other nodes."""
-        gradient, axes = self._units[op.unit].gradient, self._groups.named(op.axes)
+        gradient = self._units[op.unit].gradient
+        axes = self._groups.named(op.axes)
         return lambda: self._groups.gather_(gradient, axes, op.lane)
 
     def _accumulated(self, unit: int, held: Tensor, made: Tensor) -> Tensor:

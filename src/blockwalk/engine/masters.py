@@ -89,7 +89,8 @@ class Masters:
 
     def _move_gradients(self, op: Op) -> None:
         """Bring the gradients that a turn of a unit adds to, or hand them to the kernel."""
-        names, maps = [p.name for p in self._reads[op.unit]], self._gradient_maps
+        names = [p.name for p in self._reads[op.unit]]
+        maps = self._gradient_maps
         assert maps is not None
         if op.kind is OpKind.FETCH:
             maps.will_need(names)
@@ -110,7 +111,8 @@ class Masters:
     def changes(self, unit: int) -> Iterator[Change]:
         for param in self._model.spec.units[unit].params:
             if (name := param.name) in self.gradients.sums:
-                gradient, moments = self.gradients.use_up(name), self.moments.get(name, {})
+                gradient = self.gradients.use_up(name)
+                moments = self.moments.get(name, {})
                 yield Change(name, self.masters[name], gradient, moments, ((0, name),))
 
     def changed(self, unit: int) -> None:

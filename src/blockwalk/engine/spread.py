@@ -238,7 +238,8 @@ class SpreadPart:
         """Copy what lies in this rank's slice (zeros, float32) over so many ranks of the parameters as they came."""
 
         def spaced(name: str, layout: Layout) -> Tensor:
-            whole, width = self._model.whole(name, layout.shape), slices.width(name)
+            whole = self._model.whole(name, layout.shape)
+            width = slices.width(name)
             if width == 1:
                 return whole
             spaced_P = torch.zeros(width * whole.numel(), dtype=torch.float32)
@@ -254,7 +255,8 @@ class SpreadPart:
         start = self.groups.slice(slices.numel, ranks).start
         for name, first in slices.layout.offsets:
             width = slices.width(name)
-            low, high = max(first - start, 0), min(first + width * slices.params[name].numel - start, len(out_P))
+            low = max(first - start, 0)
+            high = min(first + width * slices.params[name].numel - start, len(out_P))
             if width > 1 and low < high:  # borders of slices and parameters are multiples of ALIGN: no element is cut
                 _copy(out_P[low:high].view(torch.float32), master_P[low:high:width])
 

@@ -31,7 +31,8 @@ class SpreadMasters:
 
     def _make(self, unit: int) -> MasterSlices:
         """A unit's masters with what is kept beside them, and what gathers of its parameters begin with."""
-        plan, part = self._plan, self.part
+        plan = self._plan
+        part = self.part
         slices, ranks, tier = part.units[unit], plan.optimizer_ranks, plan.optimizer_state.tier
         names, own = ("master", *plan.update_rule.states), slices.numel // ranks
         if tier is Tier.DISK:  # updated there by the CPU
@@ -62,7 +63,8 @@ class SpreadMasters:
 
     def changes(self, unit: int) -> Iterator[Change]:
         own = self.units[unit]
-        name, places = self._model.spec.units[unit].name, self._places(unit)
+        name = self._model.spec.units[unit].name
+        places = self._places(unit)
         yield Change(name, own.master, own.gradient, own.moments, places)
 
     def _places(self, unit: int) -> list[tuple[int, str]]:
@@ -77,7 +79,8 @@ class SpreadMasters:
 
     def changed(self, unit: int) -> None:
         """Bring the slice that gathers of a unit begin with up to date with its master."""
-        slices, master = self.part.units[unit], self.units[unit].master
+        slices = self.part.units[unit]
+        master = self.units[unit].master
         assert slices.source is not None
         if slices.source is not master:
             self.part.round_masters(slices, self._plan.optimizer_ranks, master, slices.source)
@@ -101,18 +104,19 @@ class SpreadMasters:
     def sums(self) -> list[tuple[str, int, int]]:
         """A checksum of this rank's slice of each master and optimizer state, where others hold copies of it: its name, the
         ranks that hold one copy together, the sum."""
-        units, ranks = self._model.spec.units, self._plan.optimizer_ranks
+        units = self._model.spec.units
+        ranks = self._plan.optimizer_ranks
         if ranks == self._plan.mesh.world:
             return []
-        found = [
+        sums = [
             (f"{units[unit].name} ({kind})", ranks, word_sum(tensor))
-            for unit, own in self.units.items()
-            for kind, tensor in own.kept.items()
+            for unit, masters in self.units.items()
+            for kind, tensor in masters.kept.items()
         ]
         if self._plan.optimizer_state.on_disk:
             for unit in self.units:
                 self._scratch.dont_need(unit)
-        return found
+        return sums
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
         found: dict[str, Pieces] = {}
@@ -124,8 +128,10 @@ class SpreadMasters:
                 copies, length, place = world // ranks, held.stop - held.start, rank // ranks
                 range_ = slice(held.start + length * place // copies, held.start + length * (place + 1) // copies)
             for name, first in slices.layout.offsets:
-                numel, width = slices.params[name].numel, slices.width(name)
-                low, high = max(first, range_.start), min(first + width * numel, range_.stop)
+                numel = slices.params[name].numel
+                width = slices.width(name)
+                low = max(first, range_.start)
+                high = min(first + width * numel, range_.stop)
                 for kind, tensor in own.kept.items():
                     elements = tensor[low - held.start : high - held.start : width]
                     there = {(low - first) // width: elements} if low < high else {}

@@ -238,8 +238,8 @@ class Backprop:
         saved.rewind()
         for leaf in trainables.values():
             leaf.data = saved.write(leaf.data)
-        there = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments), *call.leaves]
-        return saved.write(input_BSD), saved.saving(t for t in there if not isinstance(t, LazyParameter))
+        kept_elsewhere = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments), *call.leaves]
+        return saved.write(input_BSD), saved.saving(t for t in kept_elsewhere if not isinstance(t, LazyParameter))
 
     def _place(self, op: Op) -> tuple[int, int]:
         """The key of the buffer that a unit's activations lie in: one for each micro-batch that is alive at once. The walk

@@ -230,7 +230,8 @@ def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Ten
 
 def _placed(spans: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
     """Place spans one after the other; answer each with the place at which it begins."""
-    placed, at = [], 0
+    placed = []
+    at = 0
     for begin, end in sorted(spans):
         placed.append((at, (begin, end)))
         at += end - begin
@@ -244,7 +245,8 @@ def _plan(args: TrainingArguments, given: Plan | None, name: str, *, half: bool)
     Raises:
         ValueError: an argument that the walk does not follow.
     """
-    plan, notes = given or method(name), []
+    plan = given or method(name)
+    notes = []
     if plan.zeroth_order or plan.mesh.world > 1 or args.world_size > 1:
         raise ValueError(
             f"BlockwalkTrainer walks first-order methods on one rank, not {plan.method!r} on"

@@ -275,7 +275,8 @@ def read_arguments(args: TrainingArguments) -> list[str]:
         name = field.name
         if name in FOLLOWED or not field.init:
             continue
-        value, default = getattr(args, name, None), getattr(plain, name, None)
+        value = getattr(args, name, None)
+        default = getattr(plain, name, None)
         if value == default:
             continue
         if name not in MEANINGLESS:

@@ -61,12 +61,12 @@ def described(device: torch.device) -> str:
         return ", ".join(filter(None, (str(device), model_of(device))))
     if os.environ.get("BLOCKWALK_DEVICE"):  # by its user's wish
         return str(device)
-    there = torch.accelerator.current_accelerator(check_available=True)
-    if there is not None and there.type in BY_NAME:
-        return f"{device}; {BY_NAME[there.type]}: --device {there.type} takes it all the same"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in BY_NAME:
+        return f"{device}; {BY_NAME[accelerator.type]}: --device {accelerator.type} takes it all the same"
     kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     built = next((kind for kind, version in kinds.items() if version), None)
-    if there is None and built is not None:
+    if accelerator is None and built is not None:
         container = "; docker run needs --gpus all" if built == "CUDA" else ""
         return f"{device}; torch {torch.__version__} is built for {built} and sees no such device{container}"
     return str(device)

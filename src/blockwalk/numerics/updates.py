@@ -91,9 +91,9 @@ class Rule:
             torch.ops.blockwalk.adamw_(param, *states, grad, step, numbers, sent(rounding))
             return
         scaled = torch.empty(min(UPDATE_CHUNK, param.numel()), dtype=torch.float32) if scale != 1.0 else param
-        for work, (own, gradient, *others) in _chunks(rounding, param, grad, *states):
+        for work, (rounding_key, gradient, *others) in _chunks(rounding, param, grad, *states):
             used = gradient if scale == 1.0 else torch.mul(gradient, scale, out=scaled[: len(gradient)])
-            piece(self.settings, work, own, used, *others, step=step, lr=lr)
+            piece(self.settings, work, rounding_key, used, *others, step=step, lr=lr)
 
 
 def sgd(settings: OptimizerSettings, work: Tensor, p: Tensor, g: Tensor, *, step: int, lr: float) -> None:

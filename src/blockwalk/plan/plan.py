@@ -248,7 +248,8 @@ def beyond(settings: Any, prefix: str = "") -> Iterator[str]:
     """Messages about the numbers among the settings of a frozen value, and of those in it, that no run could have: not finite,
     or above :data:`MOST`. Names begin with ``prefix``."""
     for part in dataclasses.fields(settings):
-        name, value = f"{prefix}{part.name}", getattr(settings, part.name)
+        name = f"{prefix}{part.name}"
+        value = getattr(settings, part.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, Placement | Plan):
             yield from beyond(value, f"{name}.")
         for number in value if isinstance(value, tuple) else (value,):

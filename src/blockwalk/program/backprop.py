@@ -103,14 +103,16 @@ class _Backprop:
             used.append(b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details))
             if block and not kept:
                 self.backwards.append(used[-1])
-        complete, done = group[-1] == self.final, used[-1]
+        complete = group[-1] == self.final
+        done = used[-1]
         if places.maps_gradients:
             done = self._store_gradients(unit, done, complete=complete)
         return used + self._finish(unit, done, complete=complete)
 
     def _fetch_gradients(self, unit: int, group: list[int]) -> list[int]:
         """Bring the gradients that were added to before, by an earlier micro-batch or, of a tied weight, by the head."""
-        b, places = self.b, self.b.places
+        b = self.b
+        places = self.b.places
         nbytes = places.gradient_bytes(unit)
         if not group[0]:
             nbytes -= places.made_gradients(unit)
@@ -118,7 +120,8 @@ class _Backprop:
 
     def _store_gradients(self, unit: int, done: int, *, complete: bool) -> int:
         """Hand the gradients of a turn to the disk, where they wait there; the answer is the op after which they are there."""
-        b, nbytes = self.b, self.b.places.gradient_bytes(unit)
+        b = self.b
+        nbytes = self.b.places.gradient_bytes(unit)
         details = {"part": StateKind.GRADIENT, "nbytes": nbytes, "last": complete}
         return b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
 

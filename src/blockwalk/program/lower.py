@@ -151,7 +151,8 @@ class Builder:
     def _fetch_states(self, unit: int) -> list[int]:
         """Bring the optimizer states that an update reads, and gradients that wait for it, where they are in file maps: no
         earlier than ``prefetch`` updates before."""
-        places, ahead = self.places, self.places.plan.prefetch + 1
+        places = self.places
+        ahead = self.places.plan.prefetch + 1
         if not (places.maps_states or places.maps_gradients):
             return []
         waits = self.updates[-ahead:][:1] if len(self.updates) >= ahead else []
@@ -167,7 +168,8 @@ class Builder:
 
     def store(self, unit: int, after: Sequence[int]) -> list[int]:
         """Write a streamed unit's trainables back, and optimizer states in file maps, with what an update has copied."""
-        places, stores = self.places, list[int]()
+        places = self.places
+        stores = list[int]()
         if places.streams(unit, StateKind.TRAINABLE):
             nbytes = places.part_bytes(places.model.units[unit], StateKind.TRAINABLE)
             stores.append(self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes))

@@ -226,12 +226,13 @@ def _answer(text: bytes, pieces: int, rows: int) -> tuple[list[list[float]], flo
     or with a loss that is not finite: the rank counts as gone."""
     try:
         answer = json.loads(text)
-        losses, pace = answer["losses"], answer["pace"]
-        whole = len(losses) == pieces and all(len(piece) == rows for piece in losses) and _is_pace(pace)
+        losses = answer["losses"]
+        pace = answer["pace"]
+        complete = len(losses) == pieces and all(len(piece) == rows for piece in losses) and _is_pace(pace)
         finite = all(type(loss) is float and math.isfinite(loss) for piece in losses for loss in piece)
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
-    return (losses, pace) if whole and finite else None
+    return (losses, pace) if complete and finite else None
 
 
 def _is_pace(pace: Any) -> bool:

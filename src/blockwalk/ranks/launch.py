@@ -219,8 +219,8 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
     if accelerator is not None:
         index = here.local_rank % torch.accelerator.device_count()
         torch.accelerator.set_device_index(index)
-        told = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
-        properties: Any = None if told is None else told(index)  # Apple's module has no such function
+        read_properties = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
+        properties: Any = None if read_properties is None else read_properties(index)  # Apple's module has no such function
         if accelerator.type == "cuda":
             bind_to_gpu(properties)
         own = f"{platform.node()} {getattr(properties, 'uuid', index)}"

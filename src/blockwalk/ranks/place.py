@@ -123,12 +123,12 @@ def _placed(launcher: Launcher, environment: Mapping[str, str]) -> Place:
     local = _number(environment, launcher.local_rank, default=None if launcher is SLURM else rank % per_node)
     cyclic = environment.get("SLURM_DISTRIBUTION", "").startswith("cyclic") and 1 < per_node < world
     if local != rank % per_node or (launcher is SLURM and cyclic):
-        given = "" if launcher.ranks_per_node in environment else " (not set: all on one node)"
+        remark = "" if launcher.ranks_per_node in environment else " (not set: all on one node)"
         raise ValueError(
             f"{launcher.rank} is {rank} and {launcher.local_rank} {local} of {per_node} ranks on a node"
-            f" ({launcher.ranks_per_node}{given}): ranks must be numbered node by node"
+            f" ({launcher.ranks_per_node}{remark}): ranks must be numbered node by node"
             f"{', and SLURM_DISTRIBUTION is cyclic' if cyclic else ''}; use {launcher.by_node}"
-            f"{f', or set {launcher.ranks_per_node}' if given else ''}"
+            f"{f', or set {launcher.ranks_per_node}' if remark else ''}"
         )
     return Place(rank, world, local, per_node)
 
@@ -199,7 +199,8 @@ def _first_node(nodes: str) -> str:
         command = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError) as error:
-        names, why = [], str(error)
+        names = []
+        why = str(error)
     else:
         why = "it named none"
     if not names:

@@ -23,7 +23,8 @@ from blockwalk.system.atomic_files import whole_lines
 from blockwalk.system.links import within
 from blockwalk.system.terminal import one_line
 
-COMMENT, YAML_COMMENT = "<!-- {} -->", "# {}"
+COMMENT = "<!-- {} -->"
+YAML_COMMENT = "# {}"
 """A comment of Markdown, HTML and SVG; and one of YAML."""
 
 
@@ -50,7 +51,8 @@ def write(folder: str | Path) -> Path:
     Raises:
         ValueError: as :func:`trained_folder`.
     """
-    run, trained = Path(folder), trained_folder(folder)
+    run = Path(folder)
+    trained = trained_folder(folder)
     resolved: dict[str, Any] = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
     settings = shareable(resolved)
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
@@ -150,9 +152,9 @@ def push(folder: str | Path, repo: str, *, ledger: bool = False) -> str:
     if ledger and not beside:
         raise ValueError(f"{run} has no {LEDGER}: its method differentiates, and its weights are needed")
     trained = write(run)
-    own = [trained / name for name in ("README.md", "loss.svg", "config.yaml")]
+    files_of_result = [trained / name for name in ("README.md", "loss.svg", "config.yaml")]
     if not ledger:
-        own = sorted(path for path in trained.rglob("*") if within(run, path).is_file() and path.name != MARK)
-    files = {path.relative_to(trained).as_posix(): path for path in own}
+        files_of_result = sorted(path for path in trained.rglob("*") if within(run, path).is_file() and path.name != MARK)
+    files = {path.relative_to(trained).as_posix(): path for path in files_of_result}
     hub.create(repo)
     return hub.upload(repo, {**files, **{path.name: path for path in beside}})

@@ -78,17 +78,22 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
     go back to, graphs, and a pack of the model; its data are not among them."""
     from blockwalk.tiers.block_store.store import is_store
 
-    plan, rows = run.plan, {row.kind: row for row in forecast.rows()}
+    plan = run.plan
+    rows = {row.kind: row for row in forecast.rows()}
     packs = plan.frozen.codec.encoded and not is_store(run.model)
     pack = rows["frozen"].nbytes if packs else 0
     state = rows["trainable"].nbytes + rows["optimizer"].nbytes
     if plan.zeroth_order:
         return pack + (2 * state if rows["trainable"].placement.on_disk else 0)
-    if forecast.device != "cpu":
-        return pack
-    held = sum(row.nbytes for row in rows.values() if row.placement.on_disk and row.kind != "frozen")
+    on_disk = [row for row in rows.values() if row.placement.on_disk and row.kind != "frozen"]
+    masters = 0
+    if plan.sharded and plan.optimizer_state.on_disk:  # float32 masters lie beside the states
+        masters = 4 * forecast.model.numel(trainable=True)
+    if forecast.device != "cpu":  # of one process, masters, states and gradients lie on the device there
+        on_disk = [row for row in on_disk if row.kind == "activation" or plan.sharded]
+        return pack + masters + sum(row.nbytes for row in on_disk)
     undo = state if plan.update.at_turn else 0
-    return pack + held + undo + _graph_bytes(forecast)
+    return pack + masters + sum(row.nbytes for row in on_disk) + undo + _graph_bytes(forecast)
 
 
 def _graph_bytes(forecast: Forecast) -> int:

@@ -78,9 +78,9 @@ class StepForecast:
             if self.simulation is None:
                 yield f"  {process_memory.GUESSED}"
         if self.simulation is not None and self.usual is not None:
-            found = self.usual
-            each = f"{max(self.simulation.seconds, found.seconds):.3g} s a step at most"
-            yield f"  foreseen: {each}, {found.seconds:.3g} s on average; {found.bottleneck()}"
+            usual = self.usual
+            step_seconds = f"{max(self.simulation.seconds, usual.seconds):.3g} s a step at most"
+            yield f"  foreseen: {step_seconds}, {usual.seconds:.3g} s on average; {usual.bottleneck()}"
 
     def compared(self, measured_bytes: int) -> Iterator[str]:
         """Forecast against measured, after a run: bytes of the process, or of the allocator's tensors on a GPU."""

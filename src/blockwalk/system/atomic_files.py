@@ -31,7 +31,8 @@ from blockwalk.system.paths import StrPath
 
 log = logging.getLogger(__name__)
 
-PARTIAL, ASIDE = ".partial", ".replaced"
+PARTIAL = ".partial"
+ASIDE = ".replaced"
 """The ends of the names of what is being written, and of the folder whose place it takes."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A disk that is full, a quota that is used up, a file longer than ``ulimit -f`` allows."""
@@ -314,7 +315,7 @@ def discard(path: Path) -> None:
 def left_aside(path: Path) -> list[Path]:
     """The folders that :func:`atomic_folder` took from a path, and had no time to remove."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(ASIDE)}")
-    return sorted(each for each in path.parent.iterdir() if name.fullmatch(each.name)) if path.parent.is_dir() else []
+    return sorted(sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)) if path.parent.is_dir() else []
 
 
 def bring_back(path: Path) -> None:

@@ -25,7 +25,8 @@ def _quotas(root: Path, groups: Path) -> list[float]:
             words = path.read_text(encoding="ascii").split()
             if path.name == "cpu.cfs_quota_us":
                 words.append(path.with_name("cpu.cfs_period_us").read_text(encoding="ascii").strip())
-            quota, period = int(words[0]), int(words[1])
+            quota = int(words[0])
+            period = int(words[1])
         except (OSError, ValueError, IndexError):  # no such file, or "max"
             continue
         if quota > 0 < period:

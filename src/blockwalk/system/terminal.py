@@ -59,7 +59,8 @@ def is_terminal(stream: Any) -> bool:
 
 def clean_record(record: logging.LogRecord) -> bool:
     """Clean a line of a log: a filter for handlers of :mod:`logging`."""
-    record.msg, record.args = clean(record.getMessage()), None
+    record.msg = clean(record.getMessage())
+    record.args = None
     return True
 
 

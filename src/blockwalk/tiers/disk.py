@@ -113,7 +113,8 @@ class MappedFile:
         """Unmap the pages of ``ranges`` ((offset, bytes) pairs), their ends rounded outwards to whole pages; the next
         use maps them again, with what was written to them. ``drop_cache`` also asks the kernel to forget the clean ones
         altogether."""
-        base, spans = self.bytes_P.data_ptr(), _pages(ranges, self.nbytes)
+        base = self.bytes_P.data_ptr()
+        spans = _pages(ranges, self.nbytes)
         for start, stop in spans:
             _advise(base + start, stop - start, _DONTNEED)
         if drop_cache:

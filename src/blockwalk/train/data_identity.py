@@ -57,7 +57,8 @@ def differences(
 ) -> list[str]:
     """The reasons why a resumed run's examples are others than a checkpoint's, a phrase each, by the :func:`identity` of both
     and their settings of ``data``. A checkpoint that knows fewer parts, for it is older, differs in none of the others."""
-    before, known = {**now, **saved}, {**settings, **saved_settings}
+    before = {**now, **saved}
+    known = {**settings, **saved_settings}
     phrases = []
     if before["text"] != now["text"]:
         old, new = (

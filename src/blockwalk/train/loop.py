@@ -198,7 +198,8 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
     Raises:
         ValueError: it would; the message names the path, and the setting to change.
     """
-    output_dir, result = Path(run.output_dir), "model" if run.adapters is None else "adapter"
+    output_dir = Path(run.output_dir)
+    result = "model" if run.adapters is None else "adapter"
     named = [name for name in (*sources(run.data.train), *sources(run.data.eval)) if name]
     data = [path for name in named for path in data_paths(name)]
     read = {"the model": model_paths(run.model), "a data file": data}
@@ -305,7 +306,8 @@ class _Loop:
         Raises:
             ValueError: settings, data or the model's weights differ from those that the saved state builds on.
         """
-        settings, began = self.config.to_mapping(), saved.data.get("weights", self.weights)
+        settings = self.config.to_mapping()
+        began = saved.data.get("weights", self.weights)
         if self.weights != began:
             raise ValueError(
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
@@ -386,7 +388,8 @@ class _Loop:
         notes = []
         expected = {"metrics.jsonl": self.saved.step, "evaluations.jsonl": self.saved.data.get("evaluated", -1)}
         for log in (self.metrics, self.evaluations):
-            last, name = expected[log.path.name], log.path.name
+            last = expected[log.path.name]
+            name = log.path.name
             if log.last_step < last:
                 notes.append(
                     f"{name} lacks lines up to step {last}, which the checkpoint was saved after: they were lost"
@@ -608,8 +611,8 @@ class _Loop:
             saved_to = self.output_dir / f"checkpoint-{self.walker.steps_done:06d}"
         else:
             first_rank = self.walker.ranks.rank == 0  # the others bring what it writes
-            own = self.start.may_replace(saved_to)
-            with atomic_files.atomic_folder(saved_to, replace=own) if first_rank else nullcontext(saved_to) as folder:
+            replaces = self.start.may_replace(saved_to)
+            with atomic_files.atomic_folder(saved_to, replace=replaces) if first_rank else nullcontext(saved_to) as folder:
                 if first_rank:
                     marks.write(folder, self.start.run)
                 self.walker.save_pretrained(folder)

@@ -131,7 +131,8 @@ def prepare(run: RunConfig) -> Ready:
     require_weights(run.model)
     if run.data.packing:
         require_borders(run.model)
-    total, plan = run.max_steps or batches.steps(run.epochs), run.plan
+    total = run.max_steps or batches.steps(run.epochs)
+    plan = run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
     rate = plan.optimizer  # a warm-up that the steps have no room for is refused here, by a dry run as well
