@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockwalk.checkpoints import marks, run_checkpoint
+from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import Mark
 from blockwalk.plan.choices import PrefixSettings
 from blockwalk.plan.parsing import plain_values
@@ -65,13 +65,13 @@ def test_latest_sees_whole_checkpoints_only(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-00000.safetensors").write_bytes(b"")
     (tmp_path / "checkpoint-old").mkdir()
-    with run_checkpoint.one_run(tmp_path):
+    with sweeping.one_run(tmp_path):
         found = run_checkpoint.prepare(tmp_path, "latest", overwrite=False)
         assert found.checkpoint == str(good)
         (said,) = found.damaged
         assert said.endswith("checkpoint-000009/state.json is missing; going on from checkpoint-000004")
         assert list(tmp_path.glob(".*.partial")), "a run that may still be refused touches nothing"
-        run_checkpoint.sweep(tmp_path)
+        sweeping.sweep(tmp_path)
     assert not list(tmp_path.glob(".*")), "a killed writer's leftovers are swept"
     with pytest.raises(ValueError, match=r"state\.json is missing"):
         run_checkpoint.load(tmp_path / "checkpoint-000009")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from blockwalk.checkpoints import marks, run_checkpoint
+from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.cli import main
 from blockwalk.models import places
 from blockwalk.report import card
@@ -267,7 +267,7 @@ def test_neither_the_old_nor_the_new_folder_is_lost_to_a_kill(tmp_path: Path) ->
         place.mkdir(parents=True)
         (place / "weights").write_text("old")
         killed = killed_at(point, work)
-        run_checkpoint.sweep(tmp_path)
+        sweeping.sweep(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["model"], point
         outcomes.add((place / "weights").read_text())
         if not killed:

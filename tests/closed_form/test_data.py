@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.data import encode as data_encode
 from blockwalk.data.batching import (
     Batch,
@@ -209,7 +209,7 @@ def test_a_map_whose_name_stayed_is_swept(tmp_path: Path, monkeypatch: pytest.Mo
         (scratch := tmp_path / run_checkpoint.SCRATCH).mkdir()
         rows_of([5]).mapped(scratch)
     assert list(scratch.iterdir())
-    run_checkpoint.sweep(tmp_path)
+    sweeping.sweep(tmp_path)
     assert not list(scratch.iterdir())
 
 

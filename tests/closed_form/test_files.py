@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.recorded_disk import recorded, survivors, volume_of
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints import sweeping
 from blockwalk.system import atomic_files
 
 
@@ -83,8 +83,8 @@ def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == "old"
     assert not (tmp_path / "model").exists()
     assert len(list(tmp_path.iterdir())) == 3
-    assert len(run_checkpoint.leftovers(tmp_path)) == 2
-    run_checkpoint.sweep(tmp_path)
+    assert len(sweeping.leftovers(tmp_path)) == 2
+    sweeping.sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

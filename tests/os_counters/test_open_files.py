@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints import sweeping
 from blockwalk.plan.methods import method
 from blockwalk.train.callbacks import Event
 from blockwalk.train.loop import train
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_another_process_reads_does_not_end_the_run(
         assert resumed(tiny_run, folder, lambda event: None).steps == 4
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-000004"]
     assert list(folder.glob(".checkpoint-*"))
-    run_checkpoint.sweep(folder)
+    sweeping.sweep(folder)
     assert not list(folder.glob(".checkpoint-*"))
 
 

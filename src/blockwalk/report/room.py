@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import OpKind, Pool, human_bytes
 from blockwalk.program.residency import maps_graphs
@@ -133,9 +133,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
             " trained weights on the disk tier are kept in: choose an output_dir on another disk"
         )
     needs = [(folder, kept * (trained + state) + final), (folder / run_checkpoint.SCRATCH, scratch)]
-    half_written = (path for path in run_checkpoint.leftovers(folder) if path.parent == folder)
+    half_written = (path for path in sweeping.leftovers(folder) if path.parent == folder)
     goes = [(path, _size(path)) for path in (*run_checkpoint.whole(folder), *half_written)]
-    goes += [(path, _size(path)) for path in run_checkpoint.working_files(folder)]
+    goes += [(path, _size(path)) for path in sweeping.working_files(folder)]
     for disk in dict.fromkeys(_disk(place) for place, _ in needs):
         needed = sum(nbytes for place, nbytes in needs if _disk(place) == disk)
         place = next(place for place, _ in needs if _disk(place) == disk)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from blockwalk.checkpoints import marks, run_checkpoint
+from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
@@ -132,7 +132,7 @@ def train(
     callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
     with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
-        first(lambda: folder.enter_context(run_checkpoint.one_run(output_dir)))
+        first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
         first(lambda: _refuse_places(run, start, trace))
@@ -353,7 +353,7 @@ class _Loop:
             start.clear()
         if walker.ledger is not None:
             walker.ledger.rename(self.output_dir / LEDGER)
-        first(lambda: run_checkpoint.sweep(self.output_dir))  # the other ranks write nothing meanwhile
+        first(lambda: sweeping.sweep(self.output_dir))  # the other ranks write nothing meanwhile
         own = Path() if rank == 0 else Path("logs") / f"rank-{rank:04d}"
         before = Path(start.checkpoint).parent / own if start.checkpoint else None
         atomic_files.make_folder(self.output_dir / own)
@@ -464,7 +464,7 @@ class _Loop:
             self._save()
         self.walker.wait_saved()
         self._prune()  # also what a kill right after the last checkpoint left
-        first(lambda: run_checkpoint.sweep(self.output_dir))  # weights of a run that this one has replaced
+        first(lambda: sweeping.sweep(self.output_dir))  # weights of a run that this one has replaced
         if self.stopped_by is None:
             self._evaluate()
         self.metrics.close()
