@@ -67,6 +67,27 @@ def test_a_folder_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_that_another_rank_makes_meanwhile_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a second maker of the folder, between the first one's look at it and its call."""
+    look = Path.is_symlink
+
+    def another_makes_it(path: Path) -> bool:
+        linked = look(path)
+        path.mkdir(parents=True, exist_ok=True)
+        return linked
+
+    monkeypatch.setattr(Path, "is_symlink", another_makes_it)
+    atomic_files.make_folder(tmp_path / "run" / "scratch")
+    assert (tmp_path / "run" / "scratch").is_dir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.undo()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"file is a file, and a folder is needed"):
+            atomic_files.make_folder(path)
+
+
 def test_a_killed_writer_leaves_only_what_is_swept(tmp_path: Path) -> None:
     """Oracle: the folder's listing after SIGKILL in the middle of a file and of a folder."""
     (tmp_path / "metrics.jsonl").write_text("old")

@@ -429,6 +429,8 @@ def test_the_rank_that_failed_first_is_named() -> None:
     assert message.startswith("rank 2 (process 12) was killed by SIGKILL")
     assert code == 128 + signal.SIGKILL
     assert first_failure([(3, 13, 2), (1, 11, LOST)])[1] == 2
+    stopped = (0, 10, 128 + signal.SIGTERM)  # the launcher's SIGTERM, answered with a checkpoint
+    assert first_failure([stopped, (1, 11, 2)])[0].startswith("rank 1 (process 11) ended with exit code 2")
     assert first_failure([(0, 10, LOST), (1, 11, LOST)])[1] == LOST
     assert first_failure([(0, 10, -signal.SIGTERM), (1, 11, LOST)])[0].startswith("rank 1 (process 11) lost the others")
 

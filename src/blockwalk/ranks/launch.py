@@ -140,7 +140,7 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
     """The message and the exit code of a run whose ranks failed with these (rank, process, exit code). A rank that only lost
     the others, or was stopped because of them, is not the cause."""
-    causes = [each for each in failures if each[2] not in (LOST, -signal.SIGTERM)]
+    causes = [failure for failure in failures if failure[2] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
     lost = [each for each in failures if each[2] == LOST]
     rank, process, code = min(causes or lost or failures)
     who = f"rank {rank} (process {process})"

@@ -56,21 +56,23 @@ def fsync(path: StrPath) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those around it, with durable names; leave one that is there alone.
+    """Make a folder, and those around it, with durable names; leave one that is there alone, or that another rank makes now.
 
     Raises:
         ValueError: the path, or one around it, is a file, or a link that leads nowhere.
     """
-    if not path.is_dir():
-        if path.is_symlink():
-            raise ValueError(
-                f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make that folder"
-            )
-        if path.exists():
-            raise ValueError(f"{path} is a file, and a folder is needed: choose another name")
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        fsync(path.parent)
+    if path.is_dir():
+        return
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link to {os.readlink(path)}, which is no folder: remove it, or make that folder")
+    make_folder(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if path.is_dir():
+            return
+        raise ValueError(f"{path} is a file, and a folder is needed: choose another name") from None
+    fsync(path.parent)
 
 
 def fsync_tree(path: StrPath) -> None:
@@ -260,8 +262,6 @@ def locked(folder: StrPath) -> Iterator[None]:
             lock's name is taken by a link, or by another file.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file, and a folder is needed: choose another name")
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
     path = folder / LOCK
