@@ -14,6 +14,7 @@ from blockwalk.walk.walker import Walker
 from tests.accelerator.device import Simulated
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 ROWS = {
     "mebp": ["--lora.rank", "4"],
@@ -69,7 +70,7 @@ def test_a_token_without_a_row_never_reaches_the_device(sim: Simulated, tmp_path
                 ids_BS[1, 3] = (rows, -1)[wrong]
                 queued = sim.counts().ops
                 for work in (walker.step, walker.evaluate, walker.next_logits):
-                    with pytest.raises(ValueError, match=f"token id {int(ids_BS[1, 3])}, .* {rows} rows"):
+                    with refused(ValueError, f"token {int(ids_BS[1, 3])} {rows} rows"):
                         work({**batch, "input_ids": ids_BS})
                 assert sim.counts().ops == queued
             after.append(walker.step(batch).loss)

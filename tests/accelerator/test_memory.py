@@ -22,6 +22,7 @@ from blockwalk.tiers.host import Staged
 from blockwalk.tiers.scratch_maps import Activations, ScratchMaps
 from blockwalk.walk.lanes import Lanes
 from tests.accelerator.device import Simulated
+from tests.support.messages import refused
 
 
 def test_buffers_share_pieces_in_order_and_none_crosses_a_border() -> None:
@@ -75,9 +76,9 @@ def test_the_device_has_a_number_and_comes_from_whoever_names_it(
     monkeypatch.setenv("BLOCKWALK_DEVICE", "cpu")
     assert chosen() == torch.device("cpu")
     assert chosen("sim:3") == torch.device("sim", 3)
-    with pytest.raises(ValueError, match="BLOCKWALK_DEVICE"):
+    with refused(ValueError, "BLOCKWALK_DEVICE"):
         chosen("sim:4")
-    with pytest.raises(ValueError, match="finds 0 of its type"):
+    with refused(ValueError, "0 type"):
         chosen("cuda")
 
 
@@ -198,6 +199,6 @@ def test_no_slot_waits_for_a_disk(sim: Simulated) -> None:
     assert tier.read_unit(0, out_P) == 3
     assert int(out_P.cpu().sum()) == 7 * 64
     tier.write_unit(0, out_P, -1)
-    with pytest.raises(OSError, match="no room"):
+    with refused(OSError, "room"):
         tier.bucket(0)
     tier.close()

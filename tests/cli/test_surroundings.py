@@ -23,6 +23,7 @@ from blockwalk.system.cores import usable_cores
 from blockwalk.train.config import from_mapping
 from tests.conftest import TinyRun
 from tests.forked import Forked
+from tests.support.messages import refused
 
 DISK = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
 
@@ -63,7 +64,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("HOME", "XDG_CACHE_HOME", "BLOCKWALK_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id that the system does not know
-    with pytest.raises(PermissionError, match="BLOCKWALK_CACHE"):
+    with refused(PermissionError, "BLOCKWALK_CACHE"):
         cache.folder()
     cache.write_json("entry", 1)
     assert cache.read_json("entry", int) is None
@@ -166,5 +167,5 @@ def test_an_address(address: str, parts: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "[]:1", "host:0", "host:65536", "host:99999999999999", "host:²"])
 def test_no_address(address: str) -> None:
-    with pytest.raises(ValueError, match="65535"):
+    with refused(ValueError, "65535"):
         host_and_port(address)

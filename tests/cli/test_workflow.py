@@ -13,6 +13,7 @@ from blockwalk import Walker, method
 from blockwalk.cli import main
 from blockwalk.tiers.block_store.store import BlockStore
 from tests.conftest import TinyRun
+from tests.support.messages import refused
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -159,7 +160,7 @@ def test_rounded_weights_are_not_what_training_starts_from(from_store: bool, tin
         assert main.main(["pack", str(model), str(tmp_path / "store"), "--codec", "int8"]) == 0
         model, frozen = tmp_path / "store", "disk × raw"
     plan = method("plain", frozen=frozen)
-    with pytest.raises(ValueError, match="without adapters every weight is trained"):
+    with refused(ValueError, "adapters"):
         Walker(model, plan, workdir=tmp_path / "work", device="cpu")
     assert not (tmp_path / "work").exists()
     Walker(model, plan, workdir=tmp_path / "work", device="cpu", training=False).close()

@@ -10,6 +10,7 @@ import pytest
 
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Curve, Link
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -19,21 +20,21 @@ WHOLE = "device_bytes: 8GB\nflops: {float32: 1e12}\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (WHOLE + "device: tpu", "device is 'tpu'; it must be cuda or cpu"),
-        (WHOLE + "device_bytes: 0", "device_bytes is 0; it must be above 0"),
-        (WHOLE + "nodes: 0", "nodes is 0; it must be above 0"),
-        ("device_bytes: 8GB", r"flops is \{\}; it needs a positive figure"),
-        ("device_bytes: 8GB\nflops: {float32: -1}", r"flops is \{'float32': -1.0\}; it needs a positive figure"),
-        (WHOLE + "host_byte: 1GB", "unknown key 'host_byte'; did you mean 'host_bytes'"),
-        (WHOLE + "flops: 1e12", "flops is .*; it must be a mapping by name"),
-        (WHOLE + "disk_bytes: plenty", "'plenty' is no size"),
-        ("- a\n- list", "holds no mapping of figures"),
-        ("a: [", "is not valid YAML"),
+        (WHOLE + "device: tpu", "device tpu cuda cpu"),
+        (WHOLE + "device_bytes: 0", "device_bytes 0"),
+        (WHOLE + "nodes: 0", "nodes 0"),
+        ("device_bytes: 8GB", "flops {}"),
+        ("device_bytes: 8GB\nflops: {float32: -1}", "flops float32 -1.0"),
+        (WHOLE + "host_byte: 1GB", "host_byte host_bytes"),
+        (WHOLE + "flops: 1e12", "flops mapping"),
+        (WHOLE + "disk_bytes: plenty", "plenty"),
+        ("- a\n- list", "mapping"),
+        ("a: [", "YAML"),
     ],
 )
 def test_a_description_with_one_thing_wrong_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "machine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         hardware.load(tmp_path / "machine.yaml")
 
 
@@ -67,7 +68,7 @@ def test_this_machine_is_what_doctor_wrote_for_its_device_else_the_memory_that_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="write it with blockwalk doctor"):
+    with refused(ValueError, "doctor"):
         hardware.load("here")
     host = psutil.virtual_memory().total
     rough = hardware.of_this_machine()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockwalk.plan.schedules import SCHEDULES, make_schedule
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -43,16 +44,16 @@ def test_the_last_rate_stays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cosin", 1.0), "'cosin'; there are constant, linear, cosine"),
-        (("linear", 1.0), "total_steps is 0"),
-        (("constant", 1.0, 0.1), "total_steps is 0"),
-        (("linear", 1.0, 11, 10), "warmup_steps is 11, more than the 10"),
-        (("linear", 1.0, 2.5, 10), "warmup_steps is 2.5"),
-        (("linear", math.nan, 0, 10), "learning_rate is nan"),
-        (("linear", 1.0, 0, 10, 1.5), "min_ratio is 1.5"),
+        (("cosin", 1.0), "cosin constant linear cosine"),
+        (("linear", 1.0), "total_steps 0"),
+        (("constant", 1.0, 0.1), "total_steps 0"),
+        (("linear", 1.0, 11, 10), "warmup_steps 11 10"),
+        (("linear", 1.0, 2.5, 10), "warmup_steps 2.5"),
+        (("linear", math.nan, 0, 10), "learning_rate nan"),
+        (("linear", 1.0, 0, 10, 1.5), "min_ratio 1.5"),
     ],
 )
 def test_schedules_that_cannot_be(arguments: tuple[str, float], message: str) -> None:
     """Oracle: closed form. Each call breaks the one rule that the message names."""
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         make_schedule(*arguments)

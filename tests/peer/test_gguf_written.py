@@ -14,6 +14,7 @@ from blockwalk.cli import main
 from blockwalk.models import gguf_splits
 from blockwalk.models.folder import model_folder
 from tests.support import llama_cpp
+from tests.support.messages import refused
 
 pytest.importorskip("gguf", reason="needs the gguf package")
 
@@ -212,7 +213,7 @@ def test_a_split_of_unknown_name_is_refused_when_it_is_read(tmp_path: Path, monk
     monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: add(writer, "of-tomorrow"))
     folder = folder_with(tmp_path / "model")
     assert main.main(["gguf", str(folder), str(tmp_path / "model.gguf"), "--dtype", "f32"]) == 0
-    with pytest.raises(ValueError, match=r"model\.gguf splits text as 'of-tomorrow' \(tokenizer.ggml.pre\)"):
+    with refused(ValueError, "model.gguf of-tomorrow tokenizer.ggml.pre"):
         model_folder(tmp_path / "model.gguf")
 
 

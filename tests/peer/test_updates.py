@@ -22,6 +22,7 @@ from blockwalk.numerics.updates import (
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.schedules import make_schedule
 from blockwalk.plan.update_rules import RULES
+from tests.support.messages import refused
 
 
 def peer_optimizer(options: OptimizerSettings, params: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -214,13 +215,13 @@ def test_a_warmup_below_one_is_a_ratio(warmup: float, total: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (OptimizerSettings("adam"), "'adam'; there are adamw, sgd, momentum, sign"),
-        (OptimizerSettings("adamw", betas=(0.9, 1.0)), "betas is"),
-        (OptimizerSettings("momentum", momentum=0.0), "the rule is sgd"),
-        (OptimizerSettings("sgd", weight_decay=-1.0), "weight_decay is -1.0"),
+        (OptimizerSettings("adam"), "adam adamw sgd momentum sign"),
+        (OptimizerSettings("adamw", betas=(0.9, 1.0)), "betas"),
+        (OptimizerSettings("momentum", momentum=0.0), "sgd"),
+        (OptimizerSettings("sgd", weight_decay=-1.0), "weight_decay -1.0"),
     ],
 )
 def test_rules_that_cannot_be(options: OptimizerSettings, message: str) -> None:
     """Oracle: torch.optim refuses the same numbers (momentum 0 and the name apart); the message names the setting."""
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         Rule(options)

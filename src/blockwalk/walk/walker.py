@@ -168,7 +168,7 @@ class Walker:
             self.ranks.durable = any(told for (told,) in self.ranks.exchange([plan.trainable.on_disk]))
         self.lanes = Lanes(self.device)
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
-        """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
+        """Programs that ran, with the host seconds of their ops; None records none (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: UnitCosts | None = None
         self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
