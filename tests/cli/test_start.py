@@ -13,6 +13,7 @@ from blockwalk.cli import main
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
 from tests.conftest import TinyRun
+from tests.support.messages import says
 
 
 def test_a_run_file_is_written_for_this_machine(
@@ -30,7 +31,7 @@ def test_a_run_file_is_written_for_this_machine(
     assert capsys.readouterr().out.startswith(f"written to run.yaml ({run.plan.method}, ")
     assert "# The row of the table of methods" in text
     assert main.main(["init"]) == 2
-    assert "run.yaml exists already" in capsys.readouterr().err
+    says(capsys.readouterr().err, "run.yaml exists")
     assert Path("run.yaml").read_text() == text
 
 
@@ -40,7 +41,7 @@ def test_nobody_is_asked_where_nobody_is(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
     assert main.main(["init"]) == 2
-    assert "model is missing: the model: a folder, or a name of the hub" in capsys.readouterr().err
+    says(capsys.readouterr().err, "model missing folder hub")
 
 
 def test_a_shell_completes_settings(capsys: pytest.CaptureFixture[str]) -> None:

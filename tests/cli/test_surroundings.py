@@ -23,7 +23,7 @@ from blockwalk.system.cores import usable_cores
 from blockwalk.train.config import from_mapping
 from tests.conftest import TinyRun
 from tests.forked import Forked
-from tests.support.messages import refused
+from tests.support.messages import refused, says
 
 DISK = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
 
@@ -48,7 +48,7 @@ def test_runs_go_on_where_the_file_system_has_no_locks(
     """Every place that locks: a run's folder, a pack that is made, and weights that are written."""
     monkeypatch.setattr(fcntl, "flock", without_locks())
     assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", *settings]) == 0
-    assert "without locks" in caplog.text
+    says(caplog.text, "locks")
 
 
 @pytest.mark.parametrize("number", locks.WITHOUT_LOCKS)

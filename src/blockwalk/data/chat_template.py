@@ -7,7 +7,6 @@ The kernel's limit on the address space holds for every operation of a template 
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from blockwalk.system.process_limits import UNLIMITED, limit, set_limit
 from blockwalk.system.process_memory import address_space_bytes
 
 LEAST_BOUND = 64 << 20
@@ -39,8 +39,8 @@ _bound: ContextVar[tuple[int, str] | None] = ContextVar("bound", default=None)
 def chat_bounds(tokenizer: Any, record: Any) -> Iterator[None]:
     """Bounds for all renderings of one ``record``, any value of JSON: to set them takes a quarter of what one rendering does.
 
-    Memory and time are bounded in the main thread, and memory where the system has a ``/proc``: a limit is the whole process's,
-    and another thread's work is not to fail by it. The text is bounded everywhere.
+    Memory and time are bounded in the main thread of a system with signals (not Windows), and memory where there is a
+    ``/proc``: a limit is the whole process's, and another thread's work is not to fail by it. The text is bounded everywhere.
     """
     characters = len(json.dumps(record, ensure_ascii=False, default=str))
     bound = max(LEAST_BOUND, TIMES * (characters + len(str(tokenizer.chat_template))))
@@ -83,13 +83,13 @@ def _bounded(nbytes: int) -> Iterator[None]:
         MemoryError: more was wanted.
         Endless: it took longer.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = limit("RLIMIT_AS")
     if held := address_space_bytes():
-        limits = [limit for limit in (soft, hard, held + nbytes) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        bounds = [bound for bound in (soft, hard, held + nbytes) if bound != UNLIMITED]
+        set_limit("RLIMIT_AS", min(bounds), hard)
     before = signal.signal(signal.SIGALRM, _stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -97,7 +97,7 @@ def _bounded(nbytes: int) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        set_limit("RLIMIT_AS", soft, hard)
 
 
 def _stop(*_: object) -> None:

@@ -7,8 +7,8 @@ torch.
 
 from __future__ import annotations
 
+import mmap
 import os
-import resource
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockwalk.system.atomic_files import nearest
+from blockwalk.system.process_limits import UNLIMITED, limit
 
 DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
 _STATM = "/proc/self/statm"
-_PAGE = resource.getpagesize()
+_PAGE = mmap.PAGESIZE
 _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
 
 
@@ -89,11 +90,11 @@ def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pro
     swap = int(psutil.swap_memory().total)
     limits = [Limit(int(psutil.virtual_memory().total), "this machine", swap)]
     for path in group_files(root, groups, "memory", v1="memory.limit_in_bytes", v2="memory.max"):
-        if (limit := _number(path)) is not None:
+        if (bound := _number(path)) is not None:
             most = _number(path.with_name("memory.swap.max"))
-            limits.append(Limit(limit, str(path), swap if most is None else min(swap, most)))
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
+            limits.append(Limit(bound, str(path), swap if most is None else min(swap, most)))
+    address_space = limit("RLIMIT_AS")[0]
+    if address_space != UNLIMITED:
         limits.append(Limit(address_space, "ulimit -v", of_process=True))
     return limits
 
