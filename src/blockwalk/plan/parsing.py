@@ -225,6 +225,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _steps(value: Any) -> int | float:
+    """A number of steps, or a share of them; a whole number is an int."""
+    number = _number(value)
+    return int(number) if number.is_integer() else number
+
+
 def _texts(value: Any) -> tuple[str, ...]:
     return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
 
@@ -279,6 +285,7 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     bool: ("true|false", "true or false", _boolean),
     int: ("N", "a whole number", _integer),
     float: ("X", "a number", _number),
+    int | float: ("N|SHARE", "a number of steps, or a share of them below 1, such as 0.03", _steps),
     int | None: ("SIZE", "a size, such as 18GB, 512MiB or a number of bytes", _size),
     tuple[float, float]: ("X,X", "two numbers, such as [0.9, 0.95]", _pair),
     tuple[float, ...]: ("X,...", "a list of numbers, such as [0.7, 0.3]", _numbers),

@@ -29,7 +29,7 @@ from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.numerics.device import chosen, described
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.schedules import make_schedule
+from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.report.forecast import Forecast, foresee
@@ -135,8 +135,7 @@ def prepare(run: RunConfig) -> Ready:
     plan = run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
-    rate = plan.optimizer  # a warm-up that the steps have no room for is refused here, by a dry run as well
-    make_schedule(rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
+    schedule_of(plan.optimizer)  # a warm-up that the steps have no room for is refused here, by a dry run as well
     longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
     _require_positions(run, rows if choices is None else choices.rows, held_out)
