@@ -39,6 +39,7 @@ from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.temporary import require_temporary
 from blockwalk.train import outlook
+from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
@@ -168,6 +169,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
     refuse_rounded(run.model, run.plan, run.adapters)
+    trackers(run.report_to)  # which are named wrongly, or not installed
     ready = prepare(run)
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
