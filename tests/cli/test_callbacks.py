@@ -178,8 +178,24 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     assert "48 steps" in said
     assert "note: eval_every is 5, and data.eval is empty: nothing is evaluated" in said
     assert "note: lora.rank is 5000, above the model's width of 64" in said
+    assert said.count("defaults: constant learning rate, no warm-up, no clipping; other tools differ") == 1
     assert said.startswith("device  cpu\nmemory  about ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}}, "defaults: no clipping; other tools differ"),
+        ({"optimizer": {"schedule": "linear", "warmup_steps": 5, "max_grad_norm": 1}}, None),
+        ({"method": "mezo"}, None),
+    ],
+)
+def test_defaults_that_differ_from_other_tools_are_said_unless_set(settings: dict[str, Any], line: str | None) -> None:
+    """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
+    lines = list(outlook.usual_elsewhere(config.from_mapping(settings).plan))
+    assert len(lines) == (line is not None)
+    assert line is None or lines[0].startswith(line)
 
 
 def test_sequences_beyond_the_models_positions_are_noted(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

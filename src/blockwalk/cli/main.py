@@ -290,8 +290,8 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     try:
         given: list[tuple[str, Any]] = []
         if command is not None and command.takes_settings:
-            options = {"device", "help", "version", *(name.removeprefix("--") for name, _ in command.options)}
-            given, arguments = config.split_flags(arguments, options)
+            taken = {"device", "help", "version", *(name.removeprefix("--") for name, _ in command.options)}
+            given, arguments = config.split_flags(arguments, taken)
         values, unknown = commands.parse_known_args(arguments)
         if command is None:
             commands.print_help()

@@ -77,6 +77,12 @@ def _other(
     return Foreign(ours, sentence, _names(**tools), line, example, same, idle)
 
 
+def _of_peft(name: str, example: Any, **tools: str) -> Foreign:
+    """A row for a field of PEFT's LoraConfig."""
+    sentence = "PEFT's own fields stand in lora.options."
+    return Foreign("lora.options", sentence, _names(**tools), to.option(name), example, idle=to.is_off)
+
+
 def _none(sentence: str, idle: Callable[[Any], bool] | None = None, **tools: str) -> Foreign:
     """A row that nothing here does; what ``idle`` says of its values is so here anyway."""
     return Foreign("", sentence, _names(**tools), idle=idle)
@@ -521,7 +527,7 @@ _MEMORY = (
     _none("Products are PyTorch's own; nothing here changes their precision.", to.is_off, hf="tf32", axolotl="tf32"),
     _other(
         "frozen",
-        "A codec of frozen weights does it; the default method has four bits already (int4a).",
+        "A codec of frozen weights does it; the default has four bits already (int4a).",
         to.switch("frozen.codec", "nf4", "raw"),
         True,
         trl="load_in_4bit",
@@ -595,7 +601,7 @@ _MEMORY = (
     ),
     _other(
         "recompute",
-        "all computes activations anew in the backward walk; none keeps them.",
+        "Activations are computed anew in the backward walk (all) or kept (none).",
         to.switch("recompute", "all", "none"),
         True,
         hf="gradient_checkpointing activation_checkpointing",
@@ -605,7 +611,7 @@ _MEMORY = (
     ),
     _other(
         "recompute",
-        "all computes activations anew in the backward walk; none keeps them.",
+        "Activations are computed anew in the backward walk (all) or kept (none).",
         to.switch("recompute", "none", "all"),
         True,
         factory="disable_gradient_checkpointing",
@@ -666,7 +672,7 @@ _RANKS = (
         axolotl="sequence_parallel_degree context_parallel_size tensor_parallel_size",
         other="tensor_parallel pipeline_parallel context_parallel",
     ),
-    _none("Buffers of the model are compared and kept by every method.", to.is_off, trl="ignore_bias_buffers"),
+    _none("Buffers need no setting.", to.is_off, trl="ignore_bias_buffers"),
     _none(
         "Processes find one another by themselves; start_timeout and interface are the settings.",
         hf="ddp_backend ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
@@ -749,37 +755,22 @@ _ADAPTERS = (
         idle=_is_on,
         axolotl="lora_target_linear",
     ),
-    _other(
-        "lora.options",
-        "PEFT's own fields stand in lora.options.",
-        to.option("modules_to_save"),
+    _of_peft(
+        "modules_to_save",
         ["lm_head"],
-        idle=to.is_off,
         trl="lora_modules_to_save modules_to_save",
         axolotl="lora_modules_to_save",
         factory="additional_target",
     ),
-    *(
-        _other(
-            "lora.options",
-            "PEFT's own fields stand in lora.options.",
-            to.option(name),
-            example,
-            idle=to.is_off,
-            **tools,
-        )
-        for name, example, tools in (
-            ("use_dora", True, {"trl": "use_dora", "axolotl": "peft_use_dora", "factory": "use_dora"}),
-            ("use_rslora", True, {"trl": "use_rslora", "axolotl": "peft_use_rslora", "factory": "use_rslora"}),
-            ("rank_pattern", {"q_proj": 4}, {"trl": "rank_pattern"}),
-            ("alpha_pattern", {"q_proj": 4}, {"trl": "alpha_pattern"}),
-            ("exclude_modules", ["o_proj"], {"trl": "exclude_modules"}),
-            ("target_parameters", ["experts.gate_up_proj"], {"trl": "lora_target_parameters target_parameters"}),
-            ("layers_to_transform", [0, 1], {"trl": "layers_to_transform", "axolotl": "peft_layers_to_transform"}),
-            ("layers_pattern", "layers", {"trl": "layers_pattern"}),
-            ("init_lora_weights", "gaussian", {"trl": "init_lora_weights", "axolotl": "peft_init_lora_weights"}),
-        )
-    ),
+    _of_peft("use_dora", True, trl="use_dora", axolotl="peft_use_dora", factory="use_dora"),
+    _of_peft("use_rslora", True, trl="use_rslora", axolotl="peft_use_rslora", factory="use_rslora"),
+    _of_peft("rank_pattern", {"q_proj": 4}, trl="rank_pattern"),
+    _of_peft("alpha_pattern", {"q_proj": 4}, trl="alpha_pattern"),
+    _of_peft("exclude_modules", ["o_proj"], trl="exclude_modules"),
+    _of_peft("target_parameters", ["experts.gate_up_proj"], trl="lora_target_parameters target_parameters"),
+    _of_peft("layers_to_transform", [0, 1], trl="layers_to_transform", axolotl="peft_layers_to_transform"),
+    _of_peft("layers_pattern", "layers", trl="layers_pattern"),
+    _of_peft("init_lora_weights", "gaussian", trl="init_lora_weights", axolotl="peft_init_lora_weights"),
     _none(
         "Every layer gets adapters; lora.options.layers_to_transform lists some.",
         _is("-1"),
@@ -800,7 +791,7 @@ _ADAPTERS = (
         " ensure_weight_tying",
     ),
     _none("PEFT's notes to itself are written by training.", trl="auto_mapping peft_version runtime_config"),
-    _none("Training says so itself.", to.is_off, trl="inference_mode fan_in_fan_out"),
+    _none("Training sets it by itself.", to.is_off, trl="inference_mode fan_in_fan_out"),
     _other(
         "lora.from",
         "Training goes on from an adapter's folder.",
@@ -933,7 +924,7 @@ _DATA = (
     ),
     _other(
         "data.chat_template",
-        "A template's name or its file is written down.",
+        "It is chatml, llama3, gemma, phi3, mistral or a file.",
         to.same("data.chat_template"),
         "chatml",
         trl="chat_template_path",
@@ -1001,7 +992,8 @@ _DATA = (
     _none(
         "Batches are read from memory maps: there are no workers and no columns to remove.",
         hf="dataloader_multiprocessing_context dataloader_num_workers dataloader_pin_memory"
-        " dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers dataloader_in_order remove_unused_columns label_names",
+        " dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers dataloader_in_order"
+        " remove_unused_columns label_names",
     ),
     _none(
         "Batches are drawn at random; their padding is small, and data.packing removes it.",
