@@ -10,6 +10,7 @@ import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from blockwalk.cli import main
 from blockwalk.simulate import hardware
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.train import config, outlook
+from blockwalk.train.callbacks import tracker_names, trackers
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
@@ -47,7 +49,7 @@ def told(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         events.append(event)
         return event.name == "step" and event.step == 4
 
-    more = {"max_steps": 6, "eval_every": 2, "save_every": 2, "report_to": ["tensorboard"]}
+    more = {"max_steps": 6, "eval_every": 2, "save_every": 2, "report_to": ["tensorboard"], "run_name": "first"}
     outcome = blockwalk.train(settings(tiny_run, out, **more), callbacks=[note])
     assert (outcome.steps, outcome.stopped_by, outcome.after is not None) == (4, None, True)
     return out, events
@@ -70,6 +72,7 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     out, _ = told
     found: dict[str, dict[int, float]] = {}
+    assert [path.name for path in (out / "trackers").iterdir()] == ["first"]
     for path in (out / "trackers").rglob("*tfevents*"):
         data, at = path.read_bytes(), 0
         while at < len(data):  # length, checksum, event, checksum
@@ -86,6 +89,33 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
         expected = {line["step"]: line[name] for line in whole_lines(out / f"{file}.jsonl")}
         assert found[f"{tag}/{name}"] == pytest.approx(expected, rel=1e-6)
     assert found["forecast/tensor_bytes"][0] > 0
+
+
+@pytest.mark.parametrize(("environment", "project"), [({}, "blockwalk"), ({"WANDB_PROJECT": "mine"}, "mine")])
+def test_a_tracker_is_told_its_project_and_the_runs_name(
+    environment: dict[str, str], project: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: accelerate's own tracker, which hands both to wandb.init."""
+    from accelerate import PartialState, tracking
+
+    told: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **names: told.update(names)))
+    PartialState(cpu=True)
+    first, arguments = tracker_names("wandb", "my-run", environment)
+    tracking.WandBTracker(first, **arguments).start()
+    assert told == {"project": project, "name": "my-run"}
+
+
+def test_none_and_all_are_trackers_as_in_transformers() -> None:
+    """Oracle: accelerate's list of the trackers that are installed."""
+    from accelerate import tracking
+
+    assert trackers(()) == trackers(("none",)) == []
+    assert len(trackers(("all",))) == len(tracking.get_available_trackers())
+    with pytest.raises(ValueError, match="report_to is none, tensorboard; none and all stand alone"):
+        trackers(("none", "tensorboard"))
+    for name in ("none", "all"):
+        assert config.from_mapping({"report_to": name}).report_to == (name,)
 
 
 def test_a_model_card_is_one_for_the_hub(
@@ -149,8 +179,24 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     assert "48 steps" in said
     says(said, "eval_every 5 data.eval")
     says(said, "lora.rank 5000 64")
+    assert said.count("no warm-up") == 1
     assert said.startswith("device  cpu\nmemory  about ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}}, "defaults: no clipping; other tools differ"),
+        ({"optimizer": {"schedule": "linear", "warmup_steps": 5, "max_grad_norm": 1}}, None),
+        ({"method": "mezo"}, None),
+    ],
+)
+def test_defaults_that_differ_from_other_tools_are_said_unless_set(settings: dict[str, Any], line: str | None) -> None:
+    """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
+    lines = list(outlook.usual_elsewhere(config.from_mapping(settings).plan))
+    assert len(lines) == (line is not None)
+    assert line is None or lines[0].startswith(line)
 
 
 def test_sequences_beyond_the_models_positions_are_noted(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
     [
         ({"optimiser": {"learning_rate": 1}}, "optimiser.learning_rate optimizer.learning_rate"),
         ({"optimizer": {"learning_rat": 1}}, "optimizer.learning_rat optimizer.learning_rate"),
-        ({"learning_rate": 1}, "learning_rate optimizer.learning_rate"),
+        ({"learning_rat": 1}, "learning_rat optimizer.learning_rate"),
         ({"lora": {"rnk": 1}}, "lora.rnk lora.rank"),
         ({"data": {"max_lenght": 1}}, "data.max_length"),
         ({"batchsize": 1}, "batch_size"),
@@ -111,6 +111,10 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
         ({"frozen": {"teir": "disk"}}, "frozen.teir frozen.tier"),
         ({"budget": "much"}, "budget much 18GB"),
         ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, "batch_size 8"),
+        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps None"),
+        ({"optimizer.max_grad_norm": "much"}, "optimizer.max_grad_norm much"),
+        ({"method": "distzo2", "mesh": {"world": 2, "data": None}}, "mesh.data None"),
+        ({"lora.options.init_lora_weights": "[1"}, "lora.options.init_lora_weights [1 YAML"),
         ({3: 4}, "setting 3"),
     ],
 )
@@ -176,7 +180,8 @@ floats = st.floats(min_value=0, max_value=1e9)
     name=st.sampled_from(sorted(METHODS)),
     text=texts,
     words=st.lists(texts, min_size=1),
-    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1, 1 << 16), alpha=floats, target_modules=texts.filter(bool)),
+    lora=st.none()
+    | st.builds(LoraSettings, rank=st.integers(1, 1 << 16), alpha=floats, target_modules=texts.filter(bool)),
     rate=floats,
     options=st.dictionaries(texts, st.one_of(st.booleans(), st.integers(), texts, st.floats(allow_nan=False))),
     budget=st.none() | st.integers(1, 1 << 62),

@@ -95,7 +95,7 @@ def test_names_that_were_probably_meant() -> None:
     """The nearest; else what other libraries call it; else the only one that ends so; else nothing."""
     known = setting_names()
     assert did_you_mean("lr", known) == "; did you mean 'optimizer.learning_rate'?"
-    assert did_you_mean("eps", known) == "; did you mean 'zo.epsilon'?"
+    assert did_you_mean("eps", known) == "; did you mean 'optimizer.eps'?"
     assert did_you_mean("optimizr.name", known) == "; did you mean 'optimizer.name'?"
     assert did_you_mean("betas", known) == "; did you mean 'optimizer.betas'?"
     assert did_you_mean("zzzzzz", known) == ""

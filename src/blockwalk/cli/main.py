@@ -18,7 +18,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from blockwalk.system import open_files
 from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
+from blockwalk.train.foreign_settings import Note
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
 UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
@@ -288,7 +290,8 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     try:
         given: list[tuple[str, Any]] = []
         if command is not None and command.takes_settings:
-            given, arguments = config.split_flags(arguments)
+            taken = {"device", "help", "version", *(name.removeprefix("--") for name, _ in command.options)}
+            given, arguments = config.split_flags(arguments, taken)
         values, unknown = commands.parse_known_args(arguments)
         if command is None:
             commands.print_help()
@@ -323,7 +326,8 @@ def _configured(
     command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]], *, runs_here: bool = True
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
-    run = config.load(values.config, overrides)
+    with _notes_printed():
+        run = config.load(values.config, overrides, as_flags=True)
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
     for name in command.needs:
@@ -336,6 +340,22 @@ def _configured(
     elif not os.path.isfile(run.model):  # a config.json is enough
         folder.require_config(run.model)
     return run
+
+
+@contextmanager
+def _notes_printed() -> Iterator[None]:
+    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", Note)
+            yield
+    finally:
+        notes = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, Note))
+        for note in notes if place.place().rank == 0 else ():
+            say(f"note: {one_line(note)}", file=sys.stderr)
+        for each in caught:
+            if not issubclass(each.category, Note):
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "run",
         "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints skip_nonfinite log_every"
-        " report_to push_to_hub eval_every eval_first data.eval_limit",
+        " report_to run_name push_to_hub eval_every eval_first data.eval_limit",
         _TRAIN,
     ),
 )

@@ -14,7 +14,7 @@ from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer, encode, 
 from blockwalk.data.formats import Format, Record, Template
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
-from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.parsing import LOOSE, did_you_mean
 from blockwalk.plan.run_config import DataSettings
 
 
@@ -82,7 +82,7 @@ def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> li
 def asks_of(settings: DataSettings) -> Template | Task | None:
     """The template or the task that makes a question of each record, if the settings name one."""
     if settings.task and settings.task not in TASKS:
-        hint = did_you_mean(settings.task, list(TASKS))
+        hint = did_you_mean(settings.task, list(TASKS), LOOSE)
         raise ValueError(f"data.task is {settings.task!r}{hint}; known: {', '.join(TASKS)}")
     if settings.task:
         return TASKS[settings.task]

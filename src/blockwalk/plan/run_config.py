@@ -137,7 +137,10 @@ class RunConfig:
     """Zeroth order: the address (``host:port``, on one machine such as 127.0.0.1:29600) at which this run takes in ranks that
     come and go: ``blockwalk train run.yaml --join``, as often and whenever you like; empty: none."""
     report_to: tuple[str, ...] = ()
-    """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names)."""
+    """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names); all: those
+    that are installed; none: none. WANDB_PROJECT, or such, names the project; without, it is blockwalk."""
+    run_name: str = ""
+    """The run's name at trackers; empty: the name of ``output_dir``."""
     push_to_hub: str = ""
     """A repository of the hub (``owner/name``) that is given what was trained, with a model card; where there is none, one
     is made, private, before the run."""

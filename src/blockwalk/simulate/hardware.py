@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import yaml
 
-from blockwalk.plan.parsing import NoAliases, did_you_mean, hints_of, parse_bytes
+from blockwalk.plan.parsing import LOOSE, NoAliases, did_you_mean, hints_of, parse_bytes
 from blockwalk.program.costs import Sizes
 from blockwalk.system.atomic_files import read_yaml, reading
 
@@ -179,7 +179,8 @@ def load(name_or_path: str | Path) -> Hardware:
     shipped, known = SHIPPED / f"{name_or_path}.yaml", names()
     path = HERE if name_or_path == "here" else shipped if shipped.is_file() else Path(name_or_path)
     if not path.is_file():
-        raise ValueError(f"unknown hardware {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)}; a file, or one"
+        hint = did_you_mean(str(name_or_path), known, LOOSE)
+        raise ValueError(f"unknown hardware {str(name_or_path)!r}{hint}; a file, or one"
                          f" of {', '.join(known)}")  # fmt: skip
     raw = read_yaml(path, NoAliases)
     if not isinstance(raw, dict):
@@ -194,7 +195,7 @@ def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
     values: dict[str, Any] = {"name": path.stem}
     for key, value in raw.items():
         if key not in hints:
-            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints))}")
+            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints), LOOSE)}")
         if hints[key] in _READERS:
             values[key] = _READERS[hints[key]](value)
         elif not isinstance(value, dict):

@@ -1,4 +1,5 @@
-"""The outlook of a run before its first step: how many steps it has, and settings that will not do as they seem to."""
+"""The outlook of a run before its first step: how many steps it has, and settings and defaults that do
+not do as one might think."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from pathlib import Path
 from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
+from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs
 from blockwalk.system.atomic_files import read_json
@@ -55,3 +58,14 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     width = found.get("hidden_size") or found.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
         yield f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters that wide gain nothing"
+
+
+def usual_elsewhere(plan: Plan) -> Iterator[str]:
+    """A line on the defaults of backpropagation that differ from those of other tools, as far as they stand."""
+    rate = plan.optimizer
+    default = OptimizerSettings()
+    parts = {"schedule": "constant learning rate", "warmup_steps": "no warm-up", "max_grad_norm": "no clipping"}
+    standing = {name: text for name, text in parts.items() if getattr(rate, name) == getattr(default, name)}
+    if standing and not plan.zeroth_order:
+        settings = ", ".join(f"optimizer.{name}" for name in standing)
+        yield f"defaults: {', '.join(standing.values())}; other tools differ (set {settings})"

@@ -29,7 +29,7 @@ from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.numerics.device import chosen, described
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.schedules import make_schedule
+from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
 from blockwalk.report.forecast import Forecast, foresee
@@ -39,6 +39,7 @@ from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.temporary import require_temporary
 from blockwalk.train import outlook
+from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
@@ -135,8 +136,7 @@ def prepare(run: RunConfig) -> Ready:
     plan = run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
-    rate = plan.optimizer  # a warm-up that the steps have no room for is refused here, by a dry run as well
-    make_schedule(rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
+    schedule_of(plan.optimizer)  # a warm-up that the steps have no room for is refused here, by a dry run as well
     longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
     _require_positions(run, rows if choices is None else choices.rows, held_out)
@@ -169,6 +169,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
     refuse_rounded(run.model, run.plan, run.adapters)
+    trackers(run.report_to)  # which are named wrongly, or not installed
     ready = prepare(run)
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
@@ -184,6 +185,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     )
     yield from (f"note: {warning}" for warning in ready.rows.report.warnings())
     yield from outlook.notes(run, ready.longest)
+    yield from outlook.usual_elsewhere(ready.plan)
     yield from learnt_lines("first record", ready.shown)
     yield "nothing was written; leave --dry-run out to train"
 

@@ -37,7 +37,7 @@ from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan, refuse_dropout
-from blockwalk.plan.schedules import make_schedule
+from blockwalk.plan.schedules import schedule_of
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
@@ -138,12 +138,10 @@ class Walker:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
         self.plan = plan = as_it_comes(plan, model)
-        rate = plan.optimizer
-        schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
         lora = as_adapters(lora)
         if training:
             refuse_dropout(plan, lora)
-        self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
+        self._schedule = schedule_of(plan.optimizer) if training else None  # refused before the model is opened
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
