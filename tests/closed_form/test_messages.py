@@ -140,5 +140,5 @@ def test_a_note_says_where_most_answers_lose_their_end() -> None:
 
 
 def test_a_missing_chat_template_names_what_does_work() -> None:
-    with pytest.raises(ValueError, match=r"or put a chat_template.jinja into the model's folder"):
+    with pytest.raises(ValueError, match=r"data.chat_template"):
         encode([Record(chat("two"), "x")], tokenizer(""), max_length=None)

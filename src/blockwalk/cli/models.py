@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blockwalk.models import saved_template
 from blockwalk.plan.placement import Codec
 from blockwalk.program.program import human_bytes
 from blockwalk.system.terminal import is_terminal, say
@@ -54,6 +55,9 @@ def gguf(arguments: argparse.Namespace) -> None:
     base = None if adapter is None else arguments.base or f"./{Path(arguments.model).name}.gguf"
     own_text.write(out.with_name("Modelfile"), to_gguf.modelfile(out, base), "# {}")
     files = ["-m", str(out)] if base is None else ["-m", base, "--lora", str(out)]
+    template = Path(adapter or "") / saved_template.FILE
+    if adapter is not None and template.is_file():  # a file of an adapter has no place for it
+        files += ["--jinja", "--chat-template-file", str(template)]
     run = shlex.join(["llama-cli", *files])
     create = shlex.join(["ollama", "create", out.stem, "-f", str(out.with_name("Modelfile"))])
     say(f"written to {out}; run it with: {run}")

@@ -82,13 +82,14 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     adapter, over these as they are as well: what ``merge`` deploys."""
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
-    from blockwalk.data.encode import load_tokenizer, require_rows
+    from blockwalk.data.encode import require_rows, tokenizer_of
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.train.ready import eval_batch_size
     from blockwalk.walk.walker import Walker
 
-    tokenizer, rows = load_tokenizer(run.model), eval_batch_size(run)
+    tokenizer = tokenizer_of(run.model, run.data, _with_template(arguments))
+    rows = eval_batch_size(run)
     held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
     require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
     for note in held_out.notes():
@@ -118,13 +119,13 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.data.chat_template import render_chat
-    from blockwalk.data.encode import load_tokenizer, require_rows
+    from blockwalk.data.encode import require_rows, tokenizer_of
     from blockwalk.data.formats import half_character
     from blockwalk.models.stops import stop_ids
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.walk.walker import Walker
 
-    tokenizer = load_tokenizer(run.model)
+    tokenizer = tokenizer_of(run.model, run.data, _with_template(arguments))
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if half_character(text):
         raise ValueError(
@@ -132,7 +133,10 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
         )
     if arguments.chat:
         if not tokenizer.chat_template:
-            raise ValueError(f"{run.model} has no chat template; leave --chat out")
+            raise ValueError(
+                f"{run.model} has no chat template; leave --chat out, or give one with --data.chat_template (chatml, llama3,"
+                " gemma, phi3, mistral or a file)"
+            )
         turns = [{"role": "user", "content": text}]
         text = render_chat(tokenizer, turns, add_generation_prompt=True)
     begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
@@ -147,6 +151,12 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
             ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=plan.seed
         )
     say(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _with_template(arguments: argparse.Namespace) -> str | None:
+    """The adapter whose chat template is used; None where the command line names a template itself."""
+    adapter: str | None = arguments.adapter
+    return None if "data.chat_template" in arguments.named else adapter
 
 
 def _plan_to_read(run: RunConfig, arguments: argparse.Namespace) -> Plan:

@@ -27,6 +27,7 @@ _ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate"), ("train", "plan", "
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("model and method", "model method frozen trainable compute_dtype prefetch resident compile loss seed", _ALL),
     ("training data", "data.train data.weights data.train_split data.shuffle data.show_first", _TRAIN),
+    ("chats", "data.chat_template data.chat_template_arguments", _ALL),
     (
         "held-out data, and how records become tokens",
         "data.eval data.eval_split data.subset data.format data.columns data.task* data.shots data.template data.label_words"

@@ -11,7 +11,6 @@ text              yes, yes           all of it                           cut on 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import json
 import re
@@ -19,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockwalk.data.chat_template import chat_bounds, render_chat
+from blockwalk.data.chat_template import chat_bounds, render_chat, reserved
 from blockwalk.data.formats import (
     MARKS,
     Format,
@@ -30,6 +29,7 @@ from blockwalk.data.formats import (
     template_options,
     turns_of,
 )
+from blockwalk.data.named_templates import TEMPLATES
 
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
@@ -68,8 +68,8 @@ def render(record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[s
         if kind is Format.ALPACA:
             return render_pair(alpaca_prompt(record) + "\n", record.text("output"), record.where)
         raise ValueError(
-            f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: give records with"
-            " 'prompt' and 'completion', or 'text', instead, or put a chat_template.jinja into the model's folder"
+            f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: set data.chat_template to"
+            f" one of {', '.join(TEMPLATES)} or to a file, or give records with 'prompt' and 'completion', or 'text'"
         )
     with chat_bounds(tokenizer, record.fields):
         return _render_turns(record, kind, tokenizer, stops)
@@ -93,8 +93,8 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
     """
     turns = turns_of(record, kind)
     options = template_options(record)
-    if reserved := next((name for name in options if name in _taken(tokenizer)), None):
-        raise ValueError(f"{record.where}: field 'chat_template_kwargs' may not set {reserved!r}")
+    if taken := next((name for name in options if name in reserved(tokenizer)), None):
+        raise ValueError(f"{record.where}: field 'chat_template_kwargs' may not set {taken!r}")
     messages = _as_the_template_takes(turns, options, tokenizer, record.where)
 
     def render(shown: Sequence[dict[str, Any]], *, ask: bool = False) -> str:
@@ -152,12 +152,6 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
         turns_marked=marked,
         unwritten=unwritten,
     )
-
-
-def _taken(tokenizer: Tokenizer) -> set[str]:
-    """Names of the arguments of a rendering that are not the record's to set."""
-    named = inspect.signature(tokenizer.apply_chat_template).parameters
-    return {*named, "tokenizer", "messages"} - {"tools"}
 
 
 def _reasoning(turn: dict[str, Any]) -> str:

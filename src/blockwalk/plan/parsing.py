@@ -33,15 +33,26 @@ def adapter_settings(given: Mapping[str, Any]) -> Adapters:
     return found
 
 
+OPEN = ("lora.options", "data.chat_template_arguments")
+"""Settings whose parts have names that are not ours: those of a library, or of a template."""
+
+
+def is_open(key: str) -> bool:
+    """Whether a dotted name is a part of one of :data:`OPEN`."""
+    return key.startswith(tuple(f"{name}." for name in OPEN))
+
+
 def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
     """Take the settings of one section out of ``settings`` and build its value."""
     hints = hints_of(cls)
     given: dict[str, Any] = {}
     for key in [k for k in settings if k.startswith(f"{name}.")]:
-        value, short = settings.pop(key), key.removeprefix(f"{name}.")
-        if short.startswith("options."):  # one option as a flag: read as YAML, for PEFT's types are not ours to know
+        value = settings.pop(key)
+        short = key.removeprefix(f"{name}.")
+        field, _, option = short.partition(".")
+        if option and f"{name}.{field}" in OPEN:  # one as a flag: read as YAML, for its type is not ours to know
             typed = yaml.load(value, Loader=Loader) if isinstance(value, str) else value
-            given["options"] = {**given.get("options", {}), short.removeprefix("options."): typed}
+            given[field] = {**given.get(field, {}), option: typed}
         else:
             given[short] = coerce(key, value, hints[short])
     return cls(**given)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,11 @@ class DataSettings:
     label_scores: str = "mean"
     """Classification: the score that ranks label words, in evaluation and by ``zo.objective``: the mean of the
     log-probabilities of a word's tokens (as MeZO does), or their sum."""
+    chat_template: str = ""
+    """The chat template that conversations are written with: a file, or chatml, llama3, gemma, phi3 or mistral; empty: the
+    tokenizer's own. It is saved with what is trained."""
+    chat_template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``{enable_thinking: false}``."""
     max_length: int = 512
     """Tokens of a sequence at most; longer records are cut, and counted."""
     packing: bool = False

@@ -109,6 +109,8 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in {"train", "eval"} & data.keys():
         sources = data[name]
         data[name] = _named(sources) if isinstance(sources, str) else [_named(source) for source in sources]
+    if template := data.get("chat_template"):
+        data["chat_template"] = _named(template) if Path(template).is_file() else template
     shared = {**settings, "model": _named(settings["model"]), "data": data}
     for name in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir"):
         shared.pop(name, None)

@@ -13,10 +13,10 @@ import numpy as np
 
 from blockwalk.checkpoints.run_checkpoint import ONLY_EVALUATION
 from blockwalk.data.corpus import sources
+from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.train.ready import Ready
 
-TEMPLATE = "chat_template.jinja"
 _CHUNK = 1 << 20
 """Bytes of a file that are digested at a time."""
 

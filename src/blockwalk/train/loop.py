@@ -227,7 +227,7 @@ def _opening(
     yield from zeroth_order_advice(ready.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
-    yield from (f"note: {warning}" for warning in (*ready.rows.report.warnings(), *held_out_notes, *damaged))
+    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
     yield from outlook.notes(run, ready.longest)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
         yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"

@@ -18,11 +18,12 @@ from blockwalk.data.encode import (
     Encoded,
     Tokenizer,
     first_example,
-    load_tokenizer,
     mapped,
     require_rows,
     tokenizer_files,
+    tokenizer_of,
 )
+from blockwalk.data.given_template import missing_marks
 from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
 from blockwalk.models.folder import model_folder
 from blockwalk.models.stops import GENERATION, with_stops
@@ -70,6 +71,8 @@ class Ready:
     foreseen: Forecast
     usual: Simulation | None
     """The simulation of a step with as many tokens as a step has on average; None before doctor has measured the machine."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the data and the tokenizer that the user should know of."""
 
     def next_batch(self, label_scores: str) -> tuple[Batch | LabelWordBatch, Batch]:
         """The batch that the walker takes next, and the number of its tokens."""
@@ -110,7 +113,7 @@ def prepare(run: RunConfig) -> Ready:
     run = replace(run, plan=as_it_comes(run.plan, run.model))
     require_temporary(run.output_dir)
     with large_returned():
-        tokenizer = load_tokenizer(run.model)
+        tokenizer = tokenizer_of(run.model, run.data)
     rows, choices = read_training_rows(run, tokenizer)
     multiple = run.data.padding_multiple
     batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
@@ -122,6 +125,7 @@ def prepare(run: RunConfig) -> Ready:
     require_rows(rows.report.largest, tokenizer, vocabulary, "data.train")
     if held_out is not None:
         require_rows(held_out.encoded.report.largest, tokenizer, vocabulary, "data.eval")
+    notes = tuple(filter(None, [missing_marks(run.data.chat_template, tokenizer)]))
     shown, files = first_example(rows, tokenizer), tokenizer_files(tokenizer)
     if rows.report.stops:
         stopping = with_stops(model_folder(run.model, weights=False), rows.report.stops)
@@ -147,7 +151,7 @@ def prepare(run: RunConfig) -> Ready:
     foreseen = foresee(run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None)
     plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
     usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
-    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual)
+    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual, notes)
 
 
 def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
@@ -182,7 +186,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         f"data    {len(ready.rows)} sequences of up to {ready.longest} tokens, {learnt:,} of {len(ready.rows.token_ids):,}"
         f" tokens learnt{held_out}; {ready.total} steps"
     )
-    yield from (f"note: {warning}" for warning in ready.rows.report.warnings())
+    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
     yield from outlook.notes(run, ready.longest)
     yield from learnt_lines("first record", ready.shown)
     yield "nothing was written; leave --dry-run out to train"
