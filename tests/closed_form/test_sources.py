@@ -190,7 +190,7 @@ def test_the_columns_tell_the_format(fields: dict[str, Any], kind: Format) -> No
             r"a pair to prefer.*data.columns: \[output=chosen\] learns",
         ),
         ({"messages": [], "label": True}, "none is held back here; data.format: messages learns every answer"),
-        ({"question": "", "answer": ""}, r"found 'question', 'answer'. data.columns names columns that hold them"),
+        ({"question": "", "reply": ""}, r"found 'question', 'reply'. data.columns names columns that hold them"),
     ],
 )
 def test_detection_names_the_setting_that_reads_the_file(fields: dict[str, Any], message: str) -> None:

@@ -327,7 +327,8 @@ def _configured(
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
     for name in command.needs:
-        if not operator.attrgetter(name)(run) and not (name.startswith("data.") and run.data.task):
+        instead = name.startswith("data.") and (run.data.task or (name == "data.eval" and run.data.evaluates))
+        if not operator.attrgetter(name)(run) and not instead:
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
     if not runs_here:
         return run

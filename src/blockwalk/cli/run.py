@@ -85,12 +85,10 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.data.encode import require_rows, tokenizer_of
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
-    from blockwalk.train.ready import eval_batch_size
     from blockwalk.walk.walker import Walker
 
     tokenizer = tokenizer_of(run.model, run.data, _with_template(arguments))
-    rows = eval_batch_size(run)
-    held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
+    held_out = HeldOut.of_run(run, tokenizer)
     require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
     for note in held_out.notes():
         say(f"note: {note}", file=sys.stderr)

@@ -360,10 +360,12 @@ def encode(
     max_length: int | None,
     format: Format | str | None = None,
     source: str = "",
+    prompts: Sequence[str] = (),
 ) -> Encoded:
     """Encode records of one format but classification (``None``: that of the first record) for training.
 
-    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error.
+    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error. ``prompts`` are those of
+    ``data.prompt``, see :func:`blockwalk.data.render.render`.
     Raises ``ValueError``, naming file, line and field, where a record lacks
     what its format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
     """
@@ -382,7 +384,7 @@ def encode(
     def rendered() -> Iterator[Rendered]:
         for record in records:
             digest.update(json.dumps(record.fields, default=str).encode())
-            yield render(record, kind, tokenizer, stops)
+            yield render(record, kind, tokenizer, stops, prompts)
 
     ids, masks = [], []
     for row, mask in _tokenize(rendered(), tokenizer, report):

@@ -6,14 +6,15 @@ import dataclasses
 import math
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.data_source import Source, Sources, listed, weights_of
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.parsing import host_and_port, plain_values
+from blockwalk.plan.parsing import fields_of, host_and_port, plain_values
 from blockwalk.plan.plan import Plan, beyond, by_name, refuse_dropout
 
 
@@ -21,13 +22,16 @@ from blockwalk.plan.plan import Plan, beyond, by_name, refuse_dropout
 class DataSettings:
     """The data sets, and how records become tokens (``data.*``)."""
 
-    train: str | tuple[str, ...] = ""
-    """JSON (lines, or an array), CSV, Parquet or text file, a folder of them, or a hub name; or a list of such sources."""
-    eval: str | tuple[str, ...] = ""
+    train: str | tuple[str | Source, ...] = ""
+    """JSON (lines, or an array), CSV, Parquet or text file, a folder of them, or a hub name; or a list of such sources. A
+    source may be a mapping with settings of its own: ``{path: a.jsonl, weight: 2, columns: {prompt: question}}``."""
+    eval: str | tuple[str | Source, ...] = ""
     """Held-out records in the same form; empty: no evaluation."""
     weights: tuple[float, ...] = ()
     """Shares of the sources of ``data.train`` in a mixture, one for each: records are drawn by them until every source has been
     seen whole, a short one again and again; empty: every record once."""
+    eval_share: float = 0.0
+    """The share of the records of ``data.train`` that is held out for evaluation, such as 0.05, drawn by ``seed``; 0: none."""
     eval_limit: int = 200
     """Records of ``data.eval`` that a training run evaluates, drawn at random once; 0: all, as ``blockwalk eval`` does."""
     subset: str = ""
@@ -40,6 +44,9 @@ class DataSettings:
     """messages, sharegpt, alpaca, completion, classification or text; empty: by the columns of each source's first record."""
     columns: tuple[str, ...] = ()
     """Fields that a format asks for, and the columns that hold them, as in ``[prompt=question, completion=answer]``."""
+    prompt: Sequence[str] = ()
+    """The text before each answer, with the record's columns in braces, in place of a chat template; of several texts the
+    first whose columns are all filled is taken."""
     task: str = ""
     """A task of MeZO's by name (sst2, sst5, rte, cb, boolq, wsc, wic, multirc, copa, record, trec, squad, drop): prompt,
     candidates, metric, and a data set on the hub where ``data.train`` or ``data.eval`` is empty."""
@@ -85,9 +92,35 @@ class DataSettings:
     def __post_init__(self) -> None:
         for name in ("train", "eval"):
             object.__setattr__(self, name, _sources(getattr(self, name)))
+        object.__setattr__(self, "prompt", (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt))
+        for prompt in (*self.prompt, *(text for source in (self.train, self.eval) for text in _prompts(source))):
+            if not fields_of(prompt, "data.prompt"):
+                raise ValueError(
+                    f"data.prompt {prompt!r} names no column of the records in braces, as {{instruction}} does"
+                )
+        if self.weights and weights_of(self.train):
+            raise ValueError(
+                "data.weights is given, and sources of data.train have weights of their own: leave one out"
+            )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out records."""
+        return bool(self.eval or self.eval_share or self.task)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The weights of the sources of ``train``, however they are given; empty: every record once."""
+        return self.weights or weights_of(self.train)
 
 
-def _sources(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _prompts(sources: Sources) -> Iterator[str]:
+    """The prompts that sources have of their own."""
+    for source in listed(sources):
+        yield from source.prompt
+
+
+def _sources(names: Sources) -> Sources:
     """Several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
     if not isinstance(names, str) or "," not in names or os.path.exists(os.path.expanduser(names)):
         return names
@@ -172,6 +205,12 @@ class RunConfig:
             raise ValueError(
                 f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which evaluates all records"
             )
+        if not 0 <= self.data.eval_share < 1:
+            raise ValueError(
+                f"data.eval_share is {self.data.eval_share}; it must be at least 0 and below 1, such as 0.05"
+            )
+        if self.data.eval_share and (other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""):
+            raise ValueError(f"data.eval_share and {other} both say what is evaluated; leave one of them out")
         if self.data.label_scores not in ("mean", "sum"):
             raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
         if self.data.task and (self.data.template or self.data.format or self.data.packing):
@@ -191,10 +230,10 @@ class RunConfig:
         refuse_dropout(self.plan, self.adapters)
         if self.prefix and self.data.packing:
             raise ValueError("data.packing begins positions anew in a row, which no prefix allows; leave one out")
-        sources = 1 if isinstance(self.data.train, str) else len(self.data.train)
-        if self.data.weights and (len(self.data.weights) != sources or min(self.data.weights) <= 0):
+        sources, shares = len(listed(self.data.train)), self.data.shares
+        if shares and (len(shares) != sources or not all(0 < share < math.inf for share in shares)):
             raise ValueError(
-                f"data.weights is {list(self.data.weights)}; data.train has {sources} sources, and each needs a weight above 0"
+                f"data.weights is {list(shares)}; data.train has {sources} sources, and each needs a weight above 0"
             )
         if bool(self.data.template) != bool(self.data.label_words):
             raise ValueError("classification needs both data.template and data.label_words; one of them is missing")

@@ -17,7 +17,7 @@ import yaml
 from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.parsing import OPEN, Loader, _resolvers, coerce, did_you_mean, hints_of, is_open, section
+from blockwalk.plan.parsing import OPEN, WHOLE, Loader, _resolvers, coerce, did_you_mean, hints_of, is_open, section
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
@@ -56,7 +56,7 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     known = setting_names()
     settings: dict[str, Any] = {}
     for key, value in [*_flatten(raw), *(pair for k, v in overrides for pair in _flatten({k: v}))]:
-        is_option = is_open(key) or (key in OPEN and isinstance(value, Mapping))
+        is_option = is_open(key) or (key in (*OPEN, *WHOLE) and isinstance(value, Mapping))
         parts = [name for name in known if name.startswith(f"{key}.")]
         if parts and key not in known:
             raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
@@ -164,7 +164,7 @@ def _flatten(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in raw.items():
         if not isinstance(key, str):
             raise ValueError(f"setting {prefix}{key!r} is no name; settings are words")
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in OPEN:
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*OPEN, *WHOLE):
             pairs += _flatten(value, f"{prefix}{key}.")
         else:
             pairs.append((f"{prefix}{key}", value))

@@ -31,10 +31,10 @@ from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
-from blockwalk.data.corpus import sources
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.models.places import data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
+from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
@@ -200,7 +200,7 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
     """
     output_dir = Path(run.output_dir)
     result = "model" if run.adapters is None else "adapter"
-    named = [name for name in (*sources(run.data.train), *sources(run.data.eval)) if name]
+    named = (*names_of(run.data.train), *names_of(run.data.eval))
     data = [path for name in named for path in data_paths(name)]
     read = {"the model": model_paths(run.model), "a data file": data}
     refuse_overlap(output_dir / result, read, "output_dir")
@@ -334,7 +334,7 @@ class _Loop:
             )
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
-            name = ", ".join(sources(self.config.data.eval)) or self.config.data.task
+            name = joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
             self.notes.append(
                 f"data.eval ({name}) holds other records, or other tokens of them, than up to step {saved.step} (content"
                 f" {before}, now {self.held_out}): losses on them are not compared with those before"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
 from blockwalk.models.folder import model_folder
+from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs
 from blockwalk.system.atomic_files import read_json
@@ -16,11 +16,14 @@ from blockwalk.system.versions import untested
 
 def steps_of(run: RunConfig) -> int:
     """Optimizer steps of a whole run; 0 where they are not known without tokens or a network."""
-    files, data = sources(run.data.train), run.data
+    data = run.data
+    files = names_of(data.train)
     here = data.train and all(Path(file).exists() for file in files)
-    if run.max_steps or not here or data.packing or data.weights:
+    if run.max_steps or not here or data.packing or data.shares:
         return run.max_steps
-    records = sum(1 for file in files for _ in read_records(file, columns=data.columns))
+    records = sum(1 for file in files for _ in read_records(file))
+    if data.eval_share:
+        records -= max(1, round(data.eval_share * records))
     return steps_of_epochs(records, run.batch_size, run.epochs)
 
 
@@ -32,7 +35,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     """
     if newer := untested():
         yield newer
-    if run.eval_every and not (run.data.eval or run.data.task):
+    if run.eval_every and not run.data.evaluates:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     plan = run.plan
     if plan.cache.tier != "none" and plan.caches_nothing:

@@ -118,9 +118,8 @@ def prepare(run: RunConfig) -> Ready:
     multiple = run.data.padding_multiple
     batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
     held_out = None
-    if run.data.eval or run.data.task:
-        size, limit = eval_batch_size(run), run.data.eval_limit
-        held_out = HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=run.eval_batches)
+    if run.data.evaluates:
+        held_out = HeldOut.of_run(run, tokenizer, limit=run.data.eval_limit)
     vocabulary = vocabulary_rows(run.model)
     require_rows(rows.report.largest, tokenizer, vocabulary, "data.train")
     if held_out is not None:
@@ -198,7 +197,3 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
     found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
     return (found.answered(), found) if isinstance(found, Choices) else (found, None)
 
-
-def eval_batch_size(run: RunConfig) -> int:
-    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
-    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
