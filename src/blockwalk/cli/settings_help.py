@@ -9,6 +9,7 @@ import ast
 import fnmatch
 import functools
 import inspect
+import keyword
 import re
 import shutil
 import textwrap
@@ -43,8 +44,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ranks", "mesh.* start_timeout interface elastic", _TRAIN),
     (
         "run",
-        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints skip_nonfinite log_every"
-        " report_to push_to_hub eval_every eval_first data.eval_limit",
+        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints keep_best"
+        " early_stopping skip_nonfinite log_every report_to push_to_hub eval_every eval_first data.eval_limit",
         _TRAIN,
     ),
 )
@@ -88,7 +89,8 @@ def settings_of(names: str) -> Iterator[str]:
 
 def described(name: str) -> tuple[str, str]:
     """One word for the values that a setting takes, and the sentence of its field."""
-    section, _, field = name.rpartition(".")
+    section, _, setting = name.rpartition(".")
+    field = f"{setting}_" if keyword.iskeyword(setting) else setting
     (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
     hint = bool if name == "lora" else hints_of(cls)[field]
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")

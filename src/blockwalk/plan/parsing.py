@@ -32,7 +32,7 @@ def adapter_settings(given: Mapping[str, Any]) -> Adapters:
         ValueError: an unknown name, or a value that makes no sense.
     """
     cls, name = (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
-    names = [f"{name}.{f.name}" for f in dataclasses.fields(cls)]
+    names = [f"{name}.{setting_of(f.name)}" for f in dataclasses.fields(cls)]
     for key in given:
         if f"{name}.{key}" not in names:
             raise ValueError(f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}")
@@ -51,9 +51,14 @@ def is_open(key: str) -> bool:
     return key.startswith(tuple(f"{name}." for name in OPEN))
 
 
+def setting_of(field: str) -> str:
+    """The name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
+    return field.removesuffix("_")
+
+
 def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
     """Take the settings of one section out of ``settings`` and build its value."""
-    hints = hints_of(cls)
+    hints = {setting_of(name): hint for name, hint in hints_of(cls).items()}
     given: dict[str, Any] = {}
     for key in [k for k in settings if k.startswith(f"{name}.")]:
         value = settings.pop(key)
@@ -64,7 +69,7 @@ def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
             given[field] = {**given.get(field, {}), option: typed}
         else:
             given[short] = coerce(key, value, hints[short])
-    return cls(**given)
+    return cls(**{f.name: given[setting_of(f.name)] for f in dataclasses.fields(cls) if setting_of(f.name) in given})
 
 
 def plain_values(value: Any) -> Any:
@@ -74,7 +79,7 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Source):
         return data_source.plain(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {setting_of(f.name): plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, list | tuple):

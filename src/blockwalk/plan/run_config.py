@@ -158,6 +158,10 @@ class RunConfig:
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
     """Whether there is an evaluation before the first step."""
+    keep_best: str = ""
+    """Score of the evaluation whose checkpoint is kept beside the newest ones: loss or accuracy; empty: none is."""
+    early_stopping: int = 0
+    """Evaluations without a better one, in a row, after which the run ends; by ``keep_best``, else by loss; 0: never."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and when a signal ends the run."""
     keep_checkpoints: int = 2
@@ -211,6 +215,8 @@ class RunConfig:
             )
         if self.data.eval_share and (other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""):
             raise ValueError(f"data.eval_share and {other} both say what is evaluated; leave one of them out")
+        if self.keep_best not in ("", "loss", "accuracy"):
+            raise ValueError(f"keep_best is {self.keep_best!r}; it must be loss or accuracy")
         if self.data.label_scores not in ("mean", "sum"):
             raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
         if self.data.task and (self.data.template or self.data.format or self.data.packing):
@@ -279,6 +285,11 @@ class RunConfig:
         return self.lora or self.prefix or None
 
     @property
+    def adapters_at_start(self) -> Adapters | str | None:
+        """The adapters as a walker takes them: the folder of those that are gone on from, else the settings of new ones."""
+        return self.lora.from_ if self.lora is not None and self.lora.from_ else self.adapters
+
+    @property
     def micro_batch_rows(self) -> int:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
         ``zo.objective`` ranks them."""
@@ -308,7 +319,7 @@ PATHS = ("model", "output_dir", "resume_from_checkpoint")
 they are read."""
 
 LEAST = by_name(
-    (0, "eval_batch_size max_steps eval_every save_every skip_nonfinite"),
+    (0, "eval_batch_size max_steps eval_every early_stopping save_every skip_nonfinite"),
     (1, "batch_size eval_batches keep_checkpoints log_every data.padding_multiple"),
     (0, "data.task_train data.task_dev data.task_eval data.task_seed data.shots prefix.num_virtual_tokens"),
     (2, "data.max_length"),

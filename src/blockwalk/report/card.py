@@ -113,6 +113,8 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
     if template := data.get("chat_template"):
         data["chat_template"] = _named(template) if Path(template).is_file() else template
     shared = {**settings, "model": _named(settings["model"]), "data": data}
+    if isinstance(shared.get("lora"), Mapping) and shared["lora"].get("from"):
+        shared["lora"] = {**shared["lora"], "from": _named(shared["lora"]["from"])}
     for name in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir"):
         shared.pop(name, None)
     for name in ("lora", "prefix"):

@@ -17,7 +17,18 @@ import yaml
 from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.parsing import OPEN, WHOLE, Loader, _resolvers, coerce, did_you_mean, hints_of, is_open, section
+from blockwalk.plan.parsing import (
+    OPEN,
+    WHOLE,
+    Loader,
+    _resolvers,
+    coerce,
+    did_you_mean,
+    hints_of,
+    is_open,
+    section,
+    setting_of,
+)
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
@@ -32,7 +43,7 @@ _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", 
 
 def setting_names() -> list[str]:
     """Every dotted name that a YAML file or a flag may set."""
-    sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
+    sections = [f"{name}.{setting_of(f.name)}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
     return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
 
 
@@ -74,7 +85,12 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     own["prefix"] = section(PrefixSettings, "prefix", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
     wants_lora = coerce("lora", settings.pop("lora", True), bool)
+    lora_named = {key.split(".")[1] for key in settings if key.startswith("lora.")}
     lora = section(LoraSettings, "lora", settings)
+    if lora.from_:
+        from blockwalk.cutting.going_on import settings_from  # it imports torch
+
+        lora = settings_from(lora, lora_named)
     name = str(settings.pop("method", "mebp"))
     if name == "auto":
         asked = lora if lora_given and wants_lora else None

@@ -40,6 +40,7 @@ from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.temporary import require_temporary
 from blockwalk.train import outlook
+from blockwalk.train.best import require_evaluations
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
@@ -120,6 +121,7 @@ def prepare(run: RunConfig) -> Ready:
     held_out = None
     if run.data.evaluates:
         held_out = HeldOut.of_run(run, tokenizer, limit=run.data.eval_limit)
+    require_evaluations(run, held_out)
     vocabulary = vocabulary_rows(run.model)
     require_rows(rows.report.largest, tokenizer, vocabulary, "data.train")
     if held_out is not None:
