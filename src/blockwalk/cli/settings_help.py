@@ -24,7 +24,7 @@ from blockwalk.plan.parsing import READERS, flat, hints_of
 from blockwalk.plan.plan import CHOICES, Plan
 from blockwalk.train import config
 
-_ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate"), ("train", "plan", "eval"), ("train", "plan")
+_ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate", "chat"), ("train", "plan", "eval"), ("train", "plan")
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("model and method", "model method frozen trainable compute_dtype prefetch resident compile loss seed", _ALL),
     ("training data", "data.train data.weights data.train_split data.shuffle data.show_first", _TRAIN),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,8 +88,10 @@ class Outcome:
     """The process's peak with the file pages that the kernel can drop; 0 where it is not known."""
     compared: tuple[str, ...] = ()
     """Forecast against measured."""
+    next_command: str = ""
+    """A command line that uses what was trained; empty where the run has not ended."""
     best: str = ""
-    """With ``keep_best``: the checkpoint of the best evaluation, its step and its score."""
+    """The checkpoint of the best evaluation, its step and its score, where ``keep_best`` is set."""
 
     def lines(self) -> Iterator[str]:
         """The summary that a run prints last."""
@@ -109,6 +112,8 @@ class Outcome:
         yield f"saved to           {self.saved_to}"
         if self.best:
             yield f"best evaluation    {self.best}"
+        if self.next_command:
+            yield f"try it             {self.next_command}"
 
 
 def train(
@@ -642,6 +647,13 @@ class _Loop:
         """The name of the checkpoint that stays although newer ones follow; empty: none."""
         return self.best.name if self.config.keep_best else ""
 
+    def _next_command(self) -> str:
+        """The command line that shows what was trained: a chat where conversations were learnt."""
+        folder = shlex.quote(os.fspath(self.output_dir))
+        if self.ready.rows.report.turn_ends:
+            return f"blockwalk chat {folder}"
+        return f"blockwalk generate {folder} --prompt Hello"
+
     def _outcome(self) -> Outcome:
         saved_to = self.output_dir / ("model" if self.config.adapters is None else "adapter")
         if self.stopped_by is not None:
@@ -672,6 +684,7 @@ class _Loop:
             saved_to=saved_to,
             stopped_by=self.stopped_by,
             resident_bytes=peak_resident_bytes(),
+            next_command="" if self.stopped_by is not None else self._next_command(),
             best=f"{self.output_dir / self._kept} ({self.best})" if self._kept else "",
             compared=tuple(self.step_forecast.compared(_grown(self.walker, self.memory.highest))),
         )

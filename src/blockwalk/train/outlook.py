@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from blockwalk.data.sources import read_records
-from blockwalk.models.folder import model_folder
+from blockwalk.models.positions import positions_of, text_config
 from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs
-from blockwalk.system.atomic_files import read_json
 from blockwalk.system.versions import untested
 
 
@@ -44,10 +43,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters are gathered as under zero3;"
             " on several nodes each keeps its slices"
         )
-    path = model_folder(run.model, weights=False) / "config.json"
-    found = read_json(path)
-    found = found.get("text_config", found)
-    positions = found.get("max_position_embeddings") or found.get("n_positions")
+    positions = positions_of(run.model)
     prefix = run.prefix.num_virtual_tokens
     if positions and longest + prefix > positions:
         beside = f", {prefix} of a prefix," if prefix else ""
@@ -55,6 +51,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             f"note: sequences of {longest + prefix} tokens{beside} are longer than the {positions} positions that the model was"
             f" made for: lower data.max_length to {positions - prefix}"
         )
+    found = text_config(run.model)
     width = found.get("hidden_size") or found.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
         yield f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters that wide gain nothing"
