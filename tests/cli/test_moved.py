@@ -125,7 +125,7 @@ CHANGED: dict[str, tuple[Callable[[Moved], tuple[str, ...]], str]] = {
     "records": (more_text, "the number of records (64, now 65)"),
     "text": (other_text, "the text of data.train ("),
     "tokenizer": (other_tokenizer, "the tokenizer (tokenizer.json)"),
-    "setting": (lambda _: ("--data.max_length", "12"), "data.max_length (512, now 12)"),
+    "setting": (lambda _: ("--data.max_length", "17"), "data.max_length (512, now 17)"),
 }
 
 

@@ -32,8 +32,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "held-out data, and how records become tokens",
         "data.eval data.eval_split data.eval_share data.subset data.format data.columns data.prompt data.task* data.shots"
-        " data.template data.label_words data.label_field data.label_scores data.max_length data.packing data.padding_multiple"
-        " eval_batch_size eval_batches",
+        " data.template data.label_words data.label_field data.label_scores data.max_length data.allow_truncation"
+        " data.packing data.padding_multiple eval_batch_size eval_batches",
         _EVAL,
     ),
     ("adapters", "lora lora.* prefix.*", _TRAIN),

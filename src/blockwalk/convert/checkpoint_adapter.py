@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from blockwalk.checkpoints import pieces, run_checkpoint
+from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.cutting.adapters import adapt, save_adapter
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import build_skeleton
@@ -66,7 +67,7 @@ def _adapters_of(state: run_checkpoint.Checkpoint, folder: Path) -> Adapters:
     lora = run.get("lora")
     prefix = run.get("prefix") or {}
     if state.ledger is not None:
-        ledger = folder.parent / run_checkpoint.ledger_module.NAME
+        ledger = folder.parent / LEDGER
         raise ValueError(
             f"{folder} is of a zeroth-order run ({run['method']}), whose weights are its base and its ledger: blockwalk replay"
             f" {run['model']} {ledger} OUT --until {state.step} writes them"

@@ -78,6 +78,8 @@ class DataSettings:
     """Arguments of the chat template, such as ``{enable_thinking: false}``."""
     max_length: int = 512
     """Tokens of a sequence at most; longer records are cut, and counted."""
+    allow_truncation: bool = False
+    """Whether a run may begin where more than half of its records are longer than ``max_length``, and are cut."""
     packing: bool = False
     """Whether a row of ``max_length`` tokens holds several records, each by itself: positions begin anew, attention does not
     cross from one to the next, and nothing is cut away."""

@@ -16,6 +16,7 @@ from blockwalk.data.corpus import training_set
 from blockwalk.data.encode import (
     Choices,
     Encoded,
+    EncodeReport,
     Tokenizer,
     first_example,
     mapped,
@@ -116,6 +117,7 @@ def prepare(run: RunConfig) -> Ready:
     with large_returned():
         tokenizer = tokenizer_of(run.model, run.data)
     rows, choices = read_training_rows(run, tokenizer)
+    _require_whole(rows.report, run)
     multiple = run.data.padding_multiple
     batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
     held_out = None
@@ -153,6 +155,16 @@ def prepare(run: RunConfig) -> Ready:
     plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
     usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
     return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual, notes)
+
+
+def _require_whole(report: EncodeReport, run: RunConfig) -> None:
+    """Raise ValueError where more than half of the records would be cut, and the settings do not allow it."""
+    if 2 * report.truncated > report.records and not run.data.allow_truncation:
+        raise ValueError(
+            f"{report.truncated} of {report.records} records, more than half, are longer than data.max_length:"
+            f" {run.data.max_length} tokens, and would be cut: set data.max_length to {report.longest}, the longest, or"
+            " data.packing: true, which cuts nothing, or data.allow_truncation: true"
+        )
 
 
 def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
