@@ -34,7 +34,7 @@ def imported_by_tests(house: House) -> dict[str, set[str]]:
 
 
 def table(house: House, word: str = "") -> str:
-    """Return one line a module whose name has ``word``: the tests that import it, else the modules through which tests reach it."""
+    """Return one line a module whose name has ``word``: its tests, else the modules through which tests reach it."""
     direct = imported_by_tests(house)
     importers: dict[str, set[str]] = defaultdict(set)
     for arrow in house.arrows:

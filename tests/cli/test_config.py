@@ -252,7 +252,8 @@ def test_the_page_of_settings_has_every_section() -> None:
 
 
 @pytest.mark.parametrize(("command", "reads", "leaves"), [
-    ("eval", "--data.template", "--optimizer"), ("generate", "--compute_dtype", "--data"), ("plan", "--zo.kind", "--prompt"),
+    ("eval", "--data.template", "--optimizer"), ("generate", "--compute_dtype", "--data.train"),
+    ("plan", "--zo.kind", "--prompt"),
 ])  # fmt: skip
 def test_help_of_a_command_lists_what_it_reads(command: str, reads: str, leaves: str) -> None:
     """Oracle: what each command asks of its configuration."""

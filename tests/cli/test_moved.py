@@ -126,7 +126,7 @@ CHANGED: dict[str, tuple[Callable[[Moved], tuple[str, ...]], str]] = {
     "records": (more_text, "records 64 65"),
     "text": (other_text, "text data.train"),
     "tokenizer": (other_tokenizer, "tokenizer.json"),
-    "setting": (lambda _: ("--data.max_length", "12"), "data.max_length 512 12"),
+    "setting": (lambda _: ("--data.max_length", "17"), "data.max_length 512 17"),
 }
 
 

@@ -141,5 +141,5 @@ def test_a_note_says_where_most_answers_lose_their_end() -> None:
 
 
 def test_a_missing_chat_template_names_what_does_work() -> None:
-    with refused(ValueError, "chat_template.jinja model"):
+    with refused(ValueError, "data.chat_template"):
         encode([Record(chat("two"), "x")], tokenizer(""), max_length=None)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockwalk.plan.choices import OptimizerSettings
-from blockwalk.plan.schedules import SCHEDULES, make_schedule, schedule_of
+from blockwalk.plan.schedules import make_schedule, schedule_of
 from blockwalk.train.config import from_mapping
 from tests.support.messages import refused
 

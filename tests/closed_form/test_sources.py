@@ -178,7 +178,7 @@ def test_the_columns_tell_the_format(fields: dict[str, Any], kind: Format) -> No
         ({"conversations": [], "chosen": {}, "rejected": {}}, "data.format sharegpt"),
         ({"instruction": "", "chosen": "", "rejected": ""}, "data.columns output=chosen"),
         ({"messages": [], "label": True}, "data.format messages"),
-        ({"question": "", "answer": ""}, "question answer data.columns"),
+        ({"question": "", "reply": ""}, "question reply data.columns"),
     ],
 )
 def test_detection_names_the_setting_that_reads_the_file(fields: dict[str, Any], message: str) -> None:

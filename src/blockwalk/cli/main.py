@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from blockwalk import __version__
-from blockwalk.models import folder
+from blockwalk.models import folder, run_folder
 from blockwalk.plan import run_config
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec
@@ -57,7 +57,11 @@ def _choice(name: str, choices: Sequence[Any], help: str, **more: Any) -> Option
 
 
 _CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs="?")
-_ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model")
+_ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model; or a run, or one of its checkpoints")
+_RUN = _value("config", "RUN", "a run's folder or YAML file, a model's folder or a GGUF file", nargs="?")
+_OWN_ADAPTER = _value("--adapter", "DIR", "an adapter, a run or a checkpoint; none; default: what RUN has trained")
+_SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
+_TEMPERATURE = _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0)
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
 _JSON = _switch("--json", "print JSON")
 _AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
@@ -158,14 +162,30 @@ COMMANDS = (
     Command(
         "generate",
         "continue a prompt",
-        "blockwalk.cli.run:generate",
+        "blockwalk.cli.generate:generate",
         (
-            _CONFIG,
-            _ADAPTER,
-            _value("--prompt", "TEXT", "text to continue; - reads standard input", required=True),
+            _RUN,
+            _OWN_ADAPTER,
+            _value("--prompt", "TEXT", "text to continue; - reads standard input"),
             _switch("--chat", "the prompt is a user's turn in the model's chat template"),
+            _SYSTEM,
+            _value("--messages", "FILE", "a conversation to answer: a JSON list of turns with role and content"),
             _value("--max_new_tokens", "N", "default: 64", type=int, default=64),
-            _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0),
+            _TEMPERATURE,
+        ),
+        takes_settings=True,
+        answers=True,
+    ),
+    Command(
+        "chat",
+        "talk with a model, or with what a run has trained",
+        "blockwalk.cli.chat:chat",
+        (
+            _RUN,
+            _OWN_ADAPTER,
+            _SYSTEM,
+            _value("--max_new_tokens", "N", "most tokens of an answer; default: 512", type=int, default=512),
+            _TEMPERATURE,
         ),
         takes_settings=True,
         answers=True,
@@ -326,12 +346,15 @@ def _configured(
     command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]], *, runs_here: bool = True
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
+    values.config, model = _file_of(values.config)
+    overrides = [*model, *overrides]
     with _notes_printed():
         run = config.load(values.config, overrides, as_flags=True)
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
     for name in command.needs:
-        if not operator.attrgetter(name)(run) and not (name.startswith("data.") and run.data.task):
+        instead = name.startswith("data.") and (run.data.task or (name == "data.eval" and run.data.evaluates))
+        if not operator.attrgetter(name)(run) and not instead:
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
     if not runs_here:
         return run
@@ -356,6 +379,25 @@ def _notes_printed() -> Iterator[None]:
         for each in caught:
             if not issubclass(each.category, Note):
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+
+
+def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
+    """The YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
+
+    Raises:
+        ValueError: a folder that is neither.
+    """
+    if given is None or (not os.path.isdir(given) and not given.endswith(".gguf")):
+        return given, []
+    settings = os.path.join(given, run_folder.SETTINGS)
+    if os.path.isfile(settings) and not run_folder.is_model(given):
+        return settings, [("output_dir", given)]  # it may have been moved
+    if given.endswith(".gguf") or run_folder.is_model(given):
+        return None, [("model", given)]
+    raise ValueError(
+        f"{given} is a folder with neither a run ({run_folder.SETTINGS}) nor a model (config.json): give a YAML file, or"
+        " --model with the folder of a model"
+    )
 
 
 def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:

@@ -591,7 +591,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], 
     except SafetensorError as error:
         refuse_pointer(path)
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
-    _refuse_saved(folder, config)
+    refuse_saved(folder, config)
     config.inference_mode = config.prefix_projection = False
     begun = getattr(config, "init_lora_weights", True)
     if begun not in _STARTS:
@@ -638,7 +638,7 @@ def _where_it_is(folder: Path) -> str:
     return ""
 
 
-def _refuse_saved(folder: str | Path, config: Any) -> None:
+def refuse_saved(folder: str | Path, config: Any) -> None:
     """Raise ValueError for a saved adapter that changes the model itself, with the way to use it all the same."""
     if getattr(config, "bias", "none") != "none":
         raise ValueError(

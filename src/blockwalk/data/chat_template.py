@@ -6,6 +6,7 @@ The kernel's limit on the address space holds for every operation of a template 
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import threading
@@ -25,6 +26,10 @@ SECONDS = 60.0
 """Seconds after which a template counts as one without an end."""
 COPIES = 4
 """Copies of a text that are held while it is joined, and room for what else the interpreter needs meanwhile."""
+
+ARGUMENTS = "chat_template_arguments"
+"""The attribute of a tokenizer that holds the arguments of ``data.chat_template_arguments``, with which each conversation is
+written unless its record sets them."""
 
 
 class Endless(Exception):
@@ -65,7 +70,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
             return render_chat(tokenizer, messages, **options)
     bound, of_what = bounds
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        arguments = {**getattr(tokenizer, ARGUMENTS, {}), **options}
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except MemoryError:
         raise ValueError(f"the chat template takes more memory than {COPIES * bound / 1e6:,.0f} MB {of_what}") from None
     except Endless:
@@ -73,6 +79,12 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
     if len(text) > bound:
         raise ValueError(f"the chat template writes {len(text):,} characters {of_what}")
     return text
+
+
+def reserved(tokenizer: Any) -> set[str]:
+    """Names of the arguments of a rendering that neither a record nor a setting may set."""
+    named = inspect.signature(tokenizer.apply_chat_template).parameters
+    return {*named, "tokenizer", "messages"} - {"tools"}
 
 
 @contextmanager

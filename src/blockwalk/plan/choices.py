@@ -27,6 +27,9 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer that text passes but the
     head, experts and routers; [] for none: ``lora.options.modules_to_save`` alone are trained, such as the head."""
+    from_: str = ""
+    """The folder of a trained adapter, or of its run, that training goes on from; its rank, alpha, dropout, modules and options
+    are those of the run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 

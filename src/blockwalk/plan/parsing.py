@@ -7,15 +7,22 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping
+import string
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from blockwalk.plan import data_source
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.data_source import Source
 from blockwalk.plan.foreign_names import SETTINGS, find
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
+
+
+class Refused(ValueError):
+    """A value that its setting does not take, with a message of its own."""
 
 
 def adapter_settings(given: Mapping[str, Any]) -> Adapters:
@@ -26,7 +33,7 @@ def adapter_settings(given: Mapping[str, Any]) -> Adapters:
         ValueError: an unknown name, or a value that makes no sense.
     """
     cls, name = (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
-    names = [f"{name}.{f.name}" for f in dataclasses.fields(cls)]
+    names = [f"{name}.{setting_of(f.name)}" for f in dataclasses.fields(cls)]
     for key in given:
         if f"{name}.{key}" not in names:
             raise ValueError(f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}")
@@ -34,18 +41,36 @@ def adapter_settings(given: Mapping[str, Any]) -> Adapters:
     return found
 
 
+WHOLE = ("data.train", "data.eval", "data.columns")
+"""Settings that may be given as a mapping, which is one value."""
+OPEN = ("lora.options", "data.chat_template_arguments")
+"""Settings whose parts have names that are not ours: those of a library, or of a template."""
+
+
+def is_open(key: str) -> bool:
+    """Whether a dotted name is a part of one of :data:`OPEN`."""
+    return key.startswith(tuple(f"{name}." for name in OPEN))
+
+
+def setting_of(field: str) -> str:
+    """The name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
+    return field.removesuffix("_")
+
+
 def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
     """Take the settings of one section out of ``settings`` and build its value."""
-    hints = hints_of(cls)
+    hints = {setting_of(name): hint for name, hint in hints_of(cls).items()}
     given: dict[str, Any] = {}
     for key in [k for k in settings if k.startswith(f"{name}.")]:
-        value, short = settings.pop(key), key.removeprefix(f"{name}.")
-        if short.startswith("options."):  # one option as a flag: read as YAML, for PEFT's types are not ours to know
+        value = settings.pop(key)
+        short = key.removeprefix(f"{name}.")
+        field, _, option = short.partition(".")
+        if option and f"{name}.{field}" in OPEN:  # one as a flag: read as YAML, for its type is not ours to know
             typed = _as_yaml(key, value) if isinstance(value, str) else value
-            given["options"] = {**given.get("options", {}), short.removeprefix("options."): typed}
+            given[field] = {**given.get(field, {}), option: typed}
         else:
             given[short] = coerce(key, value, hints[short])
-    return cls(**given)
+    return cls(**{f.name: given[setting_of(f.name)] for f in dataclasses.fields(cls) if setting_of(f.name) in given})
 
 
 def _as_yaml(key: str, text: str) -> Any:
@@ -64,8 +89,10 @@ def plain_values(value: Any) -> Any:
     """Dataclasses, enumerations and tuples as the types that YAML has."""
     if isinstance(value, Placement):
         return str(value)
+    if isinstance(value, Source):
+        return data_source.plain(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {setting_of(f.name): plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, list | tuple):
@@ -212,6 +239,8 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
         _, wanted, read = READERS[hint]
     try:
         return read(value)
+    except Refused:
+        raise
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{key} is {value!r}; it takes {wanted}") from None
 
@@ -251,6 +280,8 @@ def _steps(value: Any) -> int | float:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, Mapping):  # data.columns
+        return tuple(map(_text, data_source.columns_of(value)))
     return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
 
 
@@ -258,6 +289,64 @@ def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
     """Names with commas between them are a list, as in every other setting; a pattern stays one text."""
     several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
     return _texts(value) if several else str(value)
+
+
+def _sources(value: Any) -> str | tuple[str | Source, ...]:
+    """A source, or several; each a text, or a mapping of the fields of :class:`Source`."""
+    if isinstance(value, str):
+        return _pattern_or_texts(value)
+    listed = [value] if isinstance(value, Mapping) else value
+    return tuple(_source(each) if isinstance(each, Mapping) else _text(each) for each in listed)
+
+
+def _source(settings: Mapping[str, Any]) -> Source:
+    """Build a source of its settings.
+
+    Raises:
+        Refused: one of them is unknown, or of the wrong type.
+    """
+    hints = hints_of(Source)
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = f"data.train.{name}"
+        if name not in hints:
+            raise Refused(
+                f"a source in data.train or data.eval has {name!r}, which it cannot set{did_you_mean(str(name), list(hints))};"
+                f" it takes {', '.join(hints)}"
+            )
+        if name == "prompt":
+            values[name] = _prompts(value)
+        elif name == "weight":
+            values[name] = coerce(key, value, float)
+        else:
+            values[name] = coerce(key, value, hints[name])
+    if "path" not in values:
+        raise Refused(
+            f"a source in data.train or data.eval has {', '.join(map(str, settings))} and no path: give path, a file or a hub"
+            " name"
+        )
+    return Source(**values)
+
+
+def _prompts(value: Any) -> tuple[str, ...]:
+    """A text with commas in it is one prompt; a list is several."""
+    return (value,) if isinstance(value, str) and value else tuple(map(_text, value))
+
+
+def fields_of(text: str, setting: str) -> list[str]:
+    """Names in braces, in order.
+
+    Raises:
+        ValueError: braces that do not close, or with more in them than a name.
+    """
+    try:
+        parts = list(string.Formatter().parse(text))
+        for _, name, form, conversion in parts:
+            if form or conversion:
+                raise ValueError(f"{{{name}}} takes a field's name alone, without what follows it (! or :)")
+        return [name for _, name, _, _ in parts if name is not None]
+    except ValueError as error:
+        raise ValueError(f"{setting} {text!r}: {error}") from None
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
@@ -310,6 +399,12 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     tuple[float, ...]: ("X,...", "a list of numbers, such as [0.7, 0.3]", _numbers),
     tuple[str, ...]: ("TEXT,...", "a list of texts, such as [yes, no]", _texts),
     str | tuple[str, ...]: ("TEXT,...", "a text, or a list of texts", _pattern_or_texts),
+    str | tuple[str | Source, ...]: (
+        "DATA,...",
+        "a file or a hub name, a list of them, or of {path: ..., weight: ...}",
+        _sources,
+    ),
+    Sequence[str]: ("TEXT", "a text with columns in braces, or a list of such texts", _prompts),
     Mapping[str, Any]: ("{NAME: VALUE}", "a mapping", _mapping),
     Placement: ("TIER×CODEC×GROUP", f"tier × codec × group: {_PLACES}", _placement),
 }

@@ -123,7 +123,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
     zeroth_order = run.plan.zeroth_order
     streamed = zeroth_order and rows["trainable"].placement.on_disk
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
-    kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
+    if run.keep_best:
+        saves += -(-steps // run.eval_every) if run.eval_every else 0
+    kept = 0 if streamed else min(run.keep_checkpoints + 1 + bool(run.keep_best), saves)
     final = trained if run.adapters is not None else sum(unit.nbytes() for unit in forecast.model.units)
     written = scratch_bytes(run, forecast)
     scratch = data_maps + written

@@ -19,7 +19,19 @@ from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
 from blockwalk.plan.foreign_names import find
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.parsing import LOOSE, Loader, _resolvers, coerce, did_you_mean, hints_of, section
+from blockwalk.plan.parsing import (
+    LOOSE,
+    OPEN,
+    WHOLE,
+    Loader,
+    _resolvers,
+    coerce,
+    did_you_mean,
+    hints_of,
+    is_open,
+    section,
+    setting_of,
+)
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
@@ -35,7 +47,7 @@ _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", 
 
 def setting_names() -> list[str]:
     """Every dotted name that a YAML file or a flag may set."""
-    sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
+    sections = [f"{name}.{setting_of(f.name)}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
     return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
 
 
@@ -69,7 +81,7 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     known = setting_names()
     settings: dict[str, Any] = {}
     for key, value in pairs:
-        is_option = key.startswith("lora.options.") or (key == "lora.options" and isinstance(value, Mapping))
+        is_option = is_open(key) or (key in (*OPEN, *WHOLE) and isinstance(value, Mapping))
         parts = [name for name in known if name.startswith(f"{key}.")]
         if parts and key not in known:
             raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
@@ -87,7 +99,12 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     own["prefix"] = section(PrefixSettings, "prefix", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
     wants_lora = coerce("lora", settings.pop("lora", True), bool)
+    lora_named = {key.split(".")[1] for key in settings if key.startswith("lora.")}
     lora = section(LoraSettings, "lora", settings)
+    if lora.from_:
+        from blockwalk.cutting.going_on import settings_from  # it imports torch
+
+        lora = settings_from(lora, lora_named)
     name = str(settings.pop("method", "mebp"))
     if name == "auto":
         asked = lora if lora_given and wants_lora else None
@@ -198,7 +215,7 @@ def _flatten(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in raw.items():
         if not isinstance(key, str):
             raise ValueError(f"setting {prefix}{key!r} is no name; settings are words")
-        if isinstance(value, Mapping) and f"{prefix}{key}" != "lora.options":
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*OPEN, *WHOLE):
             pairs += _flatten(value, f"{prefix}{key}.")
         else:
             pairs.append((f"{prefix}{key}", value))
