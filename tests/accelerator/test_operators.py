@@ -1,0 +1,46 @@
+"""Oracle: torch's dispatcher, whose operators on a device are counted, against the number that the shapes ask for; and a CPU's
+bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.plan.placement import Codec
+from tests.accelerator.device import Simulated
+from tests.support.codecs import encode
+
+VIEWS = ("view", "slice", "select", "detach", "alias", "empty", "split", "transpose", "t", "unsqueeze", "squeeze", "expand")
+"""Operators that launch nothing."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators of the calling thread by name, without views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name.removesuffix("_") not in VIEWS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rows", "inside"), [(128, True), (129, False)])
+def test_a_matrix_is_decoded_inside_products_of_few_rows_alone(rows: int, inside: bool, sim: Simulated) -> None:
+    layout = Layout((64, 96), Codec.INT4A)
+    weight_ND = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    buffer = encode(weight_ND, Codec.INT4A, torch.empty(layout.nbytes, dtype=torch.uint8)).to("sim:1")
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1)).to("sim:1")
+    with Launches() as mode:
+        lazy_linear(x, EncodedWeight(buffer, layout, torch.float32))
+    assert ("product_" in mode.counts) is inside, mode.counts
