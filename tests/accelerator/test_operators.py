@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.numerics.updates import NORM_CHUNK, square_sums
 from blockwalk.plan.placement import Codec
 from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
@@ -33,6 +34,16 @@ class Launches(TorchDispatchMode):
         if name.removesuffix("_") not in VIEWS:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_a_norm_takes_a_few_launches_for_512_chunks(sim: Simulated) -> None:
+    """Eight million elements: of 515 chunks 512 together, then two and the rest."""
+    gradient = torch.randn(514 * NORM_CHUNK + 7, generator=torch.Generator().manual_seed(0))
+    there = gradient.to("sim:1")
+    with Launches() as mode:
+        sums = square_sums(there)
+    assert mode.counts.total() <= 2 + 3 * 3, mode.counts
+    assert torch.equal(sums.cpu(), square_sums(gradient))
 
 
 @pytest.mark.parametrize(("rows", "inside"), [(128, True), (129, False)])
