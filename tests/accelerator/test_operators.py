@@ -11,14 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.codecs.weights import EncodedWeight
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.updates import NORM_CHUNK, square_sums
 from blockwalk.plan.placement import Codec
 from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
 
-VIEWS = ("view", "slice", "select", "detach", "alias", "empty", "split", "transpose", "t", "unsqueeze", "squeeze", "expand")
+VIEWS = "view slice select detach alias empty split transpose t unsqueeze squeeze expand".split()
 """Operators that launch nothing."""
 
 
@@ -55,3 +56,13 @@ def test_a_matrix_is_decoded_inside_products_of_few_rows_alone(rows: int, inside
     with Launches() as mode:
         lazy_linear(x, EncodedWeight(buffer, layout, torch.float32))
     assert ("product_" in mode.counts) is inside, mode.counts
+
+
+def test_the_loss_of_a_7b_model_takes_a_third_of_the_launches(sim: Simulated) -> None:
+    """Qwen2.5-7B's head and 8,192 tokens, on tensors without data: 7,516 launches where 16-bit sums are lifted in a processor's
+    portions."""
+    hidden_ND = torch.empty(8192, 3584, dtype=torch.bfloat16, device="meta")
+    head = DenseWeight(torch.empty(152064, 3584, dtype=torch.bfloat16, device="meta"))
+    with Launches() as mode:
+        chunked_cross_entropy(hidden_ND, torch.randint(0, 152064, (8192,)), head, grad_scale=1.0)
+    assert mode.counts.total() < 7516 / 2.5, mode.counts

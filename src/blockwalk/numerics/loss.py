@@ -156,7 +156,7 @@ class _Head:
         product = self.scratch.take("product", len(left), into.shape[1], like=into, dtype=left.dtype)
         row_tiles.mm(left, right, product)
         # an add_ of mixed dtypes would allocate a float32 copy of the whole product
-        rows = max(1, LIFT // into.shape[1])
+        rows = max(1, LIFT[self.device.type] // into.shape[1])
         for onto, part in zip(torch.split(into, rows), torch.split(product[: len(into)], rows), strict=True):
             onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
 
@@ -355,7 +355,7 @@ def _finish(layer: _Head, part: _Tokens, sum_nD: Tensor, grad_scale: float) -> N
     if layer.soft_cap is not None:
         label_n = label_n * (1.0 - (part.label_logit_n.double() / layer.soft_cap) ** 2)
     label_n = label_n.to(layer.wide)
-    step = max(1, LIFT // sum_nD.shape[1])
+    step = max(1, LIFT[layer.device.type] // sum_nD.shape[1])
     parts = (torch.split(each, step) for each in (part.labels_n, label_n, sum_nD))
     for labels_n, factor_n, onto_nD in zip(*parts, strict=True):
         onto_nD.addcmul_(layer.weight.gather(labels_n).to(layer.wide), factor_n.unsqueeze(1))
