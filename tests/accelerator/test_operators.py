@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blockwalk.numerics import wide_products
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_linear import lazy_linear
@@ -66,3 +67,56 @@ def test_the_loss_of_a_7b_model_takes_a_third_of_the_launches(sim: Simulated) ->
     with Launches() as mode:
         chunked_cross_entropy(hidden_ND, torch.randint(0, 152064, (8192,)), head, grad_scale=1.0)
     assert mode.counts.total() < 7516 / 2.5, mode.counts
+
+
+def wide_products_of_a_processor() -> torch.library.Library:
+    """Make torch's products of 16 bits with float32 results for the processor, whose operators the device queues."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(a.double() @ b.double())
+
+    def addmm(
+        onto: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor, **by: float
+    ) -> torch.Tensor:
+        return out.copy_(by.get("beta", 1) * onto.double() + by.get("alpha", 1) * (a.double() @ b.double()))
+
+    library.impl("mm.dtype_out", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    return library
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_products_with_float32_results_are_taken_where_the_device_has_them(trains_head: bool, sim: Simulated) -> None:
+    """Oracle for the numbers: autograd through float64 logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND = torch.randn(60, 32, generator=generator).bfloat16()
+    head_VD = (torch.randn(200, 32, generator=generator) / 4).bfloat16()
+    labels_N = torch.randint(0, 200, (60,), generator=generator)
+
+    def taken() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Counter[str]]:
+        head_grad_VD = torch.zeros(200, 32, device="sim:1") if trains_head else None
+        with Launches() as mode:
+            result = chunked_cross_entropy(
+                hidden_ND.to("sim:1"), labels_N, DenseWeight(head_VD.to("sim:1")), grad_scale=1.0, vocab_chunk=64,
+                head_grad=head_grad_VD,
+            )  # fmt: skip
+        head_grad_VD = torch.zeros(200, 32) if head_grad_VD is None else head_grad_VD
+        return result.loss_sum.cpu(), result.grad_hidden_ND.cpu(), head_grad_VD.cpu(), mode.counts
+
+    *_, narrow = taken()
+    library = wide_products_of_a_processor()
+    wide_products.has.cache_clear()
+    loss, grad_ND, head_grad_VD, wide = taken()
+    h_ND, w_VD = (each.double().requires_grad_() for each in (hidden_ND, head_VD))
+    exact = torch.nn.functional.cross_entropy(h_ND @ w_VD.t(), labels_N, reduction="sum")
+    exact.backward()
+    assert h_ND.grad is not None
+    assert w_VD.grad is not None
+    torch.testing.assert_close(loss, exact.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_ND.double(), h_ND.grad, rtol=2e-2, atol=2e-3)
+    if trains_head:
+        torch.testing.assert_close(head_grad_VD.double(), w_VD.grad, rtol=2e-2, atol=4e-3)
+    assert wide["mm"] == 4 * (1 + trains_head) + 1, "four chunks of the vocabulary, and the product that is tried"
+    assert wide["copy_"] < narrow["copy_"]
+    library._destroy()

@@ -29,9 +29,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from blockwalk.numerics import row_tiles
+from blockwalk.numerics import row_tiles, wide_products
 from blockwalk.numerics.codecs.weights import Weight
-from blockwalk.numerics.device import sent
+from blockwalk.numerics.device import is_cpu, sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, spans
 
@@ -96,6 +96,11 @@ class _Head:
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
+    def multiplies_wide(self) -> bool:
+        """True where the device makes the wide results of products in the compute dtype by itself."""
+        return not is_cpu(self.device) and wide_products.has(self.device, self.weight.dtype)
+
+    @property
     def edges(self) -> list[int]:
         """The vocabulary rows at which its chunks begin, and its size."""
         return [*range(0, self.weight.shape[0], self.vocab_chunk or self.chunks(1)[1]), self.weight.shape[0]]
@@ -129,6 +134,8 @@ class _Head:
         l_nv = self.scratch.take("logits", *shape, like=h_fD, dtype=self.wide)
         if narrow == self.wide:
             torch.mm(h_fD, weight_vD.t(), out=l_nv)
+        elif self.multiplies_wide:
+            wide_products.mm(h_fD, weight_vD.t(), l_nv)
         else:  # the products in the compute dtype, everything after them in float32: as the models' own losses have it
             narrow_fv = self.scratch.take("narrow", len(h_fD), len(weight_vD), like=h_fD, dtype=narrow)
             row_tiles.mm(h_fD, weight_vD.t(), narrow_fv)
@@ -152,6 +159,9 @@ class _Head:
         of ``left`` that ``into`` has not are multiplied and left out."""
         if left.dtype == self.wide:
             into.addmm_(left, right, alpha=alpha)
+            return
+        if self.multiplies_wide:
+            wide_products.add_product(into, left, right, alpha)
             return
         product = self.scratch.take("product", len(left), into.shape[1], like=into, dtype=left.dtype)
         row_tiles.mm(left, right, product)
