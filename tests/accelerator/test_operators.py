@@ -20,7 +20,7 @@ from blockwalk.plan.placement import Codec
 from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
 
-VIEWS = "view slice select detach alias empty split transpose t unsqueeze squeeze expand".split()
+VIEWS = ["view", "slice", "select", "detach", "alias", "empty", "split", "transpose", "t", "unsqueeze", "squeeze", "expand"]
 """Operators that launch nothing."""
 
 
