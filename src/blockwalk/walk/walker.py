@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
+from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.data.batching import (
     LabelWordBatch,
     cut_padding,
@@ -165,6 +166,7 @@ class Walker:
             require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
             self.ranks.durable = any(told for (told,) in self.ranks.exchange([plan.trainable.on_disk]))
         self.lanes = Lanes(self.device)
+        self._reads_padding = objective is not None  # it may read any logits
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
         """Programs that ran, with the host seconds of their ops; None records none (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
@@ -429,9 +431,11 @@ class Walker:
     def _sent(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A micro-batch on the device."""
         there = {key: sent(each, self.device) for key, each in batch.items()}
-        mask = batch.get("attention_mask")
-        if mask is not None and is_cpu(mask.device):
-            self.engine.cut.note_mask(there["attention_mask"], hides_nothing=bool(mask.all()))
+        if not is_cpu(self.device):
+            facts = BatchFacts.of(batch)
+            if facts is not None and self._reads_padding:
+                facts = replace(facts, hides_unseen=False)
+            note(there["input_ids"], facts)
         return there
 
     # ---- state ------------------------------------------------------------------------------------------------------
