@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from blockwalk.cli.machine import describe
-from blockwalk.doctor.machine import device_of_rank, left_on
+from blockwalk.doctor.machine import device_of_rank
 from blockwalk.numerics import device
-from blockwalk.numerics.device import chosen, described, host_buffers, pieces
+from blockwalk.numerics.device import chosen, described, host_buffers, left_on, pieces
 from blockwalk.numerics.scratch import shared_arena
 from blockwalk.plan.placement import Tier
 from blockwalk.program.program import Lane

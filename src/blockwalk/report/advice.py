@@ -15,7 +15,8 @@ from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
-from blockwalk.simulate import hardware, planner
+from blockwalk.report.machine import this_machine
+from blockwalk.simulate import planner
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.planner import Task
 
@@ -40,7 +41,7 @@ def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
     """The fastest plan for one rank that needs less than ``room`` bytes of memory, in words; empty where none is known.
     ``shape`` is that of a micro-batch."""
     try:
-        machine, steps = hardware.of_this_machine(device), run.plan.gradient_accumulation_steps
+        machine, steps = this_machine(device), run.plan.gradient_accumulation_steps
         found = planner.rank(task(run.model, run.adapters, machine, shape, budget=room, micro_batches=steps))
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
@@ -77,7 +78,7 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
 
     given, default = run.to_mapping(), RunConfig().to_mapping()
     given["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
-    names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model")]
+    names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model", "named")]
     own = changed({name: given[name] for name in names}, default)
     optimizer = {} if run.plan.estimator is not plan.estimator else changed(given["optimizer"], default["optimizer"])
     nested = {"data": changed(given["data"], default["data"]), "lora": given["lora"], "optimizer": optimizer}

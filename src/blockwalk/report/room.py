@@ -1,4 +1,5 @@
-"""Whether a run has room on this machine, before its first step: memory under every limit, and the disks that it writes to.
+"""Whether a run has room on this machine, before its first step: the device, memory under every limit, and the disks that it
+writes to.
 
 The figures compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this
 imports no torch.
@@ -26,13 +27,13 @@ CLOSE = 0.9
 
 
 def check_budget(run: RunConfig, forecast: Forecast) -> None:
-    """Refuse a plan that is above its own budget, and name one that is not.
+    """Refuse a plan that is above its own budget or above what is free on an accelerator, and name one that is not.
 
     Raises:
         DoesNotFit: see :meth:`blockwalk.report.forecast.Forecast.check`.
     """
     shape, device = forecast.program.shape, forecast.device
-    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
+    forecast.check(lambda room: next_plan(run, room, shape, device=device))
 
 
 def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
