@@ -60,7 +60,8 @@ def described(device: torch.device) -> str:
     if device.type in BY_NAME:
         return f"{device}; {BY_NAME[device.type]}"
     if not is_cpu(device):
-        return ", ".join(filter(None, (str(device), model_of(device))))
+        rocm = "; ROCm: our kernels compile for it, and nothing was tried on it" if torch.version.hip else ""
+        return ", ".join(filter(None, (str(device), model_of(device)))) + rocm
     if os.environ.get("BLOCKWALK_DEVICE"):  # by its user's wish
         return str(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)

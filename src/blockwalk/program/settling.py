@@ -50,7 +50,7 @@ class Settled:
     names: tuple[str, ...] = ()
     """Names of the settings that were settled: a resumed run takes them from its checkpoint."""
     notes: tuple[str, ...] = ()
-    """A sentence on each of them."""
+    """Sentences on the tiers among them."""
 
 
 def settle(
@@ -83,7 +83,7 @@ def settle(
     left = free_tiers(plan, named)
     names = [f"{kind}.tier" for kind in left]
     names += [name for name, unset in UNSET.items() if getattr(plan, name) == unset != getattr(found, name)]
-    return Settled(found, tuple(names), tuple(_notes(plan, found, left, room, (pinned[0], pinned[-1], most))))
+    return Settled(found, tuple(names), tuple(_notes(found, left, (pinned[0], pinned[-1], most))))
 
 
 UNSET = {"budget": None, "resident": AUTO}
@@ -126,8 +126,8 @@ def budgeted(plan: Plan, free: int) -> Plan:
     return replace(plan, budget=int(BUDGET * free))
 
 
-def _notes(plan: Plan, found: Plan, left: Collection[str], room: Room, pinned: tuple[int, int, int]) -> Iterator[str]:
-    """A sentence on each choice. ``pinned``: the host bytes of the first plan that was tried and of the one that was taken,
+def _notes(found: Plan, left: Collection[str], pinned: tuple[int, int, int]) -> Iterator[str]:
+    """A sentence on each tier. ``pinned``: the host bytes of the first plan that was tried and of the one that was taken,
     and the most that may be."""
     wanted, taken, most = map(human_bytes, pinned)
     moved = [kind for kind in left if getattr(found, kind).on_host]
@@ -136,5 +136,3 @@ def _notes(plan: Plan, found: Plan, left: Collection[str], room: Room, pinned: t
         yield f"{' and '.join(moved)} begin from the host: {taken} pinned, {may} ({moved[0]}.tier: disk leaves it there)"
     if stays := [kind for kind in left if kind not in moved]:
         yield f"{' and '.join(stays)} begin from the disk: the host would pin {wanted}, and {may}"
-    if plan.budget is None and found.budget is not None:
-        yield f"budget: {BUDGET} of the {human_bytes(room.device_free)} that are free on the device"

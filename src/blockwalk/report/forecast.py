@@ -20,12 +20,13 @@ from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.program.residency import gradient_pool
+from blockwalk.program.residency import compute_dtype, gradient_pool
 from blockwalk.program.settling import BUDGET, settle
 from blockwalk.report import machine
 from blockwalk.simulate import hardware, process_memory
 from blockwalk.simulate.seconds import NO_COSTS
 from blockwalk.simulate.simulator import Simulation, simulate
+from blockwalk.system.card import Card
 from blockwalk.system.process_memory import process_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Forecast:
     settled: tuple[str, ...] = ()
     """Names of the settings that this machine decided."""
     notes: tuple[str, ...] = ()
-    """A sentence on each of them."""
+    """Sentences on the tiers among them, and on the card."""
     device_free: int = 0
     """Bytes that are free on the accelerator; 0: there is none, or they are not known."""
 
@@ -170,7 +171,8 @@ class Forecast:
         whose = "a step" if self.fullest is self.program else "an evaluation"
         yield f"  tensors at {whose}'s peak: {', '.join(self.pools())}"
         if plan.budget is not None:
-            yield f"  budget: {human_bytes(plan.budget)}" + (" on the device" if self.device != "cpu" else "")
+            on = " on the device" if self.device != "cpu" else ""
+            yield f"  budget: {human_bytes(plan.budget)}{on}{self._share()}"
         yield from (f"  {note}" for note in self.notes)
 
     def pools(self) -> Iterator[str]:
@@ -193,6 +195,11 @@ class Forecast:
         programs = (self.program, self.visit) if self.device != "cpu" else (self.program,)
         return max(each.peaks()[Pool.DEVICE] for each in programs if each is not None)
 
+    def _share(self) -> str:
+        """The origin of a budget that nobody gave, in words."""
+        free = human_bytes(self.device_free)
+        return f", {BUDGET} of the {free} that are free there" if "budget" in self.settled else ""
+
     def check(self, otherwise: Callable[[int], str] = lambda _: "") -> None:
         """Refuse a plan that is above its own budget, or above what is free on an accelerator.
 
@@ -214,9 +221,7 @@ class Forecast:
                 f" device × int4a × {plan.frozen.group}"
             )
         room, raised = plan.budget or 0, "raise budget, "
-        there = f"budget is {human_bytes(room)}"
-        if "budget" in self.settled:
-            there += f", {BUDGET} of the {human_bytes(self.device_free)} that are free there"
+        there = f"budget is {human_bytes(room)}{self._share()}"
         if over_free:
             room, raised, there = self.device_free, "", f"{human_bytes(self.device_free)} are free there"
         raise DoesNotFit(
@@ -243,8 +248,20 @@ def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shap
     if visit is not None:
         given: Any = {"costs": measured(run.plan, visit[0]), "batches": visit[1], "device": device}
         held_out = compile(plan, model, StepKind.EVALUATE, visit[0], **given)
-    decided = (settled.names, settled.notes, room.device_free)
+    notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
+    decided = (settled.names, notes, room.device_free)
     return Forecast(plan, model, programs, device, costs, held_out, *decided)
+
+
+def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """A sentence where a plan computes in bfloat16 and the card has no such arithmetic: a T4's or an RTX 20's products and
+    attention take their slowest ways then. Nothing is refused: the numbers are right."""
+    if not card.bfloat16 and compute_dtype(plan, model) == "bfloat16":
+        other = "float32, or float16" if plan.zeroth_order else "float32"
+        yield (
+            f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes in bfloat16, slowly there: set"
+            f" compute_dtype: {other}"
+        )
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:

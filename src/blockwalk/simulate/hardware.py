@@ -31,6 +31,9 @@ HERE = Path("hardware.yaml")
 MEASURED = "measured by"
 """The beginning of the source of figures that were measured."""
 
+SIMULATED = "(simulated)"
+"""The mark of a figure that a simulation made of a machine that nobody measured."""
+
 USABLE = 0.92
 """The share of an accelerator's memory that a plan may count on. The rest is the driver's context (some 0.5 GB), loaded
 kernels, a library's workspaces, fragments, and what the forecast is wrong by."""
