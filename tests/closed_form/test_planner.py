@@ -186,7 +186,7 @@ def test_weights_that_stream_are_looked_at_on_both_tiers_of_an_accelerator() -> 
     assert host.peaks[Pool.HOST] <= 0.8 * machine.host_bytes
     assert host.progress > disk.progress > 0
     assert choose(task).frozen.tier == "host"
-    narrow = dataclasses.replace(task, hardware=dataclasses.replace(machine, host_bytes=10**9))
+    narrow = dataclasses.replace(task, hardware=dataclasses.replace(machine, host_bytes=5 * 10**8))
     assert choose(narrow).frozen.tier == "disk"
     laptop = dataclasses.replace(task, hardware=hardware.load("laptop"))
     assert not [label for label, _ in candidates(laptop) if label.startswith("mebp, host")]
