@@ -29,7 +29,8 @@ def test_seven_billion_parameters_train_at_the_speed_of_the_card() -> None:
     assert found.simulation.tokens_per_second >= 7000
     assert found.peaks[Pool.DEVICE] <= (decided.plan.budget or 0) == int(0.9 * card.device_bytes)
     task = Task(costs_of(case).spec(), costs_of(case), card, SHAPE)
-    visiting = look_at(task, "host", method("mebp", frozen="host × int4a", activation="host", resident=0, recompute="all"))
+    host = {"frozen": "host × int4a", "activation": "host"}
+    visiting = look_at(task, "host", method("mebp", **host, resident=0, recompute="all"))
     assert visiting.simulation is not None
     assert visiting.simulation.tokens_per_second >= 7000
     disk = look_at(task, "disk", method("mebp", resident=0, recompute="all"))

@@ -224,10 +224,9 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     if refused := _too_large(task, between, plan.mesh.world):
         alone = "; weights and states alone do not fit: stream, shard, or train adapters"
         return Candidate(plan, label, between, None, refused + alone)
-    within = plan
-    if on != "cpu" and plan.budget is None and not plan.sharded:  # a run on an accelerator has one: graphs fill what is left
-        within = replace(plan, budget=task.room)
-    programs, costs = programs_of(task, within)
+    # A run on an accelerator has a budget, and graphs fill what is left of it.
+    bounded = on != "cpu" and plan.budget is None and not plan.sharded
+    programs, costs = programs_of(task, replace(plan, budget=task.room) if bounded else plan)
     held = programs[0].peaks()
     if refused := _too_large(task, held, plan.mesh.world):
         if held[Pool.DEVICE] > task.room:
