@@ -39,7 +39,7 @@ def free(patch: pytest.MonkeyPatch, device: int, host: int = 10**12) -> None:
 def settled(folder: Path) -> dict[str, Any]:
     """The settings that the run's last checkpoint says its machine decided."""
     last = max(folder.glob("checkpoint-*"))
-    found: dict[str, Any] = json.loads((last / "state.json").read_text())["data"].get("settled", {})
+    found: dict[str, Any] = json.loads((last / "state.json").read_text())["data"].get("decided", {})
     return found
 
 

@@ -56,8 +56,16 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
                 f" holds already, {human_bytes(tensors)} of tensors at the peak), and {limit.where} allows"
                 f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
                 " another tier (frozen: disk × int4a)"
-                + next_plan(run, max(limit.nbytes // ranks - held, 1), forecast.program.shape, device=forecast.device)
+                + _next_plan_of(run, forecast, max(limit.nbytes // ranks - held, 1))
             )
+
+
+def _next_plan_of(run: RunConfig, forecast: Forecast, left: int) -> str:
+    """The next plan that needs no more than ``left`` bytes of the host's memory, which on a processor is the device's."""
+    shape, device = forecast.program.shape, forecast.device
+    if device == "cpu":
+        return next_plan(run, left, shape, device=device)
+    return next_plan(run, run.plan.budget, shape, device=device, host=left)
 
 
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:

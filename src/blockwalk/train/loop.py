@@ -142,8 +142,8 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
         first(lambda: _refuse_places(run, start, trace))
         shared = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False) if run.elastic else None
-        settled = {} if start.checkpoint is None else first(lambda: _settled(Path(str(start.checkpoint))))
-        run = taken_up(run, settled)
+        decided = {} if start.checkpoint is None else first(lambda: _decided(Path(str(start.checkpoint))))
+        run = taken_up(run, decided)
         ready = prepare(run)
         plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
         facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
@@ -153,7 +153,8 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         choices = foreseen.choices()
         run = dataclasses.replace(run, plan=override(run.plan, choices))
         loop = _Loop(run, ready, memory, stop, weights, start, callbacks)
-        loop.elastic, loop.settled = shared, {**settled, **choices}
+        loop.elastic = shared
+        loop.decided = {**decided, **choices}
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
@@ -249,9 +250,9 @@ def _grown(walker: Walker, process: int) -> int:
     return int(torch.accelerator.max_memory_allocated(walker.device))
 
 
-def _settled(start: Path) -> dict[str, Any]:
+def _decided(start: Path) -> dict[str, Any]:
     """The settings that the machine decided for the run of a checkpoint, by name."""
-    found: dict[str, Any] = run_checkpoint.load(start, weights=False).data.get("settled", {})
+    found: dict[str, Any] = run_checkpoint.load(start, weights=False).data.get("decided", {})
     return found
 
 
@@ -280,7 +281,7 @@ class _Loop:
     skipped: MetricsLog
     elastic: Elastic | None = None
     """The run's host among ranks that come and go."""
-    settled: Mapping[str, Any] = {}
+    decided: Mapping[str, Any] = {}
     """The settings that the machine decided, by name; a resumed run keeps them."""
     skips: list[int]
     """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
@@ -599,7 +600,7 @@ class _Loop:
             "run": self.start.run,
             "held_out": self.held_out,
             "evaluated": self.evaluated,
-            **({"settled": dict(self.settled)} if self.settled else {}),
+            **({"decided": dict(self.decided)} if self.decided else {}),
         }
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
