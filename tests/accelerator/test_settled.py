@@ -13,7 +13,8 @@ import torch
 
 from blockwalk.cli import main
 from blockwalk.plan.settings import override
-from blockwalk.report import machine
+from blockwalk.report import machine, room
+from blockwalk.system.process_memory import Limit
 from blockwalk.train import config
 from tests.accelerator.device import Simulated
 from tests.accelerator.test_command import losses
@@ -63,6 +64,21 @@ def test_a_plan_that_does_not_fit_the_card_is_refused_before_anything_runs(
     free(monkeypatch, 10**9)
     assert said(arguments)[0] == 0
     assert settled(tmp_path / "run") == {"budget": 9 * 10**8, "resident": 0}
+
+
+def test_where_the_host_is_short_the_next_plan_is_for_the_host_s_room(
+    sim: Simulated, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of one byte: only a plan that keeps nothing on the host is left, however much of the device that takes."""
+    monkeypatch.chdir(tmp_path)
+    free(monkeypatch, 10**9)
+    monkeypatch.setattr(room, "memory_limits", lambda: [Limit(1, "a limit")])
+    named = ["--frozen", "host × int8", "--activation", "host"]
+    code, text = said(["train", *tiny_run.arguments(tmp_path / "run"), *STREAMED, *named, "--max_steps", "1"])
+    assert code == main.TOO_LARGE
+    assert "a limit allows 1 B" in text
+    assert "the next plan that fits: method: " in text
+    assert "host" not in text.partition("the next plan that fits: ")[2]
 
 
 def test_a_run_begins_from_the_host_says_so_and_keeps_it(
