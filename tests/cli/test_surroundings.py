@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -169,3 +170,28 @@ def test_an_address(address: str, parts: tuple[str, int]) -> None:
 def test_no_address(address: str) -> None:
     with refused(ValueError, "65535"):
         host_and_port(address)
+
+
+ALLOCATOR = """
+import os, sys
+from blockwalk.cli import main
+main.main([])
+print("torch" in sys.modules, *(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
+    ],
+)
+def test_device_memory_grows_in_segments_unless_its_user_has_chosen(given: dict[str, str], told: str) -> None:
+    """Oracle: the environment that torch, imported afterwards, finds."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", ALLOCATOR]
+    done = subprocess.run(command, env={**environment, **given}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"False {told}"

@@ -40,6 +40,9 @@ FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
 UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
 """The log of a library that looks for kernels of its own as soon as it is imported."""
 
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that set torch's allocator of device memory; a user who has set one of them has chosen."""
+
 Option = tuple[str, dict[str, Any]]
 """An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
 
@@ -303,6 +306,9 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Likewise: batches of many lengths leave holes among a GPU's blocks of fixed sizes, which segments that grow do not have.
+    if not any(name in os.environ for name in ALLOCATORS):
+        os.environ[ALLOCATORS[0]] = "expandable_segments:True"
     arguments = all_arguments
     open_files.raise_limit()
     here = place.Place()

@@ -123,28 +123,34 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     """
     machine, shape = hardware.load(arguments.hardware), Shape(run.micro_batch_rows, run.data.max_length)
     steps = run.plan.gradient_accumulation_steps
+    mark = "" if machine.measured else hardware.SIMULATED
+
+    def tell(*lines: str) -> None:
+        say(*(f"{line}  {mark}".rstrip() for line in lines))
+
     task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps)
     trained = "every parameter" if run.adapters is None else str(run.adapters)
     nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
-    say(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
+    tell(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
     ranking = planner.rank(task)
-    say("\n".join(ranking.lines()))
+    tell(*ranking.lines())
     if arguments.largest_batch:
-        say("-- most sequences of a micro-batch that fit")
+        tell("-- most sequences of a micro-batch that fit")
         for label, plan in planner.candidates(task):
-            say(f"{label:<34} {planner.largest_batch(task, plan):>8}")
+            tell(f"{label:<34} {planner.largest_batch(task, plan):>8}")
     best = ranking.best
     if best is None or best.simulation is None:
         raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
     for what, found in (("best of them", best), ("larger step", ranking.larger)):
         if found is not None:
             file = config.as_yaml(advice.recommended(run, found.plan))
-            say(f"\nthe {what} as a file (run.yaml):\n\n{file}", end="")
+            title = f"{mark} the {what} as a file (run.yaml):".lstrip()
+            say(f"\n{title}\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
         events = timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
         timeline.write(arguments.trace, events)
-        say(f"timeline of {best.label}: {arguments.trace}")
+        tell(f"timeline of {best.label}: {arguments.trace}")
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,8 @@ from blockwalk.plan.parsing import flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
 from blockwalk.report import advice
-from blockwalk.simulate import hardware, planner
+from blockwalk.report.machine import this_machine
+from blockwalk.simulate import planner
 from blockwalk.system import atomic_files
 from blockwalk.system.terminal import is_terminal, say
 from blockwalk.train import config
@@ -39,7 +40,7 @@ def init(arguments: argparse.Namespace) -> None:
         **({"budget": arguments.budget} if arguments.budget else {}),
     }
     run = config.from_mapping({**given, "output_dir": f"runs/{Path(given['model']).name}"})
-    machine = hardware.of_this_machine(chosen().type)
+    machine = this_machine(chosen().type)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
     found = planner.rank(advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget))
     best = next(iter(found.first_order), None)

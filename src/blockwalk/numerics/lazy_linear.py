@@ -22,6 +22,7 @@ from blockwalk.numerics.codecs.codecs import has_kernel
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.fused_rows import fused_rows
 from blockwalk.numerics.operators import register
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import DECODE_BYTES
@@ -210,7 +211,7 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
     if (
         isinstance(weight, EncodedWeight)
         and weight.shape == weight.layout.shape  # not one of a layer's experts
-        and a_PI.shape[0] <= FUSED_ROWS
+        and a_PI.shape[0] <= fused_rows(weight.layout.codec, a.device, FUSED_ROWS)
         and weight.layout.order is None  # its rows lie in their order
         and has_kernel(weight.layout, weight.buffer)
     ):

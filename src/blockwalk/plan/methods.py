@@ -43,7 +43,8 @@ def plain() -> Plan:
 
 
 def mebp() -> Plan:
-    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time.
+    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time. A run on an
+    accelerator begins from the host instead, where it has room (:mod:`blockwalk.program.settling`).
 
     Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile
     Devices" (2025).

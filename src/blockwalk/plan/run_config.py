@@ -197,6 +197,9 @@ class RunConfig:
     place until the new ones are."""
     resume_from_checkpoint: str = ""
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
+    named: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """The settings of its plan that a file or a flag gave, no setting itself; None: whoever made the plan chose all of it. The
+    machine decides some of the others (:func:`blockwalk.program.settling.settle`)."""
 
     def __post_init__(self) -> None:
         for name in PATHS:
@@ -304,7 +307,7 @@ class RunConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora")]
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")]
         own = {name: plain_values(getattr(self, name)) for name in names}
         lora = False if self.lora is None else plain_values(self.lora)
         plan = {f.name: plain_values(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}

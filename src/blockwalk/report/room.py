@@ -1,4 +1,5 @@
-"""Whether a run has room on this machine, before its first step: memory under every limit, and the disks that it writes to.
+"""Whether a run has room on this machine, before its first step: the device, memory under every limit, and the disks that it
+writes to.
 
 The figures compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this
 imports no torch.
@@ -26,13 +27,13 @@ CLOSE = 0.9
 
 
 def check_budget(run: RunConfig, forecast: Forecast) -> None:
-    """Refuse a plan that is above its own budget, and name one that is not.
+    """Refuse a plan that is above its own budget or above what is free on an accelerator, and name one that is not.
 
     Raises:
         DoesNotFit: see :meth:`blockwalk.report.forecast.Forecast.check`.
     """
     shape, device = forecast.program.shape, forecast.device
-    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
+    forecast.check(lambda room: next_plan(run, room, shape, device=device))
 
 
 def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
@@ -55,8 +56,16 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
                 f" holds already, {human_bytes(tensors)} of tensors at the peak), and {limit.where} allows"
                 f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
                 " another tier (frozen: disk × int4a)"
-                + next_plan(run, max(limit.nbytes // ranks - held, 1), forecast.program.shape, device=forecast.device)
+                + _next_plan_of(run, forecast, max(limit.nbytes // ranks - held, 1))
             )
+
+
+def _next_plan_of(run: RunConfig, forecast: Forecast, left: int) -> str:
+    """The next plan that needs no more than ``left`` bytes of the host's memory, which on a processor is the device's."""
+    shape, device = forecast.program.shape, forecast.device
+    if device == "cpu":
+        return next_plan(run, left, shape, device=device)
+    return next_plan(run, run.plan.budget, shape, device=device, host=left)
 
 
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:

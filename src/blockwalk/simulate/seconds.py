@@ -171,7 +171,7 @@ class CostModel:
         if op.kind is OpKind.LOSS and backprop:
             times = self._token_chunks()
         if codes := unit.decoded(self.plan.frozen.codec):
-            seconds += times * codes / hw.decode_rate
+            seconds += times * codes / hw.decodes(self.plan.frozen.codec)
         drawn = self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank")
         if drawn and not finds_copy(op, self.plan):
             seconds += unit.numel(trainable=True) / hw.noise_rate

@@ -106,6 +106,15 @@ def host_memory() -> tuple[int, bool]:
     return bound, bound < machine
 
 
+def free_memory() -> int:
+    """Bytes of memory that this process may still take: those that are free, under the limits of its control groups."""
+    import psutil
+
+    bound, limited = host_memory()
+    free = int(psutil.virtual_memory().available)
+    return max(min(free, bound - process_bytes()) if limited else free, 0)
+
+
 def _number(path: Path) -> int | None:
     """The number in a file of a control group; None where there is no such file, or no limit (``max``)."""
     try:
@@ -135,9 +144,7 @@ def page_cache(folder: Path) -> int:
     the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
     import psutil
 
-    bound, limited = host_memory()
-    free = int(psutil.virtual_memory().available)
-    room = max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
+    room = free_memory() // DIRTY_SHARE
     place = nearest(folder.resolve())
     mounts = [p for p in psutil.disk_partitions(all=True) if place.is_relative_to(p.mountpoint)]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)

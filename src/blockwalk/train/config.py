@@ -42,7 +42,7 @@ from blockwalk.train.foreign_settings import translated
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
 """Settings that may be given whole (``disk × int4a``) or in parts (``frozen.tier``)."""
-_OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
+_OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", "named", *_SECTIONS)]
 
 
 def setting_names() -> list[str]:
@@ -121,7 +121,7 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
         wants_lora = any(codec.encoded for codec in codecs) and not own["prefix"]
-    return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
+    return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own)
 
 
 def reads(settings: Mapping[str, Any]) -> bool:

@@ -37,6 +37,7 @@ from blockwalk.models.places import adapter_paths, data_paths, model_paths, refu
 from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.settings import override
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
 from blockwalk.ranks.agreement import facts_of, require_agreement
@@ -64,7 +65,7 @@ from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.progress import Progress
-from blockwalk.train.ready import Ready, prepare
+from blockwalk.train.ready import Ready, prepare, taken_up
 from blockwalk.walk.walker import StepResult, Walker
 
 
@@ -136,10 +137,14 @@ def train(
     """
     if not isinstance(run, RunConfig):
         run = config.from_mapping(run) if isinstance(run, Mapping) else config.load(run)
+    return _train(run, (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub)), trace)
+
+
+def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | None) -> Outcome:
+    """Train as :func:`train` says, a configuration that has been read."""
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
     refuse_rounded(run.model, run.plan, run.adapters)
-    callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
     with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
@@ -147,14 +152,19 @@ def train(
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
         first(lambda: _refuse_places(run, start, trace))
         shared = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False) if run.elastic else None
+        decided = {} if start.checkpoint is None else first(lambda: _decided(Path(str(start.checkpoint))))
+        run = taken_up(run, decided)
         ready = prepare(run)
         plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
         facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
         require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()})
         check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
+        choices = foreseen.choices()
+        run = dataclasses.replace(run, plan=override(run.plan, choices))
         loop = _Loop(run, ready, memory, stop, weights, start, callbacks)
         loop.elastic = shared
+        loop.decided = {**decided, **choices}
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
@@ -253,6 +263,12 @@ def _grown(walker: Walker, process: int) -> int:
     return int(torch.accelerator.max_memory_allocated(walker.device))
 
 
+def _decided(start: Path) -> dict[str, Any]:
+    """The settings that the machine decided for the run of a checkpoint, by name."""
+    found: dict[str, Any] = run_checkpoint.load(start, weights=False).data.get("decided", {})
+    return found
+
+
 def _saved(start: Path) -> run_checkpoint.Checkpoint:
     """A checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
 
@@ -278,6 +294,8 @@ class _Loop:
     skipped: MetricsLog
     elastic: Elastic | None = None
     """The run's host among ranks that come and go."""
+    decided: Mapping[str, Any] = {}
+    """The settings that the machine decided, by name; a resumed run keeps them."""
     skips: list[int]
     """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
 
@@ -615,6 +633,7 @@ class _Loop:
             "run": self.start.run,
             "held_out": self.held_out,
             "evaluated": self.evaluated,
+            **({"decided": dict(self.decided)} if self.decided else {}),
         }
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:

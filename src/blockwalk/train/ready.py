@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +29,13 @@ from blockwalk.data.given_template import missing_marks
 from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
 from blockwalk.models.folder import model_folder
 from blockwalk.models.stops import GENERATION, with_stops
-from blockwalk.numerics.device import chosen, described
+from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
+from blockwalk.program.settling import settled_before
 from blockwalk.report.forecast import Forecast, foresee
 from blockwalk.report.room import check_budget, check_disks, check_memory
 from blockwalk.simulate.simulator import Simulation
@@ -152,8 +154,9 @@ def prepare(run: RunConfig) -> Ready:
     lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
     fullest = Shape(wide, int(lengths_T.max()) if apart else longest)
     foreseen = foresee(run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None)
-    plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
-    usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
+    plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
+    average = Shape(wide, math.ceil(lengths_T.mean()))
+    usual = foreseen.simulated() and foresee(replace(run, plan=plan, named=None), average, measured).simulated()
     return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual, notes)
 
 
@@ -165,6 +168,16 @@ def _require_whole(report: EncodeReport, run: RunConfig) -> None:
             f" {run.data.max_length} tokens, and would be cut: set data.max_length to {report.longest}, the longest, or"
             " data.packing: true, which cuts nothing, or data.allow_truncation: true"
         )
+
+
+def taken_up(run: RunConfig, settled: Mapping[str, Any]) -> RunConfig:
+    """The run with the settings that an earlier part of it let its machine decide (``settled``, by name), where nobody has
+    given them since. A processor decides none."""
+    if is_cpu(chosen()):
+        return run
+    values = settled_before(run.plan, run.named, settled)
+    named = None if run.named is None else run.named | values.keys()
+    return replace(run, plan=override(run.plan, values), named=named)
 
 
 def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
