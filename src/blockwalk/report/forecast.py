@@ -122,7 +122,8 @@ class Forecast:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
         plan, model = self.plan, self.model
         frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
-        stays = Placements(plan, model, self.device).stays
+        places = Placements(plan, model, self.device)
+        stays = places.stays
         trainable = replace(plan.trainable, tier=Tier.DEVICE, group=NOBODY) if stays else plan.trainable
         small = f", fewer than a block's: they stay there, not on the {plan.trainable.tier}" if stays else ""
         rows = [
@@ -141,6 +142,8 @@ class Forecast:
             codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
             states = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
             beside = replace(trainable, codec=next(iter(codecs), Codec.FP32))
+        elif places.updates_on_host and not places.states_on_disk:
+            beside = replace(beside, tier=Tier.HOST)
         rows.append(Row("optimizer", beside, states, plan.optimizer.name))
         saved = sum(nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes)
         if not plan.zeroth_order:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, human_bytes
 from blockwalk.program.residency import maps_graphs
 from blockwalk.report.advice import next_plan
@@ -98,9 +99,10 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
     masters = 0
     if plan.sharded and plan.optimizer_state.on_disk:  # float32 masters lie beside the states
         masters = 4 * forecast.model.numel(trainable=True)
-    if forecast.device != "cpu":  # of one process, masters, states and gradients lie on the device there
+    if forecast.device != "cpu":  # of one process, gradients lie on the device there, and adapters in host memory
         on_disk = [row for row in on_disk if row.kind == "activation" or plan.sharded]
-        return pack + masters + sum(row.nbytes for row in on_disk)
+        in_maps = Placements(plan, forecast.model, forecast.device).bytes_in_maps()
+        return pack + masters + in_maps + sum(row.nbytes for row in on_disk)
     undo = state if plan.update.at_turn else 0
     return pack + masters + sum(row.nbytes for row in on_disk) + undo + _graph_bytes(forecast)
 
