@@ -24,7 +24,7 @@ from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import side_by_side
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.disk import MappedFile
+from blockwalk.tiers.disk import MappedFile, is_in_memory, will_need
 
 _ALIGN = 64
 
@@ -164,14 +164,26 @@ class SavedTensors:
     def __init__(self, scratch: ScratchMaps) -> None:
         self._scratch = scratch
         self._maps: list[Tensor] = []
+        self._used: list[int] = []
+        """The bytes of each map that were written, of any step."""
         self._place, self._since = (0, 0), 0.0
+        self.nbytes = 0
+        """The bytes written since the last :meth:`rewind`."""
         self._written: dict[object, tuple[StorageWeakRef, Tensor]] = {}
 
     def rewind(self) -> None:
         """Begin a new step: everything that was written may be overwritten, or goes with its map."""
         self._place = (0, 0)
+        self.nbytes = 0
         if time.monotonic() > self._since + _FRESH:
-            self._maps, self._since = [], time.monotonic()
+            self._maps, self._used, self._since = [], [], time.monotonic()
+
+    def will_need(self) -> None:
+        """Bring back what was written since the last :meth:`rewind`, blocking."""
+        number, stop = self._place
+        will_need([part_P[:used] for part_P, used in zip(self._maps[:number], self._used, strict=False) if used])
+        if stop:
+            will_need([self._maps[number][:stop]])
 
     def write(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map already is
@@ -211,11 +223,19 @@ class SavedTensors:
             self._written.clear()
 
     def _take(self, nbytes: int) -> Tensor:
+        """A place (uint8 [nbytes]) behind the last one. A map that the kernel has taken pages of is made anew: it would read
+        each from the disk, only to have it overwritten."""
         number, start = self._place
         while number < len(self._maps) and start + nbytes > self._maps[number].numel():
             number, start = number + 1, 0
         if number == len(self._maps):
             self._maps.append(self._scratch.bytes(max(nbytes, _PIECE)))
-        stop = start + -(-nbytes // _ALIGN) * _ALIGN
+            self._used.append(0)
+        elif not start and not is_in_memory(self._maps[number][: self._used[number]]):
+            self._maps[number] = self._scratch.bytes(self._maps[number].numel())
+            self._used[number] = 0
+        stop = min(start + -(-nbytes // _ALIGN) * _ALIGN, self._maps[number].numel())
         self._place = (number, stop)
+        self._used[number] = max(self._used[number], stop)
+        self.nbytes += nbytes
         return self._maps[number][start : start + nbytes]

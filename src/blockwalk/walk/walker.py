@@ -240,7 +240,7 @@ class Walker:
             tokens=state.tokens,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            bytes=program.bytes_by_lane(),
+            bytes=program.bytes_by_lane(self.estimator.graph_bytes),
             grad_norm=state.grad_norm,
             projected_grad=state.projected_grad,
         )

@@ -99,6 +99,11 @@ class ZerothOrder:
 
     # ---- what the walker asks of every estimator ---------------------------------------------------------------------
 
+    @property
+    def graph_bytes(self) -> None:
+        """Bytes that graphs of this step wrote to file maps: there are no graphs."""
+        return
+
     def waiting(self) -> int:
         """The most entries that any unit has not seen where it stays between its turns."""
         buckets = self.engine.buckets
