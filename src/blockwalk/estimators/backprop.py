@@ -34,7 +34,7 @@ from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.updates import clip_coefficient
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.residency import maps_graphs
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
@@ -134,6 +134,10 @@ class Backprop:
         """Bytes that graphs of this step wrote to file maps, by unit and micro-batch."""
         return {} if self.state is None else self.state.graph_bytes
 
+    def reserve(self, shape: Shape) -> None:
+        """Size what a step keeps of its micro-batches by the largest of the run."""
+        self.activations.reserve(self._input_bytes(shape.tokens))
+
     def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
         """Entries to go on from: masters and moments are all of a first-order run's state."""
 
@@ -175,7 +179,7 @@ class Backprop:
         if self.engine.module.training != asked.training:
             self.engine.module.train(asked.training)
         self.engine.gradients.begin()
-        self.activations.clear()
+        self.activations.begin(max(self._input_bytes(batch["input_ids"].numel()) for batch in batches))
         self.state = _State(batches, labels, tokens, asked)
 
     def prepare(self, op: Op) -> Callable[[], None]:
@@ -186,8 +190,15 @@ class Backprop:
         if op.of_graph:
             return self._move_graph(op)
         if op.kind is OpKind.SAVE:
-            return partial(self.activations.save, self._place(op), self.state.hidden[op.micro_batch])
+            staged = self.activations.stage(self.state.hidden[op.micro_batch])
+            return partial(self.activations.save, self._place(op), *staged)
+        if op.kind is OpKind.LOAD:
+            return partial(self._load, op, self.state, self.activations.place())
         return partial(getattr(self, f"_{op.kind.lower()}"), op, self.state)
+
+    def _input_bytes(self, tokens: int) -> int:
+        """Bytes of the hidden state of so many tokens."""
+        return tokens * self.engine.spec.hidden_size * self.engine.compute_dtype.itemsize
 
     def _move_graph(self, op: Op) -> Callable[[], None]:
         """The work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes pages out when it needs the room."""
@@ -268,8 +279,8 @@ class Backprop:
         over one micro-batch ends before the next begins, so that all of them share one."""
         return op.unit, op.micro_batch if self.engine.plan.accumulation_order == "block" else 0
 
-    def _load(self, op: Op, state: _State) -> None:
-        state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op))
+    def _load(self, op: Op, state: _State, place: Tensor) -> None:
+        state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op), place)
 
     def _loss(self, op: Op, state: _State) -> None:
         m, engine = op.micro_batch, self.engine

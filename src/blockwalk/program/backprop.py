@@ -11,7 +11,7 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
-from blockwalk.program.residency import activation_pool, compute_dtype, gradient_pool
+from blockwalk.program.residency import activation_pool, compute_dtype, gradient_pool, stages_inputs
 
 
 def backprop(b: Builder, *, update: bool, graphs: int) -> None:
@@ -56,6 +56,8 @@ class _Backprop:
     """The op that made each micro-batch's hidden state."""
     coming: list[tuple[int, int]] = field(default_factory=list)
     """Blocks and micro-batches whose inputs or graphs are still to be brought back, in the order of their backwards."""
+    saved_inputs: list[int] = field(default_factory=list)
+    """The ops that saved inputs, in order."""
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
     """The op that brought one back, of those that no backward has used."""
     backwards: list[int] = field(default_factory=list)
@@ -77,9 +79,11 @@ class _Backprop:
             if unit >= max(self.lowest, 1) and unit not in self.keep:
                 saved = self._moves_input(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m], takes=self._input())
                 self.saves[unit, m] = saved
+                self.saved_inputs.append(saved)
             kind, flops = (OpKind.FORWARD, cost.forward_flops) if unit else (OpKind.PROLOGUE, 0)
             details = {"micro_batch": m, "keep_graph": unit in self.keep, "flops": flops, "transient": transient}
-            self.hidden[m] = b.op(kind, unit, Lane.COMPUTE, after, takes=graph, **details)
+            deps = [*after, *self._leaves_buffer()]
+            self.hidden[m] = b.op(kind, unit, Lane.COMPUTE, deps, takes=graph, **details)
             used.append(self.hidden[m])
             if unit in self.keep and b.places.maps_graphs:
                 self.saves[unit, m] = self._moves_graph(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m])
@@ -88,7 +92,7 @@ class _Backprop:
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
         """The loss at the epilogue's turn, or a backward; then what completes the unit's gradients and uses them."""
         b, places, cost, kept, used = self.b, self.b.places, self.b.cost(unit), unit in self.keep, []
-        block, freed = 0 < unit < places.last, self._graph(unit) if kept else (*self._input(), *self._brought())
+        block, freed = 0 < unit < places.last, self._graph(unit) if kept else self._input()
         flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
         kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
         transient = cost.backward_transient - (cost.saved if block and (kept or places.maps_graphs) else 0)
@@ -189,15 +193,17 @@ class _Backprop:
 
     def _load(self, unit: int, micro_batch: int) -> int:
         """Bring back a block's input or its graph, and with it those of the next backwards, as far as places are free:
-        ``prefetch`` + 1, each of which the backward that used it frees."""
+        ``prefetch`` + 1, each of which the backward that used it frees. Inputs come into the buffers that they left by, after
+        the last of them has left."""
         places = self.b.places.plan.prefetch + 1
         while self.coming and len(self.loaded) < places:
             key, before = self.coming.pop(0), len(self.backwards) + len(self.loaded) - places
-            after = [self.saves[key], *([self.backwards[before]] if before >= 0 else [])]
+            saved = self.saved_inputs[-1] if self._stages else self.saves[key]
+            after = [saved, *([self.backwards[before]] if before >= 0 else [])]
             if key[0] in self.keep:
                 self.loaded[key] = self._moves_graph(OpKind.LOAD, Lane.FETCH, *key, *after)
             else:
-                self.loaded[key] = self._moves_input(OpKind.LOAD, Lane.FETCH, *key, *after, takes=self._brought())
+                self.loaded[key] = self._moves_input(OpKind.LOAD, Lane.FETCH, *key, *after)
         return self.loaded.pop((unit, micro_batch))
 
     def _comes_back(self, unit: int) -> bool:
@@ -219,11 +225,14 @@ class _Backprop:
         """The memory of a block's saved input."""
         return ((activation_pool(self.b.places.plan, self.b.places.device), self.b.hidden_bytes),)
 
-    def _brought(self) -> Bytes:
-        """The device memory of an input that was brought back: a processor reads it where it lies."""
-        places = self.b.places
-        there = places.device == "cpu" or activation_pool(places.plan, places.device) is Pool.DEVICE
-        return () if there else ((Pool.DEVICE, self.b.hidden_bytes),)
+    @property
+    def _stages(self) -> bool:
+        return stages_inputs(self.b.places.plan, self.b.places.device)
+
+    def _leaves_buffer(self) -> list[int]:
+        """The save that the device buffer of the next input must have been left by: ``prefetch`` + 1 before it."""
+        buffers = self.b.places.plan.prefetch + 1
+        return self.saved_inputs[-buffers:][:1] if self._stages and len(self.saved_inputs) >= buffers else []
 
     def _graph(self, unit: int) -> Bytes:
         """The memory of a block's kept graph."""

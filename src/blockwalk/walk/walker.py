@@ -193,6 +193,11 @@ class Walker:
         """The model as the walk sees it: a :class:`~blockwalk.plan.model_spec.ModelSpec`."""
         return self.engine.spec
 
+    def reserve(self, shape: Shape) -> None:
+        """Tell the shape of the largest micro-batch of a run, before its first step: buffers that micro-batches share are then
+        made once."""
+        self.estimator.reserve(shape)
+
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def step(
