@@ -70,6 +70,11 @@ def activation_pool(plan: Plan, device: str) -> Pool:
     return Pool.MAPPED if tier is Tier.DISK and device == "cpu" else POOLS[tier]
 
 
+def stages_inputs(plan: Plan, device: str) -> bool:
+    """Whether a block's input goes to its tier, and comes back, by way of device buffers: ``prefetch`` + 1 for all blocks."""
+    return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
+
+
 def gradient_pool(plan: Plan, device: str) -> Pool:
     """The pool in which the gradients of one process wait for the step's end: the device's or, on a CPU, file maps."""
     on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn

@@ -234,7 +234,10 @@ class CostModel:
         if not op.nbytes or tier is Tier.DEVICE:
             return 0.0
         if self.hardware.device == "cpu":
-            return (link if self._cached(op) else disk).seconds(op.nbytes)
+            cached = self._cached(op)
+            if cached and op.of_graph:  # the compute lane wrote it, and reads it, where it lies
+                return 0.0
+            return (link if cached else disk).seconds(op.nbytes)
         return link.seconds(op.nbytes) + (disk.seconds(op.nbytes) if tier is Tier.DISK else 0.0)
 
     def _cached(self, op: Op) -> bool:

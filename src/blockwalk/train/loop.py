@@ -177,6 +177,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         give_back()
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared) as walker:
+            walker.reserve(foreseen.program.shape)
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast)

@@ -193,6 +193,11 @@ class Walker:
         """The model as the walk sees it: a :class:`~blockwalk.plan.model_spec.ModelSpec`."""
         return self.engine.spec
 
+    def reserve(self, shape: Shape) -> None:
+        """Tell the shape of the largest micro-batch of a run, before its first step: buffers that micro-batches share are then
+        made once."""
+        self.estimator.reserve(shape)
+
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def step(
@@ -240,7 +245,7 @@ class Walker:
             tokens=state.tokens,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            bytes=program.bytes_by_lane(),
+            bytes=program.bytes_by_lane(self.estimator.graph_bytes),
             grad_norm=state.grad_norm,
             projected_grad=state.projected_grad,
         )

@@ -44,7 +44,7 @@ from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
 from blockwalk.plan.zeroth_order_kinds import AT_REST
-from blockwalk.program.program import Op
+from blockwalk.program.program import Op, Shape
 from blockwalk.ranks.shared_forwards import SharedForwards
 
 
@@ -98,6 +98,14 @@ class ZerothOrder:
         return self.plan.seed if asked.seed is None else self.ranks.first_seed(asked.seed)
 
     # ---- what the walker asks of every estimator ---------------------------------------------------------------------
+
+    def reserve(self, shape: Shape) -> None:
+        """Do nothing: nothing is kept of micro-batches."""
+
+    @property
+    def graph_bytes(self) -> None:
+        """Bytes that graphs of this step wrote to file maps: there are no graphs."""
+        return
 
     def waiting(self) -> int:
         """The most entries that any unit has not seen where it stays between its turns."""
