@@ -1,5 +1,5 @@
-"""Oracle: the same steps on a CPU, bit for bit, and with masters on the device; and the simulated driver's count of waits and of
-copies from pageable memory."""
+"""Oracle: the same steps on a CPU, and with masters on the device, bit for bit; and the simulated driver's count of waits and
+of copies from pageable memory."""
 
 from __future__ import annotations
 
