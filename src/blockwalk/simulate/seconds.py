@@ -205,7 +205,7 @@ class CostModel:
         return self._touched(elements) / self.hardware.memory_bandwidth
 
     def _touched(self, elements: float) -> float:
-        """Bytes that the update rule reads and writes for so many elements."""
+        """Count the bytes that the update rule reads and writes for so many elements."""
         return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements
 
     def _narrowed(self, rate: str, elements: float) -> float:
