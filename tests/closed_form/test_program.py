@@ -60,6 +60,8 @@ def plans(draw: st.DrawFn) -> Plan:
         changes["budget"] = draw(st.sampled_from([None, 10**5, 10**7]))
         changes["frozen"] = draw(st.sampled_from(["device × raw", "host × bf16", "disk × int4", "disk × raw"]))
         changes["trainable"] = draw(st.sampled_from(["device × raw", "host × fp32", "disk × fp32"]))
+        beside = ["host × fp32", "disk × fp32", *(["device × fp32"] if changes["trainable"] == "device × raw" else [])]
+        changes["optimizer_state"] = draw(st.sampled_from(beside))
         changes["activation"] = draw(st.sampled_from(["device", "host", "disk"]))
     elif plan.update.timing is Timing.DEFERRED:
         changes["zo.kind"] = draw(st.sampled_from(["spsa", "fzoo", "hizoo"]))

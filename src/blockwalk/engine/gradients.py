@@ -147,7 +147,7 @@ class NamedGradients:
         self._landed |= landed
 
     def waits(self, name: str) -> bool:
-        """Whether a gradient is there for an update."""
+        """Return whether a gradient is there for an update."""
         return name in self.sums or name in self._landed
 
     def use_up(self, name: str) -> Tensor:

@@ -50,7 +50,8 @@ class Plan:
     """The placement of parameters that are not trained: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8,
     int4) and group of ranks (nobody, node, world or one of ``mesh.groups``)."""
     trainable: Placement = Placement()
-    """The placement of parameters that are trained."""
+    """The placement of parameters that are trained. On a GPU an update needs them and ``optimizer_state`` in one place: on the
+    device, or both off it, where the processor updates them."""
     gradient: Placement = Placement(codec=Codec.FP32)
     """The placement of gradients that wait for their update: over ranks the device or the host; one process keeps them on the
     device, or where a CPU computes and the step's end updates, on disk."""

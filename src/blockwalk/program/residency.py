@@ -82,7 +82,7 @@ def gradient_pool(plan: Plan, device: str) -> Pool:
 
 
 def updates_on_host(plan: Plan, device: str) -> bool:
-    """Whether the processor behind an accelerator updates one process's trainables: where their optimizer states, or without
+    """Return whether the processor behind an accelerator updates one process's trainables: where optimizer states, or without
     any they themselves, are not on the device. Masters and states then lie together, and the device has copies of masters."""
     updated = plan.optimizer_state if plan.update_rule.states else plan.trainable
     return device != "cpu" and not (plan.zeroth_order or plan.sharded or updated.on_device)
