@@ -306,8 +306,10 @@ def variants(of: str) -> list[Variant]:
         if not (rounds and param == "fp32"):
             add("updates", "_adamw_kernel", {"ROUNDING": rounds, "SIZE": 1024}, {"param": f"*{param}"})
     for code, group, rows, order, noise, out in product(range(6), (32, 64), flags, flags, (*noises, PLAIN), floats):
-        constants = {"FORMAT": code, "GROUP": group, "HAS_ROWS": rows, "HAS_ORDER": order}
+        constants = {"FORMAT": code, "GROUP": group, "HAS_ROWS": rows, "HAS_ORDER": order, "IN_PAIRS": False}
         add("codecs", "_decode_kernel", constants | noise, {"out": f"*{out}"})
+        if code in (2, 3, 4, 5) and noise is PLAIN:
+            add("codecs", "_decode_kernel", constants | noise | {"IN_PAIRS": True}, {"out": f"*{out}"})
     for code, group, by_rows, bias, x in product(range(6), (32, 64), flags, flags, floats):
         constants = {**PRODUCT, "FORMAT": code, "GROUP": group, "BY_ROWS": by_rows, "HAS_BIAS": bias}
         add("products", "_product_kernel", constants, dict.fromkeys(("x", "out", "bias"), f"*{x}"))
@@ -387,6 +389,24 @@ def compiles(kernel: str, capability: int) -> None:
         assert all(".rn" in name and not name.startswith("fma") for name in floating), (variant, set(floating))
         computes = variant[1] != "_draws_kernel" and variant[2].get("KIND") != 0
         assert floating or not computes, variant
+
+
+def loads_of_a_product(capability: int) -> None:
+    """Eight warps share 64 · 128 elements in 4,096 bytes of codes, 16 a thread, which come in fours at least, 512 bytes of
+    scales and 64 · 64 numbers of the input, 32 bytes a thread, which come in sixteens; nf4's levels are looked up one by one."""
+    for code, by_rows in product((2, 3, 4, 5), (False, True)):
+        constants = {**PRODUCT, "FORMAT": code, "GROUP": 32, "BY_ROWS": by_rows, "HAS_BIAS": False}
+        types = dict.fromkeys(("x", "out", "bias"), "*bf16")
+        done = compiled_for(("products", "_product_kernel", constants, types), capability, integers="i32")
+        loads = len(re.findall(r"\sld\.global", str(done.asm["ptx"])))
+        levels = 32 if code == 3 else 0
+        halves = 4 if code == 5 else 0  # blocks of 18 bytes begin at even places: codes come in twos
+        assert loads - levels <= 4 + halves + 2 * 2 + 2, (code, by_rows, loads)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_product_loads_a_byte_once_and_a_scale_once_a_group(capability: int, compiled: Run) -> None:
+    compiled(loads_of_a_product, capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -33,9 +33,9 @@ _ALIGN = 64
 
 FUSED_ROWS = 128
 """Rows of the input up to which an accelerator decodes inside the product: a guess until it is measured. Inside, the matrix is
-decoded anew for every 64 rows; before, it is decoded once, written and read once more. By the instructions of the compiled
-kernels inside is the cheaper up to 190 rows on an H100 and to 300 on an RTX 4090, were there no waits for memory. It waits
-more than a decoded product, and at 512 rows it takes twice as long, so the number is below both."""
+decoded anew for every 64 rows, in 8 to 10 instructions an element by the compiled kernels; before, it is decoded once, in 22 to
+24, written and read once more. So counted, inside is the cheaper to beyond 512 rows of an H100's. A library's product keeps
+its units busier than ours does, by nobody knows how much, and the number is low until somebody does."""
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
 """Weights, by identity, whose products' values nobody reads for now: those of the thread that recomputes, and of no other."""
@@ -88,7 +88,7 @@ def lazy_linear_by_part(
             if weight is not None:
                 into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
                 thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
+                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, _turned(out_of))
             if bias is not None:
                 y_part += bias
     return y
@@ -153,8 +153,7 @@ def _grouped_product(a_SI: Tensor, experts: Experts, ends: list[int], *, by_rows
 
 
 class _LazyLinear(torch.autograd.Function):
-    """A product with a weight, and with an adapter's A and B where there are any. Every thin matrix lies row by row, [D, R] or
-    [R, D], forward and backward: the library keeps a program of half a megabyte for each shape and layout of a product."""
+    """A product with a weight, and with an adapter's A and B where there are any."""
 
     @staticmethod
     def forward(
@@ -173,9 +172,9 @@ class _LazyLinear(torch.autograd.Function):
         else:
             y = _product(x, weight, bias, by_rows=not transposed)
         if a_RD is not None and b_NR is not None:
-            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(scaling)
+            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), _turned(a_RD)).mul_(scaling)
             if not skipped:
-                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
+                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, _turned(b_NR))
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         return y
 
@@ -194,10 +193,23 @@ class _LazyLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
             if ctx.needs_input_grad[2]:
-                grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).t().contiguous()
+                grad_b = _outer_turned(t_PR, grad_PN)
         if ctx.needs_input_grad[3]:
             grad_bias = grad_PN.sum(0)
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
+
+
+def _turned(thin_AB: Tensor) -> Tensor:
+    """A thin matrix as [B, A]. On a processor it lies row by row, as every thin matrix there, forward and backward: the library
+    keeps a program of half a megabyte for each shape and layout of a product. Elsewhere a copy is a launch for nothing."""
+    return thin_AB.t().contiguous() if is_cpu(thin_AB.device) else thin_AB.t()
+
+
+def _outer_turned(a_PI: Tensor, b_PO: Tensor) -> Tensor:
+    """bᵀ·a, [O, I], row by row, of a thin ``a``."""
+    if is_cpu(a_PI.device):
+        return row_tiles.sum_of_outer(a_PI, b_PO).t().contiguous()
+    return row_tiles.sum_of_outer(b_PO, a_PI)
 
 
 def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:
