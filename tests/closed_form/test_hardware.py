@@ -105,6 +105,7 @@ def test_a_card_is_described_by_its_own_name_and_its_memory_by_its_driver(
     }.items():  # fmt: skip
         found = hardware.of_this_machine("cuda", Card(name, 33 * 10**9))
         assert (found.name, found.device_bytes, found.measured) == (hardware.UNMEASURED, 33 * 10**9, False), name
+        assert found.world == 1, name
         assert found.decode_rate == hardware.load(shipped).decode_rate, name
         assert found.peak_flops == hardware.load(shipped).peak_flops, name
     assert hardware.of_this_machine("cpu", Card("NVIDIA H200", 1)).device_bytes == psutil.virtual_memory().total
