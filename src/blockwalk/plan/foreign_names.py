@@ -59,7 +59,7 @@ def _is(*words: str) -> Callable[[Any], bool]:
 
 
 def _taken(ours: str, sentence: str, example: Any, same: Callable[[Any], bool] = _any, **tools: str) -> Foreign:
-    """A row whose names mean the same as ours."""
+    """Return a row whose names mean the same as ours."""
     return Foreign(ours, sentence, _names(**tools), to.same(ours), example, same)
 
 
@@ -73,18 +73,18 @@ def _other(
     idle: Callable[[Any], bool] | None = None,
     **tools: str,
 ) -> Foreign:
-    """A row whose value, or unit, differs from ours."""
+    """Return a row whose value, or unit, differs from ours."""
     return Foreign(ours, sentence, _names(**tools), line, example, same, idle)
 
 
 def _of_peft(name: str, example: Any, **tools: str) -> Foreign:
-    """A row for a field of PEFT's LoraConfig."""
+    """Return a row for a field of PEFT's LoraConfig."""
     sentence = "PEFT's own fields stand in lora.options."
     return Foreign("lora.options", sentence, _names(**tools), to.option(name), example, idle=to.is_off)
 
 
 def _none(sentence: str, idle: Callable[[Any], bool] | None = None, **tools: str) -> Foreign:
-    """A row that nothing here does; what ``idle`` says of its values is so here anyway."""
+    """Return a row that nothing here does; what ``idle`` says of its values is so here anyway."""
     return Foreign("", sentence, _names(**tools), idle=idle)
 
 
@@ -1109,8 +1109,8 @@ class Match:
 
 
 def find(key: str) -> Match | None:
-    """The row of a name, with whatever sections around it (``training_args.learning_rate``, ``lora.target``), with dashes or
-    underscores; None where the table has none."""
+    """Return the row of a name, with whatever sections around it (``training_args.learning_rate``, ``lora.target``), with
+    dashes or underscores; None where the table has none."""
     name = key.replace("-", "_").lower()
     joined = name.replace(".", "_")
     for candidate in (name, joined):

@@ -61,7 +61,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
 
 
 def usual_elsewhere(plan: Plan) -> Iterator[str]:
-    """A line on the defaults of backpropagation that differ from those of other tools, as far as they stand."""
+    """Return a line on the defaults of backpropagation that differ from those of other tools, as far as they stand."""
     rate = plan.optimizer
     default = OptimizerSettings()
     parts = {"schedule": "constant learning rate", "warmup_steps": "no warm-up", "max_grad_norm": "no clipping"}
