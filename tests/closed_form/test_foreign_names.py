@@ -105,7 +105,9 @@ def test_each_name_is_taken_or_its_error_has_a_line_that_can_be_pasted(row: Fore
         if run is not None:
             assert notes, name
             assert row.ours in notes[0] or row.idle is not None, name
-        elif row.ours in KNOWN and row.ours != "compile":
+        elif row.ours == "lora.from":
+            assert error.endswith(f"{WRITE}lora.from: {row.example}")
+        elif row.ours in KNOWN and row.ours not in ("compile", "data.weights"):  # which need others beside them
             _, names = pasted(error)
             assert all(sets(each, row) for each in names), error
         else:
@@ -121,6 +123,8 @@ def test_a_line_for_the_command_line_is_a_flag_that_can_be_pasted(row: Foreign) 
         flags, others = config.split_flags(words)
         assert (len(flags), others) == (1, [])
         assert sets(flags[0][0], row)
+        if row.ours == "lora.from":
+            return  # a folder that is not there
         config.from_mapping({}, flags)
 
 
@@ -131,7 +135,7 @@ def test_whatever_the_value_a_line_can_be_pasted() -> None:
         for value in values[place % 4 :: 4]:
             _, error, notes = answer({row.all_names[-1]: value})
             for text in (error, *notes):
-                if WRITE in text:
+                if WRITE in text and row.ours != "lora.from":
                     pasted(text)
 
 

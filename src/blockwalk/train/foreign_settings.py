@@ -35,9 +35,13 @@ class Reader:
     """A function that tries whether settings of our names can be read."""
 
     def tries(self, name: str, value: Any) -> bool:
-        """Return whether a setting can be read beside the run's method."""
+        """Return whether a setting can be read beside the run's method; that of an adapter's folder, wherever it is."""
+        if name == "lora.from":
+            return isinstance(value, str) and value != ""
         method = self.given.get("method", "auto")
         beside = {"method": method} if method != "auto" and self.reads({"method": method}) else {}
+        if name == "data.weights" and "data.train" in self.given:
+            beside["data.train"] = self.given["data.train"]
         return self.reads({**beside, name: value})
 
 

@@ -254,7 +254,7 @@ def _opening(
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
     yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(ready.plan)
+    yield from outlook.usual_elsewhere(run)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
         yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
 
