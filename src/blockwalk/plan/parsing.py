@@ -298,7 +298,7 @@ def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
 
 def _sources(value: Any) -> str | tuple[str | Source, ...]:
     """A source, or several; each a text, or a mapping of the fields of :class:`Source`."""
-    if isinstance(value, str):
+    if isinstance(value, str | os.PathLike):
         return _pattern_or_texts(value)
     listed = [value] if isinstance(value, Mapping) else value
     return tuple(_source(each) if isinstance(each, Mapping) else _text(each) for each in listed)
