@@ -75,7 +75,7 @@ def lines(command: str) -> Iterator[str]:
             yield f"\n{title}:"
             for name in settings_of(names):
                 form, sentence = described(name)
-                default = "" if name == "lora" or standing.get(name) in ("", None, [], {}) else _shown(standing[name])
+                default = "" if name == "lora" or standing.get(name) in ("", None, [], {}) else shown(standing[name])
                 text = f"{sentence} (default: {default})" if default else sentence
                 yield f"  --{name} {form}"
                 yield textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
@@ -131,7 +131,7 @@ def _sentences(cls: type) -> dict[str, str]:
     }
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A default as it would be written."""
     if isinstance(value, list):
         return ",".join(map(str, value))
