@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from blockwalk.cli import settings_help
-from blockwalk.plan.foreign_names import ROWS, TOOLS, Foreign
+from blockwalk.plan.foreign_rows import ROWS, TOOLS, Foreign
 from blockwalk.train import config
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +22,7 @@ def coming_from() -> Iterator[str]:
     """Lines of the page on names of other tools."""
     yield "# Coming from another tool"
     yield ""
-    yield MADE.format(source="the table in src/blockwalk/plan/foreign_names.py")
+    yield MADE.format(source="the table in src/blockwalk/plan/foreign_rows.py")
     yield ""
     yield (
         "Settings have other names here. A name in **bold** means the same: a run takes it, with a note that says ours."
@@ -47,7 +47,7 @@ def coming_from() -> Iterator[str]:
             yield f"| {_code(dict.fromkeys(names[:3]))} | {_cell(row.sentence)} |"
     yield ""
     yield (
-        "The table in `src/blockwalk/plan/foreign_names.py` has more names, those of unsloth, DeepSpeed and bitsandbytes"
+        "The table in `src/blockwalk/plan/foreign_rows.py` has more names, those of unsloth, DeepSpeed and bitsandbytes"
         " among them; dashes for underscores and sections around a name are understood as well."
     )
 

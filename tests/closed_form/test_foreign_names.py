@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from blockwalk.plan.foreign_names import BY_NAME, ROWS, Foreign
+from blockwalk.plan.foreign_names import BY_NAME
+from blockwalk.plan.foreign_rows import ROWS, Foreign
 from blockwalk.plan.parsing import Loader, did_you_mean, flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.train import config

@@ -10,7 +10,7 @@ from dev import pages
 
 import blockwalk
 from blockwalk.cli import settings_help
-from blockwalk.plan.foreign_names import ROWS, TOOLS
+from blockwalk.plan.foreign_rows import ROWS, TOOLS
 from blockwalk.train import config
 
 pytestmark = pytest.mark.fast

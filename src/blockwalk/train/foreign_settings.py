@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from blockwalk.plan.foreign_names import BY_NAME, VALUES, Foreign, find
+from blockwalk.plan.foreign_names import BY_NAME, VALUES, find
+from blockwalk.plan.foreign_rows import Foreign
 from blockwalk.plan.foreign_values import Pair, same
 
 WRITE = "Write: "
