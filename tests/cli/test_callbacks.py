@@ -189,12 +189,13 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     [
         ({"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}}, "defaults: no clipping; other tools differ"),
         ({"optimizer": {"schedule": "linear", "warmup_steps": 5, "max_grad_norm": 1}}, None),
+        ({"optimizer": {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0}}, None),
         ({"method": "mezo"}, None),
     ],
 )
 def test_defaults_that_differ_from_other_tools_are_said_unless_set(settings: dict[str, Any], line: str | None) -> None:
     """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
-    lines = list(outlook.usual_elsewhere(config.from_mapping(settings).plan))
+    lines = list(outlook.usual_elsewhere(config.from_mapping(settings)))
     assert len(lines) == (line is not None)
     assert line is None or lines[0].startswith(line)
 

@@ -265,6 +265,13 @@ COMMANDS = (
         (_value("--out", "FILE", "default: hardware.yaml", default="hardware.yaml"),),
     ),
     Command(
+        "settings",
+        "print every setting with its sentence and default",
+        "blockwalk.cli.start:settings",
+        (_switch("--schema", "print a JSON Schema of a run's file instead, for editors"),),
+        answers=True,
+    ),
+    Command(
         "complete",
         "print a script that completes commands and settings: source it, or put it where your shell looks",
         "blockwalk.cli.start:complete",

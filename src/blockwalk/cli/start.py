@@ -1,15 +1,17 @@
-"""``blockwalk init``: a run's YAML file from a few answers, the plan chosen for this machine; ``blockwalk complete``."""
+"""``blockwalk init``: a run's YAML file from a few answers, the plan chosen for this machine; ``blockwalk settings``;
+``blockwalk complete``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cli import settings_help
+from blockwalk.cli import schema, settings_help
 from blockwalk.plan.parsing import flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
@@ -46,7 +48,9 @@ def init(arguments: argparse.Namespace) -> None:
     best = next(iter(found.first_order), None)
     if best is None:
         raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")
+    beside = out.with_name(schema.FILE).is_file()
     facts = [
+        *([f"yaml-language-server: $schema={schema.FILE}"] if beside else []),
         f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {_held(best)} of tensors in a step.",
         *_of_little_memory(found, best),
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",
@@ -134,6 +138,14 @@ def _commented(name: str, value: Any) -> str:
     """A setting's line of YAML, with its few words behind it where it has some."""
     line = config.as_yaml({name.rpartition(".")[2]: value}).rstrip()
     return f"{line:<28}# {EDITED[name]}" if name in EDITED else line.replace("\n", "\n  ")
+
+
+def settings(arguments: argparse.Namespace) -> None:
+    """Print every setting, or the schema of a run's file."""
+    if arguments.schema:
+        say(json.dumps(schema.schema(), indent=1, ensure_ascii=False))
+    else:
+        say(*settings_help.lines("train"))
 
 
 def complete(arguments: argparse.Namespace) -> None:

@@ -247,12 +247,14 @@ def _all_linear(config: Any, model: Any) -> Any:
 
 
 def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
-    """A caller's adapters in one form: settings, a mapping of their fields or a PEFT configuration as settings; a folder as
-    it is; None for none.
+    """Return a caller's adapters in one form: settings, a mapping of their fields or a PEFT configuration as settings; a folder
+    as it is; True for those of the defaults; None for none, and for False.
 
     Raises:
         ValueError: something else, or a field that Blockwalk cannot honour.
     """
+    if isinstance(lora, bool):
+        return LoraSettings() if lora else None
     if lora is None or isinstance(lora, LoraSettings | PrefixSettings | str | os.PathLike):
         return lora
     if isinstance(lora, Mapping):
@@ -261,8 +263,8 @@ def as_adapters(lora: Any) -> Adapters | str | os.PathLike[str] | None:
 
     if not isinstance(lora, LoraConfig):
         raise ValueError(
-            f"lora is {lora!r}; it takes a blockwalk.LoraSettings or PrefixSettings, a mapping such as {{'rank': 8}} or"
-            " {'num_virtual_tokens': 5}, a peft.LoraConfig, or the folder of a saved adapter"
+            f"lora is {lora!r}; it takes true, false, a blockwalk.LoraSettings or PrefixSettings, a mapping such as"
+            " {'rank': 8} or {'num_virtual_tokens': 5}, a peft.LoraConfig, or the folder of a saved adapter"
         )
     _refuse(lora)
     if lora.task_type not in (None, "CAUSAL_LM"):

@@ -31,7 +31,7 @@ class Course:
     power: float
 
     def progress(self, done: int) -> float:
-        """The share of the updates after the warm-up that are done, at most 1."""
+        """Return the share of the updates after the warm-up that are done, at most 1."""
         return min(1.0, done / self.span)
 
 
@@ -107,9 +107,9 @@ def make_schedule(
     power: float = 1.0,
     cooldown_steps: float = 0.1,
 ) -> Schedule:
-    """The schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the warm-up, then stays (constant) or falls
-    towards ``min_ratio``·``learning_rate``, which it reaches at ``total_steps`` and keeps: along a line (linear), half a cosine
-    (cosine), ``cycles`` of them (cosine_with_restarts), a power of the line (polynomial), or half a cosine over the last
+    """Return the schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the warm-up, then stays (constant) or
+    falls towards ``min_ratio``·``learning_rate``, which it reaches at ``total_steps`` and keeps: along a line (linear), half a
+    cosine (cosine), ``cycles`` of them (cosine_with_restarts), a power of the line (polynomial), or half a cosine over the last
     ``cooldown_steps`` alone (warmup_stable_decay); inverse_sqrt falls with the root of the steps and has no end.
 
     Args:
@@ -165,7 +165,7 @@ def make_schedule(
 
 
 def schedule_of(rate: OptimizerSettings) -> Schedule:
-    """The schedule that settings describe; see :func:`make_schedule`.
+    """Return the schedule that settings describe; see :func:`make_schedule`.
 
     Raises:
         ValueError: they describe none.
@@ -183,5 +183,5 @@ def schedule_of(rate: OptimizerSettings) -> Schedule:
 
 
 def _steps(steps: float, total_steps: int) -> int:
-    """Steps, given as a number or as a ratio of all below 1."""
+    """Return steps, given as a number or as a ratio of all below 1."""
     return math.ceil(total_steps * steps) if steps < 1 else int(steps)

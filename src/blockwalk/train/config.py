@@ -52,8 +52,8 @@ def setting_names() -> list[str]:
 
 
 def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = (), *, as_flags: bool = False) -> RunConfig:
-    """The configuration in a YAML file (or the defaults), with dotted ``overrides`` winning; errors write these as flags where
-    they are.
+    """Return the configuration in a YAML file (or the defaults), with dotted ``overrides`` winning; errors write these as flags
+    where they are.
 
     Raises:
         ValueError: no valid YAML, an unknown key, a value of the wrong type, or settings that make no sense together.
@@ -70,14 +70,23 @@ def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = (), *, 
 def from_mapping(
     raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = (), *, as_flags: bool = False
 ) -> RunConfig:
-    """The configuration that nested or dotted settings describe; see :func:`load`. Names of other tools that mean the same as
-    ours are taken, with a warning that names ours."""
+    """Return the configuration that nested or dotted settings describe; see :func:`load`. Names of other tools that mean the
+    same as ours are taken, with a warning that names ours."""
     flags = [pair for k, v in overrides for pair in _flatten({k: v})]
     return _from_pairs(translated(_flatten(raw), flags, setting_names(), reads, as_flags=as_flags))
 
 
+def of(run: RunConfig | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a value, a mapping or a YAML file, with ``settings`` winning; see :func:`load`."""
+    if isinstance(run, RunConfig):
+        run = run.to_mapping()
+    if isinstance(run, Mapping):
+        return from_mapping(run, settings.items())
+    return load(run, settings.items())
+
+
 def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
-    """The configuration that dotted settings of our own names describe, the later ones winning."""
+    """Return the configuration that dotted settings of our own names describe, the later ones winning."""
     known = setting_names()
     settings: dict[str, Any] = {}
     for key, value in pairs:
@@ -125,7 +134,7 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
 
 
 def reads(settings: Mapping[str, Any]) -> bool:
-    """Whether settings of our own names can be read."""
+    """Return whether settings of our own names can be read."""
     try:
         _from_pairs(_flatten(settings))
     except ValueError:
@@ -168,9 +177,9 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def split_flags(arguments: Iterable[str], options: Collection[str] = ()) -> tuple[list[tuple[str, Any]], list[str]]:
-    """The settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and
-    value, and the other arguments. Names that other tools have for a setting are settings too, but for those of ``options``;
-    one of these without a value is true.
+    """Return the settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name
+    and value, and the other arguments. Names that other tools have for a setting are settings too, but for those of
+    ``options``; one of these without a value is true.
 
     Raises:
         ValueError: a setting without a value.
@@ -196,7 +205,7 @@ def split_flags(arguments: Iterable[str], options: Collection[str] = ()) -> tupl
 
 
 def _has_ours(name: str, known: Collection[str]) -> bool:
-    """Whether a name that is not ours is one of another tool's, or ours with dashes."""
+    """Return whether a name that is not ours is one of another tool's, or ours with dashes."""
     return name.replace("-", "_") in known or find(name) is not None
 
 

@@ -118,25 +118,28 @@ class Outcome:
 
 
 def train(
-    run: RunConfig | Mapping[str, Any] | str | Path,
+    run: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     callbacks: Iterable[Callback] = (),
     trace: str | Path | None = None,
+    **settings: Any,
 ) -> Outcome:
     """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a checkpoint is saved.
 
     Args:
-        run: the configuration: a value, a mapping of settings, or the path of a YAML file.
+        run: the configuration: the path of a YAML file, a mapping of settings, or a value; None: the settings alone.
         callbacks: functions that are told of every event; see :class:`blockwalk.train.callbacks.Event`.
         trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
+        settings: settings by name, which win over those of ``run``: ``output_dir="runs/second"``,
+            ``optimizer={"learning_rate": 1e-4}``.
 
     Raises:
         ValueError: settings or data that cannot be trained with; nothing was written.
         DoesNotFit: the plan needs more than its budget.
         OutOfMemory: memory was refused while the run went on.
     """
-    if not isinstance(run, RunConfig):
-        run = config.from_mapping(run) if isinstance(run, Mapping) else config.load(run)
+    if settings or not isinstance(run, RunConfig):
+        run = config.of(run, settings)
     return _train(run, (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub)), trace)
 
 
@@ -252,7 +255,7 @@ def _opening(
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
     yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(ready.plan)
+    yield from outlook.usual_elsewhere(run)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
         yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
 
@@ -682,7 +685,11 @@ class _Loop:
         else:
             first_rank = self.walker.ranks.rank == 0  # the others bring what it writes
             replaces = self.start.may_replace(saved_to)
-            with atomic_files.atomic_folder(saved_to, replace=replaces) if first_rank else nullcontext(saved_to) as folder:
+            with (
+                atomic_files.atomic_folder(saved_to, replace=replaces)
+                if first_rank
+                else nullcontext(saved_to) as folder
+            ):
                 if first_rank:
                     marks.write(folder, self.start.run)
                 self.walker.save_pretrained(folder)

@@ -215,7 +215,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     )
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
     yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(ready.plan)
+    yield from outlook.usual_elsewhere(run)
     yield from learnt_lines("first record", ready.shown)
     yield "nothing was written; leave --dry-run out to train"
 

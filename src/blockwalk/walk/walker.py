@@ -104,8 +104,8 @@ class Walker:
             are never all in memory unless the plan says so.
         plan: see :func:`blockwalk.method`.
         lora: train these adapters instead of the model's own parameters: :class:`blockwalk.LoraSettings`, a mapping of its
-            fields or of those of a prefix (``{"num_virtual_tokens": 5}``), a ``peft.LoraConfig``, or the folder of a saved
-            adapter.
+            fields or of those of a prefix (``{"num_virtual_tokens": 5}``), a ``peft.LoraConfig``, the folder of a saved
+            adapter, or True for the defaults; None or False: the model's own parameters.
         device: ``cpu``, or an accelerator (``cuda``, ``cuda:1``, ``xpu``); unless given ``BLOCKWALK_DEVICE``, or the
             accelerator where there is one.
         workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
@@ -128,7 +128,7 @@ class Walker:
         model: StrPath | nn.Module,
         plan: Plan,
         *,
-        lora: Adapters | Mapping[str, Any] | LoraConfig | StrPath | None = None,
+        lora: Adapters | Mapping[str, Any] | LoraConfig | StrPath | bool | None = None,
         device: str | torch.device | None = None,
         workdir: StrPath | None = None,
         training: bool = True,
