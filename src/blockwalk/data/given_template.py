@@ -9,10 +9,8 @@ from typing import Any
 
 from blockwalk.data.chat_template import ARGUMENTS, reserved
 from blockwalk.data.named_templates import TEMPLATES
+from blockwalk.models.saved_template import read_template
 from blockwalk.plan.parsing import did_you_mean
-
-LARGEST = 1 << 20
-"""Bytes of a template's file at most; the longest published ones have some 20,000."""
 
 
 def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) -> None:
@@ -61,11 +59,4 @@ def _of_file(name: str) -> str:
     if not path.is_file():
         near = did_you_mean(name, list(TEMPLATES))
         raise ValueError(f"data.chat_template is {name!r}: no such file{near}; by name: {', '.join(TEMPLATES)}")
-    if path.stat().st_size > LARGEST:
-        raise ValueError(
-            f"data.chat_template: {path} has {path.stat().st_size:,} bytes; a template has {LARGEST:,} at most"
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"data.chat_template: {path} is not UTF-8 text") from None
+    return read_template(path)

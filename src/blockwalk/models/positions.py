@@ -19,4 +19,10 @@ def text_config(model: StrPath) -> dict[str, Any]:
 def positions_of(model: StrPath) -> int:
     """Tokens of the longest sequence that a model was made for; 0 where its configuration does not say."""
     found = text_config(model)
-    return int(found.get("max_position_embeddings") or found.get("n_positions") or 0)
+    positions = int(found.get("max_position_embeddings") or found.get("n_positions") or 0)
+    rotary = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type"))
+    if kind not in ("linear", "dynamic", "yarn"):  # other kinds name all of them
+        return positions
+    before = rotary.get("original_max_position_embeddings") or positions
+    return max(positions, int(before * rotary.get("factor", 1)))

@@ -632,6 +632,7 @@ class _Loop:
             "identity": self.identity,
             "run": self.start.run,
             "held_out": self.held_out,
+            "stops": list(self.ready.rows.report.stops),
             "evaluated": self.evaluated,
             **({"decided": dict(self.decided)} if self.decided else {}),
         }
