@@ -17,7 +17,7 @@ NONE = "none"
 
 @contextmanager
 def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
-    """The folder of an adapter of a model; None where none is named.
+    """Yield the folder of an adapter of a model; None where none is named.
 
     Raises:
         ValueError: a checkpoint that holds no adapter, with what gives its weights.

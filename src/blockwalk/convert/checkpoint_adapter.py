@@ -63,7 +63,7 @@ def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
 
 
 def _adapters_of(state: run_checkpoint.Checkpoint, folder: Path) -> Adapters:
-    """The settings of the adapters that a checkpoint's run trains.
+    """Return the settings of the adapters that a checkpoint's run trains.
 
     Raises:
         ValueError: it trains all parameters, or is zeroth-order; the message says what gives its weights.

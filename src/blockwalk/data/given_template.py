@@ -28,8 +28,8 @@ def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) ->
 
 
 def _named(name: str, tokenizer: Any) -> str:
-    """The text of a named template; where the tokenizer does not have the mark that ends a turn as one token, its own end of
-    text takes that place, since generation stops at one token."""
+    """Return the text of a named template; where the tokenizer does not have the mark that ends a turn as one token, its own
+    end of text takes that place, since generation stops at one token."""
     template = TEMPLATES[name]
     end = tokenizer.eos_token
     lacks = template.end and template.end not in tokenizer.get_vocab()
@@ -37,7 +37,7 @@ def _named(name: str, tokenizer: Any) -> str:
 
 
 def missing_marks(name: str, tokenizer: Any) -> str:
-    """A sentence on the marks of a named template that the tokenizer does not have as tokens; empty where it has all."""
+    """Return a sentence on the marks of a named template that the tokenizer does not have as tokens; empty where it has all."""
     if name not in TEMPLATES:
         return ""
     vocabulary = tokenizer.get_vocab()
@@ -54,7 +54,7 @@ def missing_marks(name: str, tokenizer: Any) -> str:
 
 
 def _of_file(name: str) -> str:
-    """The text of a template's file."""
+    """Return the text of a template's file."""
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         near = did_you_mean(name, list(TEMPLATES))

@@ -16,7 +16,7 @@ LARGEST = 1 << 20
 
 
 def read_template(path: Path) -> str:
-    """The text of a template's file.
+    """Return the text of a template's file.
 
     Raises:
         ValueError: it is too large for one, or no text.
@@ -30,7 +30,7 @@ def read_template(path: Path) -> str:
 
 
 def saved_with(folder: StrPath | None) -> str:
-    """The chat template that was saved with an adapter, as text; empty where there is none.
+    """Return the chat template that was saved with an adapter, as text; empty where there is none.
 
     transformers keeps it in a file of its own; older versions kept it in ``tokenizer_config.json``.
     """

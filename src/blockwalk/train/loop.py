@@ -452,7 +452,7 @@ class _Loop:
         return self.evaluations.last_step
 
     def _best_before(self) -> Best:
-        """The best evaluation that the log has, of this run up to now. Raises Damaged where the log does not tell."""
+        """Return the best evaluation that the log has, of this run up to now. Raises Damaged where the log does not tell."""
         path = self.evaluations.path
         with atomic_files.reading(path):
             return Best.of(whole_lines(path), self.config.keep_best or "loss", self.held_out)
@@ -669,7 +669,7 @@ class _Loop:
         return self.best.name if self.config.keep_best else ""
 
     def _next_command(self) -> str:
-        """The command line that shows what was trained: a chat where conversations were learnt."""
+        """Return the command line that shows what was trained: a chat where conversations were learnt."""
         folder = shlex.quote(os.fspath(self.output_dir))
         if self.ready.rows.report.turn_ends:
             return f"blockwalk chat {folder}"
