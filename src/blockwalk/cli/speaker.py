@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cli.adapters import NONE, opened_adapter
+from blockwalk.cli.adapters import NONE, opened_adapter, refuse_unfinished
 from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.positions import positions_of
 from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, is_model
@@ -144,4 +144,6 @@ def _trained(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, 
     if is_model(folder / "model"):
         say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
         return dataclasses.replace(run, model=os.fspath(folder / "model")), None
+    if Path(arguments.config).resolve().parent == folder.resolve():  # the run itself was named, not a file for one to come
+        refuse_unfinished(folder)
     return run, None
