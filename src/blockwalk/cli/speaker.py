@@ -143,7 +143,10 @@ def _trained(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, 
         return run, os.fspath(folder / "adapter")
     if is_model(folder / "model"):
         say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
-        return dataclasses.replace(run, model=os.fspath(folder / "model")), None
+        own: dict[str, Any] = {"model": os.fspath(folder / "model")}
+        if "data.chat_template" in arguments.named:
+            return dataclasses.replace(run, **own), None
+        return dataclasses.replace(run, **own, data=dataclasses.replace(run.data, chat_template="")), None  # it has its own
     if Path(arguments.config).resolve().parent == folder.resolve():  # the run itself was named, not a file for one to come
         refuse_unfinished(folder)
     return run, None

@@ -66,9 +66,10 @@ def tokenizer_of(model: str | Path, settings: DataSettings, adapter: StrPath | N
         ValueError: there is no tokenizer, or no such template.
     """
     tokenizer = load_tokenizer(model)
-    set_template(tokenizer, settings.chat_template, settings.chat_template_arguments)
-    if template := saved_with(adapter):
-        tokenizer.chat_template = template
+    saved = saved_with(adapter)
+    set_template(tokenizer, "" if saved else settings.chat_template, settings.chat_template_arguments)
+    if saved:
+        tokenizer.chat_template = saved
     return tokenizer
 
 
