@@ -139,7 +139,9 @@ def test_a_share_is_held_out_and_never_trained_on(tokenizer: Any, tmp_path: Path
         training_set(DataSettings(train=str(alone), eval_share=0.5), tokenizer)
 
 
-@pytest.mark.parametrize("settings", [{"eval": "x"}, {"task": "sst2"}, {"eval_share": 1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"eval": "x"}, {"task": "sst2"}, {"eval_share": 1.0}, {"shots": 2, "template": "{text} {label}"}]
+)
 def test_two_ways_to_hold_out_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"data\.eval_share"):
         config.from_mapping({"data": {"train": "a.jsonl", "eval_share": 0.5, **settings}})

@@ -40,7 +40,7 @@ def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def _lines(talks: bool) -> Iterator[str]:
-    """The user's lines: with a mark before each, and with editing, on a terminal."""
+    """Yield the user's lines: with a mark before each, and with editing, on a terminal."""
     if not talks:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -97,8 +97,8 @@ class _Talk:
         self.turns.append({"role": "assistant", "content": text})
 
     def _fitting(self) -> Any:
-        """The tokens of the conversation, without its oldest turns where the model's positions have no room for them; None
-        where the last turn alone has none."""
+        """Return the tokens of the conversation, without its oldest turns where the model's positions have no room for them;
+        None where the last turn alone has none."""
         least = min(self.arguments.max_new_tokens, LEAST_ROOM)
         left_out = 0
         while True:

@@ -395,7 +395,7 @@ def _notes_printed() -> Iterator[None]:
 
 
 def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
-    """The YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
+    """Return the YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
 
     Raises:
         ValueError: a folder that is neither.

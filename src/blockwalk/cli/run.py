@@ -31,6 +31,7 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk.train import loop as training
     from blockwalk.train.ready import dry_run
+    from blockwalk.train.stop_signals import Stopped
 
     here = place.place()
     if arguments.join:
@@ -47,7 +48,7 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
             say(*outcome.lines())  # of ranks other than 0 to their logs
             if outcome.stopped_by is not None:
                 say(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
-    except training.Stopped as stopped:
+    except Stopped as stopped:
         say(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
         sys.stdout.flush()
         os._exit(128 + stopped.signal)  # a thread may wait for other ranks, or for the tokenizer

@@ -69,7 +69,7 @@ def _held(candidate: planner.Candidate) -> str:
 
 
 def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iterator[str]:
-    """A line on the memory that method mebp would take, where it was not chosen."""
+    """Yield a line on the memory that method mebp would take, where it was not chosen."""
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     if mebp and best.plan.method != "mebp":
         least = min(mebp, key=lambda candidate: candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
@@ -110,7 +110,7 @@ EDITED = {
 
 
 def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Lines of a YAML file: what was chosen, with the sentence of each setting above it, then those that people edit."""
+    """Yield lines of a YAML file: what was chosen, with the sentence of each setting above it, then those that people edit."""
     values = flat(run.to_mapping())
     left_out = {"data.eval_share"} if run.data.eval else set()
     if run.lora is None:
@@ -135,7 +135,7 @@ def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iter
 
 
 def _commented(name: str, value: Any) -> str:
-    """A setting's line of YAML, with its few words behind it where it has some."""
+    """Return a setting's line of YAML, with its few words behind it where it has some."""
     line = config.as_yaml({name.rpartition(".")[2]: value}).rstrip()
     return f"{line:<28}# {EDITED[name]}" if name in EDITED else line.replace("\n", "\n  ")
 

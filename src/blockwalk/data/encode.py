@@ -59,16 +59,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.js
 
 
 def tokenizer_of(model: str | Path, settings: DataSettings, adapter: StrPath | None = None) -> Tokenizer:
-    """The tokenizer of a model as a run uses it: with the chat template that was saved with the adapter, else the one that the
-    settings name, and with the settings' arguments.
+    """Return the tokenizer of a model as a run uses it: with the chat template that was saved with the adapter, else the one
+    that the settings name, and with the settings' arguments.
 
     Raises:
         ValueError: there is no tokenizer, or no such template.
     """
     tokenizer = load_tokenizer(model)
-    set_template(tokenizer, settings.chat_template, settings.chat_template_arguments)
-    if template := saved_with(adapter):
-        tokenizer.chat_template = template
+    saved = saved_with(adapter)
+    set_template(tokenizer, "" if saved else settings.chat_template, settings.chat_template_arguments)
+    if saved:
+        tokenizer.chat_template = saved
     return tokenizer
 
 

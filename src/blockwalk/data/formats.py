@@ -364,7 +364,7 @@ def alpaca_prompt(record: Record) -> str:
 
 
 def alpaca_columns(record: Record) -> tuple[str, str]:
-    """The columns of a record's instruction and output, whatever they are called."""
+    """Return the columns of a record's instruction and output, whatever they are called."""
     own = COLUMNS[Format.ALPACA]
     names = record.fields.keys()
     first, second = next((pair for pair in (own, *PAIRS) if names >= set(pair)), own)
@@ -372,7 +372,7 @@ def alpaca_columns(record: Record) -> tuple[str, str]:
 
 
 def answer_column(kind: Format, record: Record) -> str:
-    """The column that holds what is learnt of a record with one answer.
+    """Return the column that holds what is learnt of a record with one answer.
 
     Raises:
         ValueError: records of the format have no such column.

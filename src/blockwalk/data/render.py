@@ -86,7 +86,7 @@ def render(
 
 
 def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:
-    """The first of the prompts whose columns the record fills, with its values; the last one where none is.
+    """Return the first of the prompts whose columns the record fills, with its values; the last one where none is.
 
     Raises:
         ValueError: a column is missing, or is the answer itself.

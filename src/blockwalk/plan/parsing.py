@@ -49,12 +49,12 @@ OPEN = ("lora.options", "data.chat_template_arguments")
 
 
 def is_open(key: str) -> bool:
-    """Whether a dotted name is a part of one of :data:`OPEN`."""
+    """Return whether a dotted name is a part of one of :data:`OPEN`."""
     return key.startswith(tuple(f"{name}." for name in OPEN))
 
 
 def setting_of(field: str) -> str:
-    """The name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
+    """Return the name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
     return field.removesuffix("_")
 
 
@@ -297,7 +297,7 @@ def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
 
 
 def _sources(value: Any) -> str | tuple[str | Source, ...]:
-    """A source, or several; each a text, or a mapping of the fields of :class:`Source`."""
+    """Return a source, or several; each a text, or a mapping of the fields of :class:`Source`."""
     if isinstance(value, str | os.PathLike):
         return _pattern_or_texts(value)
     listed = [value] if isinstance(value, Mapping) else value
@@ -334,12 +334,12 @@ def _source(settings: Mapping[str, Any]) -> Source:
 
 
 def _prompts(value: Any) -> tuple[str, ...]:
-    """A text with commas in it is one prompt; a list is several."""
+    """Read prompts: a text with commas in it is one prompt; a list is several."""
     return (value,) if isinstance(value, str) and value else tuple(map(_text, value))
 
 
 def fields_of(text: str, setting: str) -> list[str]:
-    """Names in braces, in order.
+    """Return names in braces, in order.
 
     Raises:
         ValueError: braces that do not close, or with more in them than a name.

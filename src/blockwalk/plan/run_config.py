@@ -225,6 +225,11 @@ class RunConfig:
             )
         if self.data.eval_share and (other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""):
             raise ValueError(f"data.eval_share and {other} both say what is evaluated; leave one of them out")
+        if self.data.eval_share and self.data.shots:
+            raise ValueError(
+                f"data.shots={self.data.shots} are taken of data.train, of which data.eval_share holds out a part: set"
+                " data.eval instead of it"
+            )
         if self.keep_best not in ("", "loss", "accuracy"):
             raise ValueError(f"keep_best is {self.keep_best!r}; it must be loss or accuracy")
         if self.data.label_scores not in ("mean", "sum"):

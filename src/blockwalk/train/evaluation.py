@@ -187,5 +187,5 @@ class HeldOut:
 
 
 def eval_batch_size(run: RunConfig) -> int:
-    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    """Return sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps
