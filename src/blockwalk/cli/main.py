@@ -67,7 +67,7 @@ _SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
 _TEMPERATURE = _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0)
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
 _JSON = _switch("--json", "print JSON")
-_AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
+_AS_TRAINED = _switch("--as-trained", "evaluate only on the quantised weights (halves the time)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ COMMANDS = (
             _value("--nnodes", "N", "print the command for each of N nodes instead", type=int, default=1),
             _value("--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"),
             _switch("--dry-run", "read and check everything, say what will happen, and stop"),
-            _switch("--join", "lend forwards to the zeroth-order run at the address that elastic names, until it ends"),
+            _switch("--join", "join a running zeroth-order job (address: elastic) as an extra worker"),
         ),
         takes_settings=True,
         needs=("model", "data.train"),

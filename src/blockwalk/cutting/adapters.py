@@ -222,9 +222,11 @@ def _norms(weight: Weight, *, transposed: bool) -> Tensor:
 
 
 def _all_linear(config: Any, model: Any) -> Any:
-    """The configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left out is what a
-    pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what stands at that
-    place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
+    """Expand ``all-linear`` to explicit names, leaving out vision towers, experts and routers.
+
+    Modules that stand in a routed expert's place in another layer are left out as well: PEFT takes ``gate_proj`` of a shared
+    expert, or of a dense layer, for the routed ones'.
+    """
     from transformers.pytorch_utils import Conv1D
 
     from blockwalk.cutting.ownership import find_parts

@@ -23,7 +23,7 @@ class Turn:
     unit: int
     work: Callable[[tuple[int, ...]], list[int]]
     updates: bool = False
-    """An update at the step's end: it needs a unit's masters, and what is in a slot only where they are there."""
+    """True for updates after the walk: parameters are fetched only if the masters live in a slot."""
 
 
 @dataclass(slots=True)

@@ -363,8 +363,8 @@ class Placements:
 
 
 def evenly(count: int) -> list[int]:
-    """The numbers below ``count`` in an order of which any beginning lies evenly among them (van der Corput's): a walk meets
-    blocks that stay between those that come, while which it computes on them the link goes on.
+    """Return 0 to ``count`` − 1 in van der Corput's order: every prefix is evenly spread, so resident blocks alternate with
+    fetched ones, and transfers hide behind them.
 
     >>> evenly(6)
     [0, 3, 1, 4, 2, 5]
