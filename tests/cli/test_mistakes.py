@@ -50,7 +50,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("--lora.r 8", "unknown setting 'lora.r'"),
     ("--lora.options.r 8", "PEFT's name of lora.rank"),
     ("--lora perhaps", "lora is 'perhaps'"),
-    ("--lora false --method mebp", "without adapters every weight is trained"),
+    ("--lora false --method mebp --frozen disk×int4a", "without adapters every weight is trained"),
     ("--zo.epsilon 0 --method mezo", "zo.epsilon"),
     ("--zo.kind spsa2 --method mezo", "zo.kind is 'spsa2'"),
     ("--zo.queries 0 --method mezo", "zo.queries"),

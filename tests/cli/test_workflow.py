@@ -112,7 +112,7 @@ def test_what_rounds_says_so_in_one_line(tiny_run: TinyRun, tmp_path: Path, caps
         ([], ""),
         ([str(file)], ""),
         (["--frozen", "disk × int4a"], "over weights in int4a, then over the model's own"),
-        (["--as-trained"], "over weights in int4a alone"),
+        ([str(file), "--as-trained"], "over weights in int4a alone"),
     ):
         assert main.main(["eval", *asked, *arguments, "--json"]) == 0
         captured = capsys.readouterr()

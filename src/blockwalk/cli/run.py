@@ -60,10 +60,13 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     if arguments.hardware:
         plan_for(run, arguments)
         return
+    from blockwalk.train.frozen_codec import settled
     from blockwalk.walk.unit_costs import of_run
 
+    run, lines = settled(run)
     forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
     for line in (
+        *lines,
         *forecast.overview(outlook.steps_of(run)),
         *forecast.lines(),
         *zeroth_order_advice(run.plan, run.adapters),
@@ -96,7 +99,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
             say(f"note: {note}", file=sys.stderr)
         if run.data.packing:
             require_borders(run.model)
-        plans = [run.plan if arguments.as_trained else plan_to_read(run, adapter, arguments)]
+        plans = [plan_to_read(run, adapter, arguments, as_trained=arguments.as_trained)]
         codec = plans[0].frozen.codec
         if codec.encoded and not is_store(model_folder(run.model)):
             both = not arguments.as_trained

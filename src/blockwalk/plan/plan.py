@@ -48,7 +48,8 @@ class Plan:
     """The way in which a step gets its direction; the method's own."""
     frozen: Placement = Placement()
     """The placement of parameters that are not trained: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8,
-    int4) and group of ranks (nobody, node, world or one of ``mesh.groups``)."""
+    int4; auto: the first of raw, int8 and int4a that takes at most half of this machine's memory) and group of ranks (nobody,
+    node, world or one of ``mesh.groups``)."""
     trainable: Placement = Placement()
     """The placement of parameters that are trained."""
     gradient: Placement = Placement(codec=Codec.FP32)
@@ -377,7 +378,13 @@ def _others(plan: Plan) -> Iterator[str]:
     if not zeroth_order and update.deferred:
         yield "update.timing: deferred belongs to zeroth order; use block or step"
     for name in ("frozen", "trainable"):
-        if not (codec := getattr(plan, name).codec).written:
+        if (codec := getattr(plan, name).codec).facts.chosen_later:
+            if name != "frozen" or plan.frozen.on_device:
+                yield (
+                    f"{name} is {getattr(plan, name)}; {codec} is for frozen weights on disk or the host: name a codec, such as"
+                    " raw"
+                )
+        elif not codec.written:
             yield f"{name} is {getattr(plan, name)}; {codec} is read from files that have it, and not written: set raw"
     for name in ("gradient", "optimizer_state", "activation"):
         placement, kept = getattr(plan, name), Codec.RAW if name == "activation" else Codec.FP32

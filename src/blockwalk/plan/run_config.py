@@ -139,7 +139,7 @@ class RunConfig:
 
     model: str = ""
     """A hub name (``owner/name``, ``owner/name@revision``), a folder as downloaded, a GGUF file, or a block store."""
-    plan: Plan = field(default_factory=lambda: method("mebp"))
+    plan: Plan = field(default_factory=lambda: method("mebp", frozen="disk × auto"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
     """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, as the method

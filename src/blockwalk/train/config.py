@@ -32,7 +32,7 @@ from blockwalk.plan.parsing import (
     section,
     setting_of,
 )
-from blockwalk.plan.placement import Placement
+from blockwalk.plan.placement import Codec, Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override
@@ -114,13 +114,16 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
             f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: auto, {', '.join(METHODS)}"
         )
     plan = method(name, **settings)
-    if plan.frozen.codec.encoded and not {"frozen", "frozen.codec"} & settings.keys() and _is_here(own):
+    named = {"frozen", "frozen.codec"} & settings.keys()
+    if plan.frozen.codec.encoded and not named and not plan.frozen.on_device:
+        plan = override(plan, {"frozen.codec": str(Codec.AUTO)})
+    if plan.frozen.codec.facts.chosen_later and _is_here(own):
         from blockwalk.engine.open_model import as_it_comes  # it imports torch
 
         plan = as_it_comes(plan, str(own["model"]))
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
-        wants_lora = any(codec.encoded for codec in codecs) and not own["prefix"]
+        wants_lora = any(codec.encoded or codec.facts.chosen_later for codec in codecs) and not own["prefix"]
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own)
 
 

@@ -63,6 +63,7 @@ from blockwalk.train.data_identity import differences, identity
 from blockwalk.train.elastic import compare
 from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
+from blockwalk.train.frozen_codec import settled
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.progress import Progress
 from blockwalk.train.ready import Ready, prepare, taken_up
@@ -144,6 +145,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
     """Train as :func:`train` says, a configuration that has been read."""
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+    run, codec_lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     output_dir = Path(run.output_dir)
     with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
@@ -190,7 +192,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             with Progress(ready.total, log_every=run.log_every, **known) as progress:
                 if shared is not None:
                     shared.say = progress.say
-                for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
+                for line in (*_opening(run, ready, step_forecast, opened_at, start.damaged), *codec_lines):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
                     progress.show_learnt("first record", ready.shown)

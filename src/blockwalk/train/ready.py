@@ -46,6 +46,7 @@ from blockwalk.train import outlook
 from blockwalk.train.best import require_evaluations
 from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
+from blockwalk.train.frozen_codec import settled
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
 
@@ -115,6 +116,7 @@ def prepare(run: RunConfig) -> Ready:
     Raises:
         ValueError: data that cannot be trained on, or weights that do not fit their configuration's model.
     """
+    run, _ = settled(run)
     run = replace(run, plan=as_it_comes(run.plan, run.model))
     require_temporary(run.output_dir)
     with large_returned():
@@ -198,6 +200,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         ValueError: settings or data that cannot be trained with.
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
+    run, lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     trackers(run.report_to)  # which are named wrongly, or not installed
     ready = prepare(run)
@@ -205,6 +208,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     check_memory(run, ready.foreseen, ready.held_bytes)
     check_disks(run, ready.foreseen, ready.total, ready.map_bytes)
     yield f"device  {described(chosen())}"
+    yield from lines
     yield from ready.foreseen.overview(ready.total, ready.usual)
     yield from ready.foreseen.lines()
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"

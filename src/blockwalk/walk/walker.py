@@ -26,8 +26,8 @@ from blockwalk.data.batching import (
     share,
     side_by_side,
 )
+from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import MOVES, Engine
-from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.backprop import Backprop
@@ -138,7 +138,8 @@ class Walker:
     ) -> None:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
-        self.plan = plan = as_it_comes(plan, model)
+        adapters = lora is not None or hasattr(model, "peft_config")
+        self.plan = plan = frozen_codec.chosen(plan, model, adapters=adapters)[0]
         lora = as_adapters(lora)
         if training:
             refuse_dropout(plan, lora)
