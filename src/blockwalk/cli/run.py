@@ -14,6 +14,7 @@ from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.launches import of_block
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Shape
@@ -36,7 +37,7 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     if arguments.join:
         from blockwalk.train.elastic import lend
 
-        say(f"the run at {run.elastic} has ended; this rank walked {lend(run)} times for it")
+        say(f"the run at {run.elastic} has ended; this rank walked {counted(lend(run), 'time')} for it")
         return 0
     if arguments.dry_run:
         say(*dry_run(run))

@@ -86,8 +86,8 @@ def render(
             return render_pair(alpaca_prompt(record) + "\n", record.text(alpaca_columns(record)[1]), record.where)
         raise ValueError(
             f"{record.where}: format {kind} {'of turns ' * (kind is Format.COMPLETION)}needs a chat template, and the tokenizer"
-            f" has none: set data.chat_template to one of {', '.join(TEMPLATES)} or to a file, or give records with 'prompt' and"
-            " 'completion', or 'text'"
+            f" has none: set data.chat_template to one of {', '.join(TEMPLATES)} or to a file, or give records with 'prompt'"
+            " and 'completion', or 'text'"
         )
     with chat_bounds(tokenizer, record.fields):
         return _render_turns(record, kind, tokenizer, stops)

@@ -28,6 +28,7 @@ from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
 from blockwalk.plan.update_rules import RULES, RuleFacts
+from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
 AUTO = -1
@@ -310,8 +311,8 @@ def _groups(plan: Plan) -> Iterator[str]:
         if few > many or (inner == "frozen" and few < many):
             rule = "over as many as" if inner == "frozen" else "over no more than"
             yield (
-                f"{inner} is {getattr(plan, inner)}, {few} ranks, and {outer} is {getattr(plan, outer)}, {many}: {inner} is"
-                f" spread {rule} {outer}; change one of them"
+                f"{inner} is {getattr(plan, inner)}, {counted(few, 'rank')}, and {outer} is {getattr(plan, outer)}, {many}:"
+                f" {inner} is spread {rule} {outer}; change one of them"
             )
 
 
@@ -452,7 +453,7 @@ def _others(plan: Plan) -> Iterator[str]:
     for name, ranks in (("frozen", plan.frozen_ranks), ("trainable", plan.parameter_ranks)):
         if zeroth_order and mesh.ranks_per_node % ranks != 0:
             yield (
-                f"{name} is {getattr(plan, name)}, {ranks} ranks, and slices are gathered inside a node, whose ranks"
+                f"{name} is {getattr(plan, name)}, {counted(ranks, 'rank')}, and slices are gathered inside a node, whose ranks"
                 f" (mesh.ranks_per_node={mesh.ranks_per_node}) these do not divide; name a smaller group"
             )
     if zeroth_order and group_sizes(mesh)[plan.frozen.group] > 1 and not plan.sliceable("frozen"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.words import counted
 
 Schedule = Callable[[int], float]
 """The learning rate by the number of updates that are done."""
@@ -142,7 +143,8 @@ def make_schedule(
         )
     warmup = _steps(warmup_steps, total_steps)
     if not facts.endless and warmup > total_steps:
-        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {total_steps} steps of the run; lower it")
+        steps_of_run = counted(total_steps, "step")
+        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {steps_of_run} of the run; lower it")
     cooldown = _steps(cooldown_steps, total_steps)
     if name == "warmup_stable_decay" and warmup + cooldown > total_steps:
         raise ValueError(

@@ -38,6 +38,7 @@ from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
 from blockwalk.ranks.agreement import facts_of, require_agreement
@@ -106,7 +107,7 @@ class Outcome:
         if self.first_loss is not None and self.last_loss is not None:
             tenth = -(-self.steps // 10)
             beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
-            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps{beside})"
+            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({counted(self.steps, 'step')}{beside})"
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
         if self.resident_bytes:
             yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
@@ -208,8 +209,8 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
                         raise
                     needed, held = step_forecast.tensor_bytes, _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
-                        f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
-                        f" step's peak, {human_bytes(held)} were held when more was refused"
+                        f"out of memory after {counted(walker.steps_done, 'step')}: {human_bytes(needed)} of tensors were foreseen at"
+                        f" a step's peak, {human_bytes(held)} were held when more was refused"
                         + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
                     ) from error
 

@@ -34,6 +34,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
 from blockwalk.report.forecast import Forecast, foresee
@@ -214,8 +215,8 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
     learnt = int(np.count_nonzero(ready.rows.in_loss))
     yield (
-        f"data    {len(ready.rows)} sequences of up to {ready.longest} tokens, {learnt:,} of {len(ready.rows.token_ids):,}"
-        f" tokens learnt{held_out}; {ready.total} steps"
+        f"data    {counted(len(ready.rows), 'sequence')} of up to {ready.longest} tokens, {learnt:,} of"
+        f" {len(ready.rows.token_ids):,} tokens learnt{held_out}; {counted(ready.total, 'step')}"
     )
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
     yield from outlook.notes(run, ready.longest)

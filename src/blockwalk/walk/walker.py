@@ -39,6 +39,7 @@ from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import schedule_of
+from blockwalk.plan.words import counted
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
@@ -473,7 +474,7 @@ class Walker:
         steps = int(state["steps_done"])
         if self.ledger is not None and self.ledger.steps < steps:
             raise ValueError(
-                f"{self.ledger.path} has {self.ledger.steps} steps, the saved state {steps}: not of one run"
+                f"{self.ledger.path} has {counted(self.ledger.steps, 'step')}, the saved state {steps}: not of one run"
             )
         if self.ledger is None:
             self.estimator.resume([], after=steps)
