@@ -84,7 +84,7 @@ class DataSettings:
     """Whether a row of ``max_length`` tokens holds several records, each by itself: positions begin anew, attention does not
     cross from one to the next, and nothing is cut away."""
     padding_multiple: int = 8
-    """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
+    """Sequences of up to 2,048 tokens are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True
     """Whether records come in an order drawn anew for each epoch, the first one's longest record in the first batch and its
     fullest batch second, where too little memory shows at once; false: in the file's."""

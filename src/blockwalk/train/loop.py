@@ -209,8 +209,8 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
                         raise
                     needed, held = step_forecast.tensor_bytes, _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
-                        f"out of memory after {counted(walker.steps_done, 'step')}: {human_bytes(needed)} of tensors were foreseen at"
-                        f" a step's peak, {human_bytes(held)} were held when more was refused"
+                        f"out of memory after {counted(walker.steps_done, 'step')}: {human_bytes(needed)} of tensors were"
+                        f" foreseen at a step's peak, {human_bytes(held)} were held when more was refused"
                         + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
                     ) from error
 

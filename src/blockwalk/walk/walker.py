@@ -399,7 +399,7 @@ class Walker:
         shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
-        parts = [cut_padding(each) for each in parts]
+        parts = [cut_padding(each, unmask=self.plan.loss == "chunked") for each in parts]
         for each in [whole] if shared else parts:  # all ranks refuse what one cannot walk
             require_ids(each["input_ids"], self.spec.vocab_size)
         labels = [each["labels"].to("cpu") for each in parts]
