@@ -97,6 +97,11 @@ SCHEDULES = tuple(_ROWS)
 """The schedules' names."""
 
 
+def endless(name: str) -> bool:
+    """Whether a schedule's rates do not depend on the length of the run."""
+    return _ROWS[name].endless
+
+
 def make_schedule(
     name: str,
     learning_rate: float,
