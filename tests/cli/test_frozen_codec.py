@@ -100,6 +100,23 @@ def test_a_walker_settles_what_its_plan_leaves_open(tiny_run: TinyRun, tmp_path:
         assert walker.plan.frozen.codec is Codec.RAW, "read, and not trained"
 
 
+def test_a_walker_that_reads_rounded_weights_says_so_once(
+    tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Oracle: the lines themselves; none where nothing is rounded, or the model comes rounded."""
+    assert main.main(["pack", str(tiny_run.model), str(tmp_path / "store"), "--codec", "int8"]) == 0
+    for model, plan, lines in (
+        (tiny_run.model, method("mebp"), 1),
+        (tiny_run.model, method("mebp", frozen="disk"), 0),
+        (tmp_path / "store", method("mebp"), 0),
+    ):
+        caplog.clear()
+        with Walker(model, plan, training=False, workdir=tmp_path / "work", device="cpu"):
+            said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == lines
+        assert all("the model is read in int4a, which rounds its weights" in line for line in said)
+
+
 @pytest.mark.parametrize("setting", ["trainable", "frozen"])
 def test_only_frozen_weights_off_the_device_may_be_left_open(setting: str) -> None:
     with pytest.raises(ValueError, match=rf"{setting} is device × auto.*name a codec"):

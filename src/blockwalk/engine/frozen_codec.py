@@ -7,12 +7,13 @@ are fewer bytes (docs/measured.md has the losses, seconds and bytes that this re
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.engine.open_model import as_it_comes
+from blockwalk.engine.open_model import as_it_comes, comes_in
 from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
@@ -21,6 +22,8 @@ from blockwalk.plan.settings import override
 from blockwalk.program.program import human_bytes
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import host_memory
+
+log = logging.getLogger(__name__)
 
 LADDER = (Codec.RAW, Codec.INT8, Codec.INT4A)
 """The codecs that are tried, with the most bits first; the last one is taken where none fits."""
@@ -53,6 +56,13 @@ def chosen(plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Code
     else:
         codec, reason = _fitting(model)
     return override(plan, {"frozen.codec": str(codec)}), reason
+
+
+def warn_of_rounding(plan: Plan, model: StrPath | nn.Module) -> None:
+    """Log a line where a model is read in codes and comes in none: its answers are then those of rounded weights."""
+    codec = plan.frozen.codec
+    if codec.encoded and comes_in(model) is None:
+        log.warning("the model is read in %s, which rounds its weights; frozen: disk reads them as they are", codec)
 
 
 def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:

@@ -141,6 +141,8 @@ class Walker:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
         adapters = lora is not None or hasattr(model, "peft_config")
         self.plan = plan = frozen_codec.chosen(plan, model, adapters=adapters)[0]
+        if not training:
+            frozen_codec.warn_of_rounding(plan, model)
         lora = as_adapters(lora)
         if training:
             refuse_dropout(plan, lora)
