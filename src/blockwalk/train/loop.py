@@ -56,7 +56,7 @@ from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.system.signals import STOPS, handled
 from blockwalk.system.terminal import hurry, say_in_handler, steady
-from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.best import Best
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
@@ -342,7 +342,7 @@ class _Loop:
         """
         settings = self.config.to_mapping()
         began = saved.data.get("weights", self.weights)
-        if self.weights != began:
+        if self.weights != began and not first(lambda: same_weights(self.config.model, began)):
             raise ValueError(
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
                 f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
