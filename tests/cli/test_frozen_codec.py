@@ -100,6 +100,14 @@ def test_a_walker_settles_what_its_plan_leaves_open(tiny_run: TinyRun, tmp_path:
         assert walker.plan.frozen.codec is Codec.RAW, "read, and not trained"
 
 
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_a_model_in_codes_is_read_as_it_lies(tier: str, tiny_run: TinyRun, tmp_path: Path, memory: list[int]) -> None:
+    assert main.main(["pack", str(tiny_run.model), str(tmp_path / "store"), "--codec", "nf4"]) == 0
+    memory[0] = 1
+    plan, reason = frozen_codec.chosen(method("mebp", frozen=f"{tier} × auto"), tmp_path / "store", adapters=True)
+    assert (plan.frozen.codec, reason) == (Codec.RAW, "")
+
+
 def test_a_walker_that_reads_rounded_weights_says_so_once(
     tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ from blockwalk.cutting.verify import certified
 from blockwalk.models.folder import lies_in
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.placement import Codec, Placement, Tier
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
 from blockwalk.program.residency import computes_in
@@ -38,9 +38,6 @@ from blockwalk.tiers.model_folder.safetensors import save_model
 from blockwalk.tiers.protocols import WeightSource
 
 log = logging.getLogger(__name__)
-
-UNNAMED = (Placement(Tier.DISK, Codec.AUTO), METHODS["mebp"]().frozen)
-"""Placements of frozen weights that say nothing about a model in codes: a run's default, and the row's."""
 
 
 def open_source(path: StrPath, model: Any, codec: Codec = Codec.RAW, workdir: Path = Path()) -> WeightSource:
@@ -77,10 +74,11 @@ def comes_in(model: StrPath | Any) -> Codec | None:
 
 
 def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
-    """The plan for a model: where it is packed, or comes in codes, and ``frozen`` names no other codec, its weights are read as
-    they lie. One in memory that stays on the device whole stays as it is."""
+    """The plan for a model: where it is packed, or comes in codes, its weights are read as they lie if ``frozen`` leaves the
+    codec open or is the row's. One in memory that stays on the device whole stays as it is."""
     stays = isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
-    if not (plan.frozen.codec.encoded and stays) and plan.frozen not in UNNAMED:
+    unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
+    if not unnamed and not (plan.frozen.codec.encoded and stays):
         return plan
     packed_before = isinstance(model, str | os.PathLike) and is_store(model)
     if stays or packed_before or comes_in(model) is not None:
