@@ -246,7 +246,7 @@ def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
 
 
 def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, Tensor]:
-    """A micro-batch, tensors [B, S], without the padding that ends all its rows, where they have more than :data:`SIDE_BY_SIDE`
+    """Cut the padding off that ends all rows of a micro-batch, tensors [B, S], where they have more than :data:`SIDE_BY_SIDE`
     tokens and hold one document each.
 
     Rows that end together hide nothing then, so that transformers makes no mask of S × S. With ``unmask`` shorter rows hide

@@ -229,7 +229,7 @@ def detect_format(record: Record) -> Format:
 
 
 def turns_of(record: Record, kind: Format) -> list[dict[str, Any]]:
-    """The conversation of a record of any format of turns, as a chat template takes it.
+    """Return the conversation of a record of any format of turns, as a chat template takes it.
 
     Raises:
         ValueError: no list of turns with a role and a text each, or none of the assistant.
@@ -247,7 +247,7 @@ def turns_of(record: Record, kind: Format) -> list[dict[str, Any]]:
 
 
 def _listed(record: Record, name: str) -> list[Any]:
-    """The turns that a field of a record lists, with the answer of a pair that is beside them.
+    """Return the turns that a field of a record lists, with the answer of a pair that is beside them.
 
     Raises:
         ValueError: no such field, or no list.
@@ -262,7 +262,7 @@ def _listed(record: Record, name: str) -> list[Any]:
 
 
 def in_turns(record: Record) -> bool:
-    """Whether prompt and completion are lists of turns, as in TRL's conversational data, and not texts.
+    """Return whether prompt and completion are lists of turns, as in TRL's conversational data, and not texts.
 
     Raises:
         ValueError: one is a list of turns, and the other is none.
@@ -278,7 +278,7 @@ def in_turns(record: Record) -> bool:
 
 
 def prompt_turns(record: Record, kind: Format, turns: Sequence[dict[str, Any]]) -> int:
-    """The number of a conversation's first turns that are a prompt, of which nothing is learnt."""
+    """Count a conversation's first turns that are a prompt, of which nothing is learnt."""
     return len(turns) - len(record.fields["completion"]) if kind is Format.COMPLETION else 0
 
 
@@ -355,7 +355,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def is_marked(turn: dict[str, Any]) -> bool:
-    """Whether a turn has a mark that says yes, beside whatever its role says."""
+    """Return whether a turn has a mark that says yes, beside whatever its role says."""
     return is_learnt(turn, "") and any(turn.get(name) is not None for name in MARKS)
 
 

@@ -32,12 +32,12 @@ SHARE = 0.5
 
 
 def is_open(plan: Plan) -> bool:
-    """Whether a plan leaves the codec of frozen weights to be chosen."""
+    """Return whether a plan leaves the codec of frozen weights to be chosen."""
     return plan.frozen.codec.facts.chosen_later
 
 
 def chosen(plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Codec | None = None) -> tuple[Plan, str]:
-    """The plan with its frozen codec settled for a model, and the reason in words; empty where nothing was open.
+    """Choose the frozen codec of a plan for a model: answer the plan with it, and the reason; none where nothing was open.
 
     Args:
         adapters: whether adapters are trained or read; without them nothing is rounded.
@@ -66,7 +66,7 @@ def warn_of_rounding(plan: Plan, model: StrPath | nn.Module) -> None:
 
 
 def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:
-    """The first codec that fits, and why it does, or that none does."""
+    """Return the first codec that fits, and why it does, or that none does."""
     module = model if isinstance(model, nn.Module) else build_skeleton(model)
     memory = host_memory()[0]
     sizes = {codec: stored_bytes(module, codec) for codec in LADDER}
@@ -78,7 +78,7 @@ def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:
 
 
 def stored_bytes(module: Any, codec: Codec) -> int:
-    """Bytes of a model's parameters where its matrices are in a codec; a tied one counts once."""
+    """Sum the bytes of a model's parameters where its matrices are in a codec; a tied one counts once."""
     total = 0
     for param in module.parameters():
         form = codec if param.ndim > 1 else Codec.RAW

@@ -74,8 +74,8 @@ def comes_in(model: StrPath | Any) -> Codec | None:
 
 
 def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
-    """The plan for a model: where it is packed, or comes in codes, its weights are read as they lie if ``frozen`` leaves the
-    codec open or is the row's. One in memory that stays on the device whole stays as it is."""
+    """Return the plan for a model: where it is packed, or comes in codes, its weights are read as they lie if ``frozen`` leaves
+    the codec open or is the row's. One in memory that stays on the device whole stays as it is."""
     stays = isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
     unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
     if not unnamed and not (plan.frozen.codec.encoded and stays):

@@ -98,7 +98,7 @@ SCHEDULES = tuple(_ROWS)
 
 
 def endless(name: str) -> bool:
-    """Whether a schedule's rates do not depend on the length of the run."""
+    """Return whether a schedule's rates do not depend on the length of the run."""
     return _ROWS[name].endless
 
 

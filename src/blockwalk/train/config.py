@@ -78,8 +78,8 @@ SHORTENS = frozenset(("max_steps", "epochs", "batch_size", "data.train"))
 
 
 def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> RunConfig:
-    """A run whose steps the command line made fewer than its file's warm-up: the learning rate climbs through all of them, as a
-    line on standard error says. Where one place says both, the run is refused later on."""
+    """Cut the warm-up of a run whose steps the command line made fewer than it: the learning rate climbs through all of
+    them, as a line on standard error says. Where one place says both, the run is refused later on."""
     from blockwalk.train.outlook import steps_of
 
     rate = run.plan.optimizer

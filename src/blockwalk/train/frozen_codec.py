@@ -17,7 +17,7 @@ from blockwalk.system.paths import StrPath
 
 
 def settled(run: RunConfig, *, adapter: StrPath | None = None) -> tuple[RunConfig, list[str]]:
-    """The run with its frozen codec chosen, and the line that says so; no line where the settings name it.
+    """Choose a run's frozen codec: answer the run with it, and the line that says so; no line where the settings name it.
 
     A run that is resumed keeps the codec of its checkpoint, and ``adapter``, the folder of one that is read, that of the run
     that trained it.
@@ -35,8 +35,8 @@ def settled(run: RunConfig, *, adapter: StrPath | None = None) -> tuple[RunConfi
 
 
 def _earlier(run: RunConfig, adapter: StrPath | None) -> Iterator[Mapping[str, Any]]:
-    """The settings of the runs that this one goes on with, the likeliest first; files that cannot be read are passed over, for
-    whoever needs them says so."""
+    """Yield the settings of the runs that this one goes on with, the likeliest first; files that cannot be read are passed
+    over, for whoever needs them says so."""
     output_dir = Path(run.output_dir)
     if adapter is not None:
         for folder in (Path(adapter), Path(adapter).parent, output_dir):
@@ -61,7 +61,7 @@ def _settings_in(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _codecs(runs: Iterator[Mapping[str, Any]]) -> Iterator[Codec]:
-    """The codecs that runs' settings name."""
+    """Yield the codecs that runs' settings name."""
     for settings in runs:
         try:
             placement: Placement = coerce("frozen", settings["frozen"], Placement)

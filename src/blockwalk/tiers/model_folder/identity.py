@@ -32,8 +32,8 @@ _SETTLED = 3.0
 
 
 def same_weights(folder: StrPath, digest: str) -> bool:
-    """Whether a digest is that of a model folder, by content; or, of a GGUF file, by content and name, as earlier versions made
-    it."""
+    """Return whether a digest is that of a model folder, by content; or, of a GGUF file, by content and name, as earlier
+    versions made it."""
     return digest in (weights_digest(folder), weights_digest(folder, by_name=True))
 
 
