@@ -57,7 +57,7 @@ def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) 
 
     model = Path(name) if data else random_store(name, Codec.INT4)
     read_tokenizer(model)
-    walker = Walker(model, method("mebp"), lora=LoraSettings(rank=RANK), device="cpu")
+    walker = Walker(model, method("mebp", frozen="disk × int4a"), lora=LoraSettings(rank=RANK), device="cpu")
     given = batches(name, walker.spec.vocab_size, batch, sequence, data)
     return lambda step: walker.step(given(step)).loss
 

@@ -3,6 +3,7 @@ line, no traceback, and no folder left behind."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -50,7 +51,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("--lora.r 8", "unknown setting 'lora.r'"),
     ("--lora.options.r 8", "PEFT's name of lora.rank"),
     ("--lora perhaps", "lora is 'perhaps'"),
-    ("--lora false --method mebp", "without adapters every weight is trained"),
+    ("--lora false --method mebp --frozen disk×int4a", "without adapters every weight is trained"),
     ("--zo.epsilon 0 --method mezo", "zo.epsilon"),
     ("--zo.kind spsa2 --method mezo", "zo.kind is 'spsa2'"),
     ("--zo.queries 0 --method mezo", "zo.queries"),
@@ -119,6 +120,32 @@ def test_a_warm_up_without_room_is_refused_by_a_dry_run(
     given = ["train", "--model", str(tiny_run.model), "--data.train", str(tiny_run.train), "--data.format", "text"]
     flags = ["--max_steps", "3", "--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "10", "--dry-run"]
     refused([*given, *flags], "optimizer.warmup_steps is 10, more than the 3 steps of the run", capsys)
+
+
+@pytest.mark.parametrize("shorter", [["--max_steps", "3"], ["--epochs", "0.1", "--batch_size", "4"]])
+def test_a_run_that_the_command_line_shortens_warms_up_as_long_as_it_lasts(
+    shorter: list[str],
+    place: Path,
+    tiny_run: TinyRun,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Oracle: the learning rates of the run's log, step by step: i / n of the highest after i of n steps."""
+    file = Path("run.yaml")
+    file.write_text(
+        f"{{model: {tiny_run.model}, data: {{train: {tiny_run.train}, format: text}}, method: plain, batch_size: 4,"
+        " output_dir: out, max_steps: 0, epochs: 2, optimizer: {learning_rate: 1, schedule: cosine, warmup_steps: 10}}"
+    )
+    assert main.main(["train", str(file), *shorter]) == 0, capsys.readouterr().err
+    rates = [json.loads(line)["learning_rate"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([step / len(rates) for step in range(len(rates))])
+    assert len(rates) < 4
+    (said,) = [each.getMessage() for each in caplog.records if "warmup_steps" in each.getMessage()]
+    assert said.startswith(f"optimizer.warmup_steps is 10 in run.yaml, and this run has {len(rates)} steps")
+    file.write_text(file.read_text().replace("max_steps: 0", "max_steps: 3"))
+    assert main.main(["train", str(file), "--output_dir", "other"]) == 2, "both stand in the file"
+    assert "warmup_steps is 10, more than the 3 steps" in capsys.readouterr().err
+    assert not Path("other").exists()
 
 
 def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> None:

@@ -393,7 +393,7 @@ def compiles(kernel: str, capability: int) -> None:
 
 def loads_of_a_product(capability: int) -> None:
     """Eight warps share 64 · 128 elements in 4,096 bytes of codes, 16 a thread, which come in fours at least, 512 bytes of
-    scales and 64 · 64 numbers of the input, 32 bytes a thread, which come in sixteens; nf4's levels are looked up one by one."""
+    scales and 64 · 64 numbers of the input, 32 bytes a thread, which come in sixteens; nf4's levels are read one by one."""
     for code, by_rows in product((2, 3, 4, 5), (False, True)):
         constants = {**PRODUCT, "FORMAT": code, "GROUP": 32, "BY_ROWS": by_rows, "HAS_BIAS": False}
         types = dict.fromkeys(("x", "out", "bias"), "*bf16")

@@ -13,6 +13,7 @@ from typing import Any
 
 from blockwalk.cli.speaker import Speaker, opened
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.words import counted, is_or_are
 from blockwalk.system.signals import handled
 from blockwalk.system.terminal import is_terminal, say
 
@@ -117,7 +118,8 @@ class _Talk:
             left_out += 2
         if left_out:
             say(
-                f"note: the oldest {left_out} turns are left out: the model was made for {self.speaker.positions} positions",
+                f"note: the oldest {counted(left_out, 'turn')} {is_or_are(left_out)} left out: the model was made for"
+                f" {self.speaker.positions} positions",
                 file=sys.stderr,
             )
         return ids_BS

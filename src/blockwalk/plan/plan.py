@@ -28,6 +28,7 @@ from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
 from blockwalk.plan.update_rules import RULES, RuleFacts
+from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
 AUTO = -1
@@ -48,11 +49,11 @@ class Plan:
     """The source of a step's direction: backprop (exact gradients) or zeroth-order (losses alone). The method decides it."""
     frozen: Placement = Placement()
     """The place and form of weights that are not trained: tier × codec × group. Tiers are device, host (RAM) and disk. Codecs
-    are raw, fp32, bf16, fp16, fp8, int8, int4, int4a, nf4, or what a file has. The group of ranks is nobody, node, world or one
-    of ``mesh.groups``."""
+    are raw, fp32, bf16, fp16, fp8, int8, int4, int4a, nf4, or what a file has; auto is the first of raw, int8 and int4a that
+    takes at most half of this machine's memory. The group of ranks is nobody, node, world or one of ``mesh.groups``."""
     trainable: Placement = Placement()
-    """The place and form of weights that are trained. On a GPU an update needs them and ``optimizer_state`` in one place: on the
-    device, or both off it, where the processor updates them."""
+    """The place and form of weights that are trained. On a GPU an update needs them and ``optimizer_state`` in one place: on
+    the device, or both off it, where the processor updates them."""
     gradient: Placement = Placement(codec=Codec.FP32)
     """The place of gradients that wait for their update. Over ranks it is the device or the host. One process keeps them on the
     device. Where a CPU computes and the step's end updates, they lie on disk."""
@@ -311,8 +312,8 @@ def _groups(plan: Plan) -> Iterator[str]:
         if few > many or (inner == "frozen" and few < many):
             rule = "over as many as" if inner == "frozen" else "over no more than"
             yield (
-                f"{inner} is {getattr(plan, inner)}, {few} ranks, and {outer} is {getattr(plan, outer)}, {many}: {inner} is"
-                f" spread {rule} {outer}; change one of them"
+                f"{inner} is {getattr(plan, inner)}, {counted(few, 'rank')}, and {outer} is {getattr(plan, outer)}, {many}:"
+                f" {inner} is spread {rule} {outer}; change one of them"
             )
 
 
@@ -379,7 +380,13 @@ def _others(plan: Plan) -> Iterator[str]:
     if not zeroth_order and update.deferred:
         yield "update.timing: deferred belongs to zeroth order; use block or step"
     for name in ("frozen", "trainable"):
-        if not (codec := getattr(plan, name).codec).written:
+        if (codec := getattr(plan, name).codec).facts.chosen_later:
+            if name != "frozen" or plan.frozen.on_device:
+                yield (
+                    f"{name} is {getattr(plan, name)}; {codec} is for frozen weights on disk or the host: name a codec, such as"
+                    " raw"
+                )
+        elif not codec.written:
             yield f"{name} is {getattr(plan, name)}; {codec} is read from files that have it, and not written: set raw"
     for name in ("gradient", "optimizer_state", "activation"):
         placement, kept = getattr(plan, name), Codec.RAW if name == "activation" else Codec.FP32
@@ -447,7 +454,7 @@ def _others(plan: Plan) -> Iterator[str]:
     for name, ranks in (("frozen", plan.frozen_ranks), ("trainable", plan.parameter_ranks)):
         if zeroth_order and mesh.ranks_per_node % ranks != 0:
             yield (
-                f"{name} is {getattr(plan, name)}, {ranks} ranks, and slices are gathered inside a node, whose ranks"
+                f"{name} is {getattr(plan, name)}, {counted(ranks, 'rank')}, and slices are gathered inside a node, whose ranks"
                 f" (mesh.ranks_per_node={mesh.ranks_per_node}) these do not divide; name a smaller group"
             )
     if zeroth_order and group_sizes(mesh)[plan.frozen.group] > 1 and not plan.sliceable("frozen"):

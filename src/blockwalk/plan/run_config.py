@@ -85,7 +85,7 @@ class DataSettings:
     """Whether a row of ``max_length`` tokens holds several records. Each stays by itself: positions begin anew, and attention
     does not cross. Nothing is cut."""
     padding_multiple: int = 8
-    """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
+    """Sequences of up to 2,048 tokens are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True
     """Whether records come in a new order for each epoch; false: in the file's. The longest comes in the first batch, where too
     little memory shows at once. The fullest batch is second."""
@@ -140,7 +140,7 @@ class RunConfig:
 
     model: str = ""
     """The model: a hub name (``owner/name``, ``owner/name@revision``), a downloaded folder, a GGUF file or a block store."""
-    plan: Plan = field(default_factory=lambda: method("mebp"))
+    plan: Plan = field(default_factory=lambda: method("mebp", frozen="disk × auto"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
     """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, the method

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.words import counted
 
 Schedule = Callable[[int], float]
 """The learning rate by the number of updates that are done."""
@@ -96,6 +97,11 @@ SCHEDULES = tuple(_ROWS)
 """The schedules' names."""
 
 
+def endless(name: str) -> bool:
+    """Return whether a schedule's rates do not depend on the length of the run."""
+    return _ROWS[name].endless
+
+
 def make_schedule(
     name: str,
     learning_rate: float,
@@ -142,7 +148,8 @@ def make_schedule(
         )
     warmup = _steps(warmup_steps, total_steps)
     if not facts.endless and warmup > total_steps:
-        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {total_steps} steps of the run; lower it")
+        steps_of_run = counted(total_steps, "step")
+        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {steps_of_run} of the run; lower it")
     cooldown = _steps(cooldown_steps, total_steps)
     if name == "warmup_stable_decay" and warmup + cooldown > total_steps:
         raise ValueError(

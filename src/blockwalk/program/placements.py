@@ -175,7 +175,7 @@ class Placements:
         return sizes
 
     def rewritten(self, unit: int) -> bool:
-        """Return whether an update changes a unit's trainables where they come to at its turn, so that they are written back."""
+        """Return whether an update changes trainables where they come to at their turn, so that they are written back."""
         return self.streams(unit, StateKind.TRAINABLE) and not self.updates_on_host
 
     @property

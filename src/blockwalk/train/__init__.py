@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blockwalk.plan.run_config import RunConfig
     from blockwalk.train.callbacks import Callback
-    from blockwalk.train.loop import Outcome
+    from blockwalk.train.outcome import Outcome
 
 
 class _Callable(ModuleType):

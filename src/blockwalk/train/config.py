@@ -8,6 +8,7 @@ keys are errors. Nothing here imports torch, but for ``method: auto``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -32,12 +33,16 @@ from blockwalk.plan.parsing import (
     section,
     setting_of,
 )
-from blockwalk.plan.placement import Placement
+from blockwalk.plan.placement import Codec, Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.plan.schedules import endless
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.train.foreign_settings import translated
+
+log = logging.getLogger(__name__)
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
@@ -64,7 +69,31 @@ def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = (), *, 
     raw = read_yaml(Path(path), Loader)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")
-    return from_mapping(raw, overrides, as_flags=as_flags)
+    overrides = list(overrides)
+    return _with_room_to_warm_up(from_mapping(raw, overrides, as_flags=as_flags), {name for name, _ in overrides}, path)
+
+
+SHORTENS = frozenset(("max_steps", "epochs", "batch_size", "data.train"))
+"""Settings that make a run shorter, on the command line, than the file meant it."""
+
+
+def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> RunConfig:
+    """Cut the warm-up of a run whose steps the command line made fewer than it: the learning rate climbs through all of
+    them, as a line on standard error says. Where one place says both, the run is refused later on."""
+    from blockwalk.train.outlook import steps_of
+
+    rate = run.plan.optimizer
+    warms = {"optimizer", "optimizer.warmup_steps", "optimizer.total_steps"} & named
+    if endless(rate.schedule) or rate.warmup_steps < 1 or rate.total_steps or warms or not named & SHORTENS:
+        return run
+    steps = steps_of(run)
+    if not 0 < steps < rate.warmup_steps:
+        return run
+    log.warning(
+        "optimizer.warmup_steps is %g in %s, and this run has %s: the learning rate climbs through all of it",
+        rate.warmup_steps, path, counted(steps, "step"),
+    )  # fmt: skip
+    return dataclasses.replace(run, plan=override(run.plan, {"optimizer.warmup_steps": steps}))
 
 
 def from_mapping(
@@ -123,13 +152,16 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
             f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: auto, {', '.join(METHODS)}"
         )
     plan = method(name, **settings)
-    if plan.frozen.codec.encoded and not {"frozen", "frozen.codec"} & settings.keys() and _is_here(own):
+    named = {"frozen", "frozen.codec"} & settings.keys()
+    if plan.frozen.codec.encoded and not named and not plan.frozen.on_device:
+        plan = override(plan, {"frozen.codec": str(Codec.AUTO)})
+    if plan.frozen.codec.facts.chosen_later and _is_here(own):
         from blockwalk.engine.open_model import as_it_comes  # it imports torch
 
         plan = as_it_comes(plan, str(own["model"]))
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
-        wants_lora = any(codec.encoded for codec in codecs) and not own["prefix"]
+        wants_lora = any(codec.encoded or codec.facts.chosen_later for codec in codecs) and not own["prefix"]
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own)
 
 

@@ -36,6 +36,7 @@ from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.elastic import Elastic, elastic
@@ -51,7 +52,7 @@ from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
 from blockwalk.system.process_memory import PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.system.terminal import steady
-from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.best import Best
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
@@ -59,6 +60,7 @@ from blockwalk.train.data_identity import differences, identity
 from blockwalk.train.elastic import compare
 from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
+from blockwalk.train.frozen_codec import settled
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.outcome import Outcome
 from blockwalk.train.progress import Progress
@@ -97,6 +99,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
     """Train as :func:`train` says, a configuration that has been read."""
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+    run, codec_lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     output_dir = Path(run.output_dir)
     with steady(), PeakMemory() as memory, stop_signals() as stop, ExitStack() as folder:
@@ -144,7 +147,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             with Progress(ready.total, log_every=run.log_every, **known) as progress:
                 if shared is not None:
                     shared.say = progress.say
-                for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
+                for line in (*_opening(run, ready, step_forecast, opened_at, start.damaged), *codec_lines):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
                     progress.show_learnt("first record", ready.shown)
@@ -160,8 +163,8 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
                         raise
                     needed, held = step_forecast.tensor_bytes, _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
-                        f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
-                        f" step's peak, {human_bytes(held)} were held when more was refused"
+                        f"out of memory after {counted(walker.steps_done, 'step')}: {human_bytes(needed)} of tensors were"
+                        f" foreseen at a step's peak, {human_bytes(held)} were held when more was refused"
                         + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
                     ) from error
 
@@ -293,7 +296,7 @@ class _Loop:
         """
         settings = self.config.to_mapping()
         began = saved.data.get("weights", self.weights)
-        if self.weights != began:
+        if self.weights != began and not first(lambda: same_weights(self.config.model, began)):
             raise ValueError(
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
                 f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"

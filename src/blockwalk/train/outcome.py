@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
 from blockwalk.system.process_memory import COUNTED
 from blockwalk.train.evaluation import Evaluation
@@ -48,7 +49,7 @@ class Outcome:
         if self.first_loss is not None and self.last_loss is not None:
             tenth = -(-self.steps // 10)
             beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
-            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps{beside})"
+            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({counted(self.steps, 'step')}{beside})"
         yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
         if self.resident_bytes:
             yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"

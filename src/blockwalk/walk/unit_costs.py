@@ -67,7 +67,7 @@ class UnitCosts:
         lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration; None: none.
         device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
         padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1, S, S].
-        cut: whether a long row by itself is rid of it (:func:`blockwalk.data.batching.cut_padding`).
+        cut: whether long rows are rid of it (:func:`blockwalk.data.batching.cut_padding`).
 
     Raises:
         ValueError: there is no such model, or it cannot be cut; at the first question for what is kept in no file.
@@ -118,8 +118,8 @@ class UnitCosts:
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
-            alone = self._cut_padding and shape.batch == 1 and shape.sequence > SIDE_BY_SIDE
-            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded and not alone)
+            cut = self._cut_padding and shape.sequence > SIDE_BY_SIDE and (shape.batch == 1 or traits.chunked)
+            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut)
             found = row_tiles.standing_for(self.device, work)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there

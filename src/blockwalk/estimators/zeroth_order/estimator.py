@@ -43,6 +43,7 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import AT_REST
 from blockwalk.program.program import Op, Shape
 from blockwalk.ranks.shared_forwards import SharedForwards
@@ -126,7 +127,7 @@ class ZerothOrder:
         ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
         if ahead > ledger.steps:
             raise ValueError(
-                f"{ledger.path} has {ledger.steps} steps, and the weights of this run in the working folder have"
+                f"{ledger.path} has {counted(ledger.steps, 'step')}, and the weights of this run in the working folder have"
                 f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
             )
         self.resume(ledger.entries)
