@@ -276,6 +276,8 @@ def paths(name: str) -> Line:
     """Return data sources: a name, several with commas, or a list of names or of mappings with a path."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
+        if is_off(value):
+            raise ValueError("no source is named")
         if isinstance(value, str) and value[:1] == "[":
             value = ast.literal_eval(value)
         sources = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
