@@ -36,7 +36,7 @@ def test_a_run_file_is_written_for_this_machine(
     assert (run.model, run.data.train, run.lora and run.lora.rank) == (str(tiny_run.model), str(tiny_run.train), 8)
     assert run.plan.budget == 10**9
     assert capsys.readouterr().out.startswith(f"written to run.yaml ({run.plan.method}, ")
-    assert "# The row of the table of methods" in text
+    assert "# The method that every other setting begins from" in text
     assert main.main(["init"]) == 2
     says(capsys.readouterr().err, "run.yaml exists")
     assert Path("run.yaml").read_text() == text

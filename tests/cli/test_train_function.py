@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import blockwalk
+from blockwalk.cli import main
 from blockwalk.cutting.adapters import as_adapters
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.train import config, loop
@@ -72,3 +73,23 @@ def test_lora_takes_true_and_false_as_in_yaml() -> None:
         assert as_adapters(word) == config.from_mapping({"method": "plain", "lora": word}).lora
     assert as_adapters(None) is None
     assert as_adapters(LoraSettings(4)) == LoraSettings(4)
+
+
+def test_a_note_is_printed_once_and_a_dry_run_goes_on(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the arguments. One name means the same, another is off, and is left out."""
+    arguments = [
+        "train",
+        *tiny_run.arguments(tmp_path / "out"),
+        "--num_train_epochs",
+        "2",
+        "--fp16",
+        "false",
+        "--dry-run",
+    ]
+    assert main.main(arguments) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "note: --num_train_epochs is --epochs here, and is taken as that"
+    assert said[1].startswith("note: --fp16 false is left out")
+    assert len(said) == 2

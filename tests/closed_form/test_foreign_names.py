@@ -222,6 +222,9 @@ def test_the_line_holds_what_the_value_means(settings: dict[str, Any], line: str
         ({"load_in_8bit": False}, "batch_size", 8),
         ({"deepspeed": None}, "batch_size", 8),
         ({"fp16": False}, "batch_size", 8),
+        ({"save_total_limit": None}, "keep_checkpoints", 2),
+        ({"optimizer": None}, "plan.optimizer.name", "adamw"),
+        ({"val_set_size": 0.05}, "data.eval_share", 0.05),
     ],
 )
 def test_what_means_the_same_is_taken_with_a_note(settings: dict[str, Any], name: str, value: Any) -> None:

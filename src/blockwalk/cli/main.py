@@ -340,7 +340,7 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1)
+                _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1, starts=True)
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
             run = _configured(command, values, [*given, *here.settings()])
             return command.function()(run, values) or 0
@@ -356,12 +356,17 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
 
 
 def _configured(
-    command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]], *, runs_here: bool = True
+    command: Command,
+    values: argparse.Namespace,
+    overrides: list[tuple[str, Any]],
+    *,
+    runs_here: bool = True,
+    starts: bool = False,
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     values.config, model = _file_of(values.config)
     overrides = [*model, *overrides]
-    with _notes_printed():
+    with _notes_printed(starts=starts):
         run = config.load(values.config, overrides, as_flags=True)
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
@@ -379,16 +384,20 @@ def _configured(
 
 
 @contextmanager
-def _notes_printed() -> Iterator[None]:
-    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank."""
+def _notes_printed(*, starts: bool) -> Iterator[None]:
+    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank; where this process
+    starts the ranks, only if the settings are refused."""
+    failed = True
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Note)
             yield
+        failed = False
     finally:
         notes = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, Note))
-        for note in notes if place.place().rank == 0 else ():
-            say(f"note: {one_line(note)}", file=sys.stderr)
+        if failed or (not starts and place.place().rank == 0):
+            for note in notes:
+                say(f"note: {one_line(note)}", file=sys.stderr)
         for each in caught:
             if not issubclass(each.category, Note):
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)

@@ -414,7 +414,7 @@ _RUN = (
     ),
     _other(
         "keep_best",
-        "The best evaluation's weights are kept by a setting of their own.",
+        "The checkpoint of the best evaluation is kept, by its loss or accuracy.",
         to.switch("keep_best", "loss"),
         True,
         idle=to.is_off,

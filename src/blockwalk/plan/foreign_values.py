@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES
@@ -116,9 +117,7 @@ def every(name: str, *steps: str, most: int = 100) -> Line:
 def rule(value: Any, given: Mapping[str, Any]) -> Pair:
     """Return the update rule by transformers' names and torch's."""
     kind = word(value)
-    if kind in RULES:
-        return "optimizer.name", kind
-    return "optimizer.name", "sgd" if kind.startswith("sgd") else "adamw"
+    return "optimizer.name", next((name for name in RULES if kind.startswith(name)), OptimizerSettings().name)
 
 
 def same_rule(value: Any) -> bool:
@@ -277,6 +276,8 @@ def paths(name: str) -> Line:
     """Return data sources: a name, several with commas, or a list of names or of mappings with a path."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
+        if is_off(value):
+            raise ValueError("no source is named")
         if isinstance(value, str) and value[:1] == "[":
             value = ast.literal_eval(value)
         sources = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]

@@ -49,11 +49,11 @@ class Plan:
     """The source of a step's direction: backprop (exact gradients) or zeroth-order (losses alone). The method decides it."""
     frozen: Placement = Placement()
     """The place and form of weights that are not trained: tier × codec × group. Tiers are device, host (RAM) and disk. Codecs
-    are raw, fp32, bf16, fp16, fp8, int8, int4, int4a, nf4, or what a file has; auto is the first of raw, int8 and int4a that
+    are raw, fp32, bf16, fp16, fp8, int8, int4, int4a, nf4, or what a file has. auto is the first of raw, int8 and int4a that
     takes at most half of this machine's memory. The group of ranks is nobody, node, world or one of ``mesh.groups``."""
     trainable: Placement = Placement()
-    """The place and form of weights that are trained. On a GPU an update needs them and ``optimizer_state`` in one place: on
-    the device, or both off it, where the processor updates them."""
+    """The place and form of weights that are trained. On a GPU an update needs them and ``optimizer_state`` in one place. That
+    is the device, or both lie off it, and the processor updates them."""
     gradient: Placement = Placement(codec=Codec.FP32)
     """The place of gradients that wait for their update. Over ranks it is the device or the host. One process keeps them on the
     device. Where a CPU computes and the step's end updates, they lie on disk."""

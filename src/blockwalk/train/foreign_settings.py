@@ -75,6 +75,8 @@ def translated(
             if row is None and name == key:
                 problems += _value_problem(key, value, reader, flag=flag)
                 result.append((key, value))
+            elif row is not None and value is None:
+                _note(f"{_as_text(key, flag=flag)} is left out, for it has no value")
             elif row is None or (exact and name in reader.known and row.same is not None and row.same(value)):
                 if name in taken:
                     problems.append(f"{taken[name]} and {key} are both given, and mean the same; leave one out")
