@@ -16,6 +16,7 @@ from blockwalk.plan.placement import Codec
 from blockwalk.program.compile import compile
 from blockwalk.program.program import Shape, StepKind
 from tests.conftest import TinyRun
+from tests.support.messages import refused
 
 PLAN = method("mebp", frozen="disk × auto")
 
@@ -127,7 +128,7 @@ def test_a_walker_that_reads_rounded_weights_says_so_once(
 
 @pytest.mark.parametrize("setting", ["trainable", "frozen"])
 def test_only_frozen_weights_off_the_device_may_be_left_open(setting: str) -> None:
-    with pytest.raises(ValueError, match=rf"{setting} is device × auto.*name a codec"):
+    with refused(ValueError, setting, "device auto codec"):
         method("plain", **{setting: "device × auto"})
 
 
@@ -135,5 +136,5 @@ def test_a_program_is_of_a_codec_that_is_known() -> None:
     from tests.golden.specs import MODELS
 
     spec: ModelSpec = next(iter(MODELS.values()))
-    with pytest.raises(ValueError, match="frozen is disk × auto × nobody, and a program is of a codec that is known"):
+    with refused(ValueError, "frozen disk auto nobody codec"):
         compile(PLAN, spec, StepKind.TRAIN, Shape(1, 8))

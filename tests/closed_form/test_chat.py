@@ -118,15 +118,15 @@ def test_a_prompt_and_a_completion_of_turns_are_a_chat_that_learns_the_completio
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": [{"role": "user", "content": "one"}], "completion": "two"}, "'prompt' is a list of turns, and"),
-        ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "'completion' is a list of turns, and"),
-        ({"prompt": [{"role": "user", "content": "one"}], "completion": []}, "'completion' must be a list of turns"),
-        ({"prompt": [{"role": "user", "content": "one"}], "completion": [{"role": "user", "content": "two"}]}, "no assistant"),
-        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "two"}]}, r"'prompt'\[0\]"),
+        ({"prompt": [{"role": "user", "content": "one"}], "completion": "two"}, "prompt"),
+        ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "completion"),
+        ({"prompt": [{"role": "user", "content": "one"}], "completion": []}, "completion"),
+        ({"prompt": [{"role": "user", "content": "one"}], "completion": [{"role": "user", "content": "two"}]}, "assistant"),
+        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "two"}]}, "prompt [0]"),
     ],
 )  # fmt: skip
 def test_a_prompt_and_a_completion_that_are_no_chat_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"x\.jsonl line 1: .*{message}"):
+    with refused(ValueError, f"x.jsonl 1 {message}"):
         read(PLAIN, fields)
 
 
@@ -288,9 +288,7 @@ def test_roles_are_known_to_the_template_or_refused() -> None:
         read(PLAIN, chat("two", role="wizard"))
     fields = chat("two")
     fields["messages"] += [{"role": "wizard", "content": "a"}, {"role": "critic", "content": "b"}]
-    with pytest.raises(
-        ValueError, match=r"turns have the roles 'wizard', 'critic', which.*known are system.*names human, "
-    ):
+    with refused(ValueError, "wizard critic system human"):
         read(PLAIN, fields)
     fields = chat("two")
     fields["messages"].insert(0, {"role": "developer", "content": "be brief"})

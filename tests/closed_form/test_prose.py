@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "blockwalk"
 
-NOT_YET_IMPERATIVE = 1450
+NOT_YET_IMPERATIVE = 1300
 """Functions whose docstring begins with no imperative. The number may only fall: lower it with each that is mended."""
 
 IMPERATIVES = frozenset(
@@ -162,7 +162,12 @@ def test_a_docstring_that_keeps_it_is_left_alone(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("Return the bytes of a slot.", True), ("Write: a file.", True), ("The bytes of a slot.", False), ("Returns 3.", False)],
+    [
+        ("Return the bytes of a slot.", True),
+        ("Write: a file.", True),
+        ("The bytes of a slot.", False),
+        ("Returns 3.", False),
+    ],
 )
 def test_an_imperative_is_told_from_a_noun(text: str, expected: bool) -> None:
     assert imperative(text) is expected
