@@ -20,7 +20,20 @@ from blockwalk.plan.placement import Codec
 from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
 
-VIEWS = ["view", "slice", "select", "detach", "alias", "empty", "split", "transpose", "t", "unsqueeze", "squeeze", "expand"]
+VIEWS = [
+    "view",
+    "slice",
+    "select",
+    "detach",
+    "alias",
+    "empty",
+    "split",
+    "transpose",
+    "t",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+]
 """Operators that launch nothing."""
 
 
@@ -122,7 +135,7 @@ def test_products_with_float32_results_are_taken_where_the_device_has_them(train
     library._destroy()
 
 
-def test_an_adapters_thin_matrices_are_not_copied(sim: Simulated) -> None:
+def test_an_adapters_second_matrix_is_not_copied(sim: Simulated) -> None:
     """Oracle for the numbers: autograd through the products."""
     generator = torch.Generator().manual_seed(0)
     x, w_ND, a_RD, b_NR = (torch.randn(size, generator=generator) for size in ((9, 96), (64, 96), (4, 96), (64, 4)))
@@ -132,7 +145,7 @@ def test_an_adapters_thin_matrices_are_not_copied(sim: Simulated) -> None:
     weight = DenseWeight(w_ND.to("sim:1"))
     with Launches() as mode:
         y = lora_linear(there[0], weight, None, there[1], there[2], 2.0, transposed=False)
-    assert not mode.counts["clone"], mode.counts
+    assert mode.counts["clone"] == 1, "A alone, whose product has other bits where it is turned"
     y.square().sum().backward()
     for ours, theirs in zip(there, here, strict=True):
         assert ours.grad is not None

@@ -172,7 +172,7 @@ class _LazyLinear(torch.autograd.Function):
         else:
             y = _product(x, weight, bias, by_rows=not transposed)
         if a_RD is not None and b_NR is not None:
-            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), _turned(a_RD)).mul_(scaling)
+            t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(scaling)
             if not skipped:
                 row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, _turned(b_NR))
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
