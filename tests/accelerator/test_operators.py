@@ -151,7 +151,7 @@ def test_an_adapters_second_matrix_is_not_copied(sim: Simulated) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert ours.grad.is_contiguous()
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-3)
+        assert (ours.grad.cpu() - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
 
 
 @pytest.mark.parametrize("transposed", [False, True])
