@@ -15,8 +15,10 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
 from blockwalk.numerics.lazy_linear import grouped_linear, lazy_linear, lora_linear
 from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.scratch import shared_arena
 from blockwalk.numerics.updates import NORM_CHUNK, square_sums
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import decoded_bytes
 from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
 
@@ -174,6 +176,8 @@ def test_a_layers_experts_are_decoded_in_one_launch(transposed: bool, sim: Simul
         if device != "cpu":
             assert mode.counts["decode_"] == 1, mode.counts
             assert mode.counts["_grouped_mm"] == 1, mode.counts
+            foreseen = decoded_bytes(4 * 24 * 32, 4, "sim", experts=True)
+            assert shared_arena(torch.device("sim", 1)).nbytes == foreseen
         out.square().sum().backward()
         assert leaf.grad is not None
         answers.append((out.detach().cpu(), leaf.grad[:11].cpu()))

@@ -34,9 +34,9 @@ _ALIGN = 64
 
 FUSED_ROWS = 128
 """Rows of the input up to which an accelerator decodes inside the product: a guess until it is measured. Inside, the matrix is
-decoded anew for every 64 rows, in 8 to 10 instructions an element by the compiled kernels; before, it is decoded once, in 22 to
-24, written and read once more. So counted, inside is the cheaper to beyond 512 rows of an H100's. A library's product keeps
-its units busier than ours does, by nobody knows how much, and the number is low until somebody does."""
+decoded anew for every 64 rows, in 8 to 10 instructions an element on an H100 (14 to 20 on an RTX 4090) by the compiled kernels;
+before, it is decoded once, in 22 to 24, written and read once more. So counted, inside is the cheaper to beyond 512 rows on an
+H100. A library's product keeps its units busier than ours does, by nobody knows how much, so the number is low until then."""
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
 """Weights, by identity, whose products' values nobody reads for now: those of the thread that recomputes, and of no other."""
