@@ -158,7 +158,7 @@ class Bench:
         return step, walker.close
 
     def foreseen(self, walker: Walker, batch: int) -> dict[str, Any]:
-        """Tokens a second and peak as the planner foresees them, with the card's facts where they are there. A forecast that
+        """Foresee tokens a second and peak as the planner does, with the card's facts where they are there. A forecast that
         fails is told and costs no row."""
         try:
             here = of_this_machine(self.device.type, card_of(self.device))
@@ -221,7 +221,7 @@ def correct(bench: Bench) -> list[Bound]:
 
 
 def trained(device: torch.device) -> dict[str, Any]:
-    """The exit code, the seconds and the last words of the example's run, from the command line."""
+    """Run the example from the command line: its exit code, seconds and last words."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "blockwalk", "train", "examples/quickstart.yaml", "--device", str(device)]
         began = time.perf_counter()

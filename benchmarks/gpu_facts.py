@@ -43,7 +43,7 @@ KEY = NoiseKey(1, 2, 0, "w")
 
 
 def facts(bench: Bench) -> list[Bound]:
-    """All of them, in the order of what a planner needs most."""
+    """Measure all of them, in the order of what a planner needs most."""
     card = Card(bench)
     card.row("environment", lambda row: row.update(environment(bench.device)))
     card.row("copies", lambda row: row.update(copies(bench.device, 1 << 20 if bench.tiny else 1 << 28)))
@@ -82,8 +82,8 @@ class Card:
 
 
 def planned(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The figures for a planner, of the rows that are there: bytes a second (copies in both directions at once: together),
-    microseconds, elements a second, and the most rows of a product in which decoding inside is no slower, by codec."""
+    """Collect the figures for a planner, of the rows that are there: bytes a second (copies in both directions at once:
+    together), microseconds, elements a second, and the most rows of a product in which decoding inside is no slower."""
     out: dict[str, Any] = {}
     for name in ("environment", "copies", "launches", "noise", "norm", "loss"):
         out |= {key: rows[name][key] for key in FIGURES if key in rows.get(name, {})}
@@ -99,8 +99,8 @@ FIGURES = ("name", "memory_bytes", "capability", "copy_up", "copy_down", "copy_b
 
 
 def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
-    """The most rows up to which decoding inside the product was never slower than before it; 0 where it was at the fewest, None
-    before anything was measured."""
+    """Find the most rows up to which decoding inside the product was never slower than before it; 0 where it was at the
+    fewest, None before anything was measured."""
     most = None
     for number in ROWS:
         row = rows.get(f"product of {number} rows, {codec}", {})
@@ -113,7 +113,7 @@ def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
 
 
 def timed(work: Callable[[], Any], device: torch.device, *, calls: int = 5, rounds: int = 4) -> float:
-    """Seconds of one call: the median of some rounds of some calls, after one round that does not count."""
+    """Time one call: the median of some rounds of some calls, after one round that does not count."""
     found = []
     for _ in range(rounds + 1):
         zo_runs.wait(device)
@@ -126,7 +126,7 @@ def timed(work: Callable[[], Any], device: torch.device, *, calls: int = 5, roun
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The card, and versions and limits that a run on it depends on."""
+    """Describe the card, and versions and limits that a run on it depends on."""
     there = None if is_cpu(device) else torch.get_device_module(device)
     of_card = getattr(there, "get_device_properties", None)
     card = None if of_card is None else of_card(device)
@@ -154,7 +154,7 @@ def installed(package: str) -> str:
 
 
 def driver() -> str:
-    """The driver's version, and the generation and width of the card's PCIe link now and at most, as nvidia-smi tells them."""
+    """Ask nvidia-smi for the driver's version, and the generation and width of the card's PCIe link now and at most."""
     asked = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
     try:
@@ -164,7 +164,7 @@ def driver() -> str:
 
 
 def copies(device: torch.device, nbytes: int) -> dict[str, float]:
-    """Bytes a second of copies of memory that is registered with the driver: up, down, and both at once, each on a stream."""
+    """Time copies, in bytes a second, of memory that is registered with the driver: up, down, and both at once."""
     up_P, down_P = host_buffers([nbytes, nbytes], device)
     here, there = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     streams = [] if is_cpu(device) else [torch.Stream(device=device) for _ in range(2)]
@@ -188,7 +188,7 @@ def copies(device: torch.device, nbytes: int) -> dict[str, float]:
 
 
 def launches(device: torch.device) -> dict[str, float]:
-    """Microseconds to launch one of our kernels, and one of torch's, on data that take no time."""
+    """Time launches, in microseconds, of one of our kernels, and one of torch's, on data that take no time."""
     x = torch.zeros(64, device=device)
     operator = timed(lambda: x.add_(1.0), device, calls=500)
     ours = timed(lambda: perturbed(x, x, KEY, 0, 1e-3), device, calls=200)
@@ -214,7 +214,7 @@ def decoding(device: torch.device, codec: Codec, side: int) -> dict[str, float]:
 
 
 def product(device: torch.device, codec: Codec, side: int, rows: int) -> dict[str, float]:
-    """Seconds of a product whose matrix is decoded inside it, and before it."""
+    """Time a product, in seconds, whose matrix is decoded inside it, and before it."""
     layout, bytes_P = encoded(device, codec, side)
     whole = torch.empty(side, side, dtype=torch.bfloat16, device=device)
     x = torch.randn(rows, side).to(device, torch.bfloat16)
@@ -234,7 +234,7 @@ def norm(device: torch.device, elements: int) -> dict[str, float]:
 
 
 def loss(device: torch.device, tokens: int, hidden: int, vocab: int) -> dict[str, float]:
-    """Seconds of the loss and its gradient, the head frozen, in bfloat16."""
+    """Time the loss and its gradient, in seconds, the head frozen, in bfloat16."""
     hidden_ND = torch.randn(tokens, hidden).to(device, torch.bfloat16)
     head = DenseWeight(torch.full((vocab, hidden), 0.01, dtype=torch.bfloat16, device=device))
     labels_N = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
@@ -243,7 +243,7 @@ def loss(device: torch.device, tokens: int, hidden: int, vocab: int) -> dict[str
 
 
 def shared_memory(device: torch.device) -> dict[str, Any]:
-    """Bytes of shared memory of each kernel that ran here, of its largest variant, and the device's limit."""
+    """Find the bytes of shared memory of each kernel that ran here, of its largest variant, and the device's limit."""
     if is_cpu(device) or installed("triton") == "not installed":
         return {}
     from triton.runtime.jit import JITFunction

@@ -358,6 +358,29 @@ def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str,
     return str(compiled_for((module, kernel, constants, types), capability).asm["ptx"])
 
 
+def a_thread_a_counter() -> None:
+    """Count threads on warps of 32 and on wavefronts of 64, for which the kernel is compiled with the launch's options."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    noise = kernels().noise
+    default = triton.compiler.compiler.make_backend(GPUTarget("cuda", 90, 32)).parse_options({}).num_warps
+    for width in (32, 64):
+        noise._threads_together = lambda _, width=width: width
+        options = noise.options(torch.device("cuda", 0))
+        assert options.get("num_warps", default) * width == noise._COUNTERS[1]
+    function = noise._draws_kernel
+    signature = {"out": "*i32", "start": "i64", "count": "i32", "k0": "i64", "k1": "i64", "COUNTERS": "constexpr"}
+    source = ASTSource(fn=function, signature=signature, constexprs={(5,): noise._COUNTERS[0]})
+    done = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
+    assert (done.metadata.num_warps, done.metadata.warp_size) == (2, 64)
+
+
+def test_noise_is_drawn_once_on_wide_wavefronts(compiled: Run) -> None:
+    compiled(a_thread_a_counter)
+
+
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 """Bytes of shared memory that one program may have, by capability (CUDA C++ Programming Guide, table of capabilities)."""
 
@@ -392,8 +415,8 @@ def compiles(kernel: str, capability: int) -> None:
 
 
 def loads_of_a_product(capability: int) -> None:
-    """Eight warps share 64 · 128 elements in 4,096 bytes of codes, 16 a thread, which come in fours at least, 512 bytes of
-    scales and 64 · 64 numbers of the input, 32 bytes a thread, which come in sixteens; nf4's levels are read one by one."""
+    """Count them. Eight warps share 64 · 128 elements in 4,096 bytes of codes, 16 a thread, which come in fours at least, 512
+    bytes of scales and 64 · 64 numbers of the input, 32 bytes a thread, which come in sixteens; nf4's levels are looked up."""
     for code, by_rows in product((2, 3, 4, 5), (False, True)):
         constants = {**PRODUCT, "FORMAT": code, "GROUP": 32, "BY_ROWS": by_rows, "HAS_BIAS": False}
         types = dict.fromkeys(("x", "out", "bias"), "*bf16")

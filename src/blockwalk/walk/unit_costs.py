@@ -44,7 +44,7 @@ from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
+from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
 from blockwalk.program import costs as work
 from blockwalk.program import loss_costs
 from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
@@ -171,6 +171,10 @@ class _FakeWeight:
 
     def expert(self, index: int) -> _FakeWeight:
         return replace(self, shape=self.shape[1:])
+
+    def whole(self) -> None:
+        """Experts are measured one by one: all together are counted apart as well."""
+        return
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         """Ends as they are where every expert has as many rows."""
@@ -464,7 +468,7 @@ def _scratch(bench: _Bench, device: str) -> int:
             if p.name == head.weight and chunked:
                 largest = max(largest, loss.memory.head_rows)
             elif unit.kind != "prologue":
-                largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
+                largest = max(largest, decoded_bytes(p.numel, size, device, experts=len(p.shape) == 3))
     noise = NOISES[traits.noise]
     made = traits.shaped or not (noise.elementwise or noise.in_place)  # in float32, before it is added
     if made and (traits.shaped or traits.noise != "lowrank"):

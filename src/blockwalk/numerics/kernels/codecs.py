@@ -17,16 +17,7 @@ from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.nf4 import LEVELS
-from blockwalk.numerics.kernels.noise import (
-    _COUNTERS,
-    COMPILE_OPTIONS,
-    _cast,
-    _cubics,
-    _key_words,
-    _on,
-    _programs,
-    _values,
-)
+from blockwalk.numerics.kernels.noise import _COUNTERS, _cast, _cubics, _key_words, _on, _programs, _values, options
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS
 from blockwalk.plan.placement import Codec
 
@@ -93,14 +84,14 @@ def _decoded(buffer, levels, row, column, inside, rows, groups, width, FORMAT: t
 
 @triton.jit
 def _of_nibble(nibble, less: tl.constexpr):
-    """A number below 16, less another one, in float32: by integers, for conversions take four times as long as sums."""
+    """Convert a number below 16, less another one, to float32: by integers, for conversions take four times as long."""
     return (nibble.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + less)
 
 
 @triton.jit
 def _decoded_tile(buffer, levels, row, start, rows, groups, FORMAT: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr):
-    """C columns, whole groups of them from ``start`` on, of R rows of 4-bit codes: float32 [R, C]. Each byte is loaded once for
-    its two elements, each scale once for its group. Beyond the last group stands the last group again."""
+    """Decode C columns, whole groups of them from ``start`` on, of R rows of 4-bit codes: float32 [R, C]. Each byte is loaded
+    once for its two elements, each scale once for its group. Beyond the last group stands the last group again."""
     HALF: tl.constexpr = GROUP // 2
     R: tl.constexpr = row.shape[0]
     group = tl.minimum(start // GROUP + tl.arange(0, C // GROUP), groups - 1)
@@ -229,7 +220,7 @@ def decode(
             COUNTERS=_COUNTERS[code],
             DRAWS=draws,
             IN_PAIRS=FORMATS[layout.codec] in PAIRED and kind is None and whole_groups,
-            **COMPILE_OPTIONS,
+            **options(out.device),
         )
 
 
