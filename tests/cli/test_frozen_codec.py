@@ -29,7 +29,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return nbytes
 
 
-def test_the_widest_codec_that_fits_is_chosen(tiny_run: TinyRun, memory: list[int]) -> None:
+def test_the_widest_codec_that_fits_is_chosen(
+    tiny_run: TinyRun, memory: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: a closed form of each codec's bytes: 4 a number, 1 and a scale of 4 a row, 20 a group of 32 numbers."""
     module = build_skeleton(tiny_run.model)
     matrices = [param.shape for param in module.parameters() if param.ndim == 2]
@@ -39,6 +41,7 @@ def test_the_widest_codec_that_fits_is_chosen(tiny_run: TinyRun, memory: list[in
         Codec.INT8: vectors + sum(rows * (columns + 4) for rows, columns in matrices),
         Codec.INT4A: vectors + sum(rows * columns // 32 * 20 for rows, columns in matrices),
     }
+    monkeypatch.delattr(frozen_codec, "build_skeleton")  # the files' headers say it
     for codec, nbytes in sizes.items():
         memory[0] = 2 * nbytes
         plan, reason = frozen_codec.chosen(PLAN, tiny_run.model, adapters=True)
@@ -99,6 +102,18 @@ def test_a_walker_settles_what_its_plan_leaves_open(tiny_run: TinyRun, tmp_path:
         assert walker.plan.frozen.codec is Codec.INT4A
     with Walker(tiny_run.model, PLAN, training=False, workdir=tmp_path, device="cpu") as walker:
         assert walker.plan.frozen.codec is Codec.RAW, "read, and not trained"
+
+
+def test_without_weights_a_configuration_says_how_large_they_are(
+    tiny_run: TinyRun, tmp_path: Path, memory: list[int]
+) -> None:
+    """Oracle: the answer for the same model with its weights."""
+    (tmp_path / "config.json").write_bytes((tiny_run.model / "config.json").read_bytes())
+    for nbytes in (10**9, 400_000, 1):
+        memory[0] = nbytes
+        assert frozen_codec.chosen(PLAN, tmp_path, adapters=True) == frozen_codec.chosen(
+            PLAN, tiny_run.model, adapters=True
+        )
 
 
 @pytest.mark.parametrize("tier", ["disk", "host"])

@@ -8,12 +8,13 @@ are fewer bytes (docs/measured.md has the losses, seconds and bytes that this re
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.open_model import as_it_comes, comes_in
+from blockwalk.models.folder import listed_parts, model_folder
 from blockwalk.numerics.codecs.layout import name_of
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
@@ -22,11 +23,14 @@ from blockwalk.plan.settings import override
 from blockwalk.program.program import human_bytes
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import host_memory
+from blockwalk.tiers.model_folder.safetensors import read_header
 
 log = logging.getLogger(__name__)
 
 LADDER = (Codec.RAW, Codec.INT8, Codec.INT4A)
 """The codecs that are tried, with the most bits first; the last one is taken where none fits."""
+SINGLE = "model.safetensors"
+"""The file that holds a whole checkpoint, or is cut in parts."""
 SHARE = 0.5
 """The part of the machine's memory that frozen weights may take: the rest is the process's own, and other programs'."""
 
@@ -67,9 +71,8 @@ def warn_of_rounding(plan: Plan, model: StrPath | nn.Module) -> None:
 
 def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:
     """Return the first codec that fits, and why it does, or that none does."""
-    module = model if isinstance(model, nn.Module) else build_skeleton(model)
-    memory = host_memory()[0]
-    sizes = {codec: stored_bytes(module, codec) for codec in LADDER}
+    tensors, memory = list(_tensors(model)), host_memory()[0]
+    sizes = {codec: _stored_bytes(tensors, codec) for codec in LADDER}
     for codec, nbytes in sizes.items():
         if nbytes <= SHARE * memory:
             return codec, f"{human_bytes(nbytes)} of weights, at most half of the {human_bytes(memory)} of memory"
@@ -77,10 +80,20 @@ def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:
     return LADDER[-1], f"{human_bytes(nbytes)} of weights, the fewest, of {human_bytes(memory)} of memory"
 
 
-def stored_bytes(module: Any, codec: Codec) -> int:
-    """Sum the bytes of a model's parameters where its matrices are in a codec; a tied one counts once."""
-    total = 0
-    for param in module.parameters():
-        form = codec if param.ndim > 1 else Codec.RAW
-        total += encoded_nbytes(tuple(param.shape), name_of(param.dtype), form)
-    return total
+def _tensors(model: StrPath | nn.Module) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield shape and dtype of each weight: those that the files name where they are here, for a skeleton brings the model's
+    own code, which is to come after the tokenizer; else the skeleton's."""
+    if not isinstance(model, nn.Module):
+        folder = model_folder(model, weights=False)
+        files = [folder / name for name in listed_parts(folder, SINGLE) or [SINGLE]]
+        if all(file.is_file() for file in files):
+            stored = (tensor for file in files for tensor in read_header(file).values())
+            yield from ((tensor.shape, name_of(tensor.dtype)) for tensor in stored)
+            return
+    module = model if isinstance(model, nn.Module) else build_skeleton(model)
+    yield from ((tuple(param.shape), name_of(param.dtype)) for param in module.parameters())
+
+
+def _stored_bytes(tensors: Iterable[tuple[tuple[int, ...], str]], codec: Codec) -> int:
+    """Sum the bytes of a model's weights where its matrices are in a codec."""
+    return sum(encoded_nbytes(shape, dtype, codec if len(shape) > 1 else Codec.RAW) for shape, dtype in tensors)
