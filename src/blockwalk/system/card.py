@@ -57,7 +57,7 @@ class Facts:
     decode_rate: Mapping[str, float] = field(default_factory=dict)
     """Elements decoded a second, by codec."""
     fused_crossing_rows: Mapping[str, float] = field(default_factory=dict)
-    """Rows of a product from which decoding apart is faster than inside the product, by codec."""
+    """The most rows of a product in which decoding inside it is no slower than before it, by codec; 0: none."""
     norm_bytes_per_s: float = 0.0
     """Bytes of float32 gradients a second that their norm reads."""
     loss_s: float = 0.0
