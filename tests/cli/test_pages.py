@@ -22,7 +22,6 @@ from blockwalk.doctor import machine
 from blockwalk.plan import methods
 from blockwalk.plan.placement import Codec, Placement, Tier
 from blockwalk.simulate import hardware
-from blockwalk.train import config
 from tests.support.pages import HUB_NAMES, PAGES, REASONS, ROOT, blocks, commands, shown, yaml_files
 
 BEFORE = {
@@ -77,18 +76,24 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return
+    words, redirected = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
     try:
         code = main.main(words[1:])
     except SystemExit as end:
         code = int(end.code or 0)
     captured = capsys.readouterr()
     assert code == 0, f"{' '.join(words)}\n{captured.out}{captured.err}"
+    if redirected:
+        Path(redirected).write_text(captured.out, encoding="utf-8")
     outputs = [word for word in words[2:] if not word.startswith("-")]
     if words[1] in ("merge", "replay"):
-        assert list(Path(outputs[-1]).glob("*.safetensors")), words
+        assert any(list(Path(output).glob("*.safetensors")) for output in outputs[1:]), words
     elif words[1] == "train" and not {"--dry-run", "--nnodes", "--join"} & {*words}:
-        files, rest = config.split_flags(words[2:])
-        folder = Path(config.load(next((word for word in rest if word.endswith(".yaml")), None), files).output_dir)
+        text = "".join(Path(word).read_text(encoding="utf-8") for word in outputs if word.endswith(".yaml"))
+        named = re.findall(r"--output_dir (\S+)", " ".join(words)) or re.findall(
+            r"^output_dir: (\S+)", text, re.MULTILINE
+        )
+        folder = Path(named[0])
         assert list(folder.glob("*/*model.safetensors")), words
 
 
