@@ -226,15 +226,10 @@ def trained(bench: Bench) -> dict[str, Any]:
     would end it afterwards."""
     left = max(SECONDS - 20 - (time.perf_counter() - bench.began), 1)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "blockwalk",
-            "train",
-            "examples/quickstart.yaml",
-            "--device",
-            str(bench.device),
-        ]
+        command = [sys.executable, "-m", "blockwalk", "train", "examples/quickstart.yaml"]
+        command += ["--device", str(bench.device)]
+        if bench.tiny:
+            command += ["--max_steps", "4"]
         command += ["--output_dir", folder + "/run"]
         began = time.perf_counter()
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=left)
