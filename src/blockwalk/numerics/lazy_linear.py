@@ -54,7 +54,7 @@ def unread(weights: Iterable[Weight]) -> Iterator[None]:
 
 
 def lazy_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-    """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
+    """Return ``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
 
     Args:
         x: [..., D] in the weight's dtype.
@@ -105,7 +105,7 @@ def lora_linear(
     *,
     transposed: bool,
 ) -> Tensor:
-    """``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
+    """Return ``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
 
     PEFT's own forward makes three more tensors of the output's size for it, and keeps one for backward; here the largest
     tensors beside the output are [P, R]. Differs from it by the rounding of those intermediates.
@@ -121,10 +121,10 @@ def lora_linear(
 
 
 def grouped_linear(x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D] (transposed:
-    as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. On a processor an expert without a row is not
-    read; an accelerator decodes a layer's experts in one launch, where they are few enough, and waits for ``offs_E`` no
-    longer where torch has a grouped kernel for it (bfloat16 on CUDA).
+    """Return ``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D]
+    (transposed: as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. On a processor an expert without
+    a row is not read; an accelerator decodes a layer's experts in one launch, where they are few enough, and waits for
+    ``offs_E`` no longer where torch has a grouped kernel for it (bfloat16 on CUDA).
 
     Returns:
         [S, N]; rows after the last expert's are as they came.
@@ -266,7 +266,7 @@ register("product_", _multiply, "out_PO")
 
 
 def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
-    """Borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
+    """Return borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
 
     Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that a layer has few shapes of
     product (the BLAS plans each once, and keeps that) and none so narrow that another kernel, with another order of additions,
