@@ -84,9 +84,12 @@ def run_ranks(
 
 
 def private_bytes() -> int:
-    """Bytes of anonymous memory that this process alone has: its proportional set size without files."""
+    """Return the bytes of anonymous memory that this process maps.
+
+    Pages that a forked rank still shares with its parent count in full: a proportional share would change as ranks come and go.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def _rank(

@@ -208,7 +208,7 @@ def _taken(folder: Path, plan: Plan) -> tuple[int, int]:
 
 
 def test_a_node_holds_one_copy_of_frozen_blocks(tmp_path: Path) -> None:
-    """Oracle: the kernel's proportional set size without files: two ranks that hold the blocks together have one copy less
+    """Oracle: the kernel's count of anonymous memory: two ranks that hold the blocks together have one copy less
     than two that hold them each. Together they read one, and the matrix that a border goes through twice."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=12, vocab_size=256)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
