@@ -33,11 +33,11 @@ from blockwalk.plan.parsing import (
     section,
     setting_of,
 )
-from blockwalk.plan.placement import Codec, Placement
+from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.schedules import endless
-from blockwalk.plan.settings import override
+from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.train.foreign_settings import translated
@@ -153,8 +153,8 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
         )
     plan = method(name, **settings)
     named = {"frozen", "frozen.codec"} & settings.keys()
-    if plan.frozen.codec.encoded and not named and not plan.frozen.on_device:
-        plan = override(plan, {"frozen.codec": str(Codec.AUTO)})
+    if not named:
+        plan = unnamed_codec(plan)
     if plan.frozen.codec.facts.chosen_later and _is_here(own):
         from blockwalk.engine.open_model import as_it_comes  # it imports torch
 
