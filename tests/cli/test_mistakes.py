@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,6 +155,15 @@ def test_a_run_that_the_command_line_shortens_warms_up_as_long_as_it_lasts(
 def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> None:
     assert main.main(["report", "."]) == 2
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize(("debugs", "heard"), [("", False), ("1", True)])
+def test_a_walk_in_python_hears_no_missing_kernels(debugs: str, heard: bool) -> None:
+    """Oracle: the level of the library's log in a process of its own that imports the walker."""
+    code = "import blockwalk.walk.walker, logging; print(logging.getLogger('bitsandbytes.backends.cpu.ops').isEnabledFor(30))"
+    environment = {**os.environ, "BLOCKWALK_DEBUG": debugs}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [str(heard)]
 
 
 def test_a_prompt_of_bytes_that_are_no_text(place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

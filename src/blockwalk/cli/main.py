@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import math
 import operator
 import os
@@ -30,15 +29,13 @@ from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
-from blockwalk.system import open_files
+from blockwalk.system import kernel_notes, open_files
 from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 from blockwalk.train.foreign_settings import Note
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
-UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
-"""The log of a library that looks for kernels of its own as soon as it is imported."""
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables that set torch's allocator of device memory; a user who has set one of them has chosen."""
@@ -309,7 +306,7 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     if not _debugging():
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
-        logging.getLogger(UNUSED_KERNELS).setLevel(logging.ERROR)  # whose warning is of kernels that no walk calls
+        kernel_notes.silence()
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
