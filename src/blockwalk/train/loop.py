@@ -30,6 +30,7 @@ from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
+from blockwalk.engine.frozen_codec import already_said
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
@@ -132,7 +133,9 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         loop.ready = ready = ready.put_away(scratch)
         give_back()
         opened_at = process_bytes()
-        with Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared) as walker:
+        with already_said():
+            walker = Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared)
+        with walker:
             walker.reserve(foreseen.program.shape)
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True
@@ -206,7 +209,9 @@ def _opening(
     yield from zeroth_order_advice(ready.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
-    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
+    yield from (
+        f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged)
+    )
     yield from outlook.notes(run, ready.longest)
     yield from outlook.usual_elsewhere(run)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
@@ -322,7 +327,9 @@ class _Loop:
             )
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
-            name = joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
+            name = (
+                joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
+            )
             self.notes.append(
                 f"data.eval ({name}) holds other records, or other tokens of them, than up to step {saved.step} (content"
                 f" {before}, now {self.held_out}): losses on them are not compared with those before"
