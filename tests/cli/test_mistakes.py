@@ -64,6 +64,9 @@ SETTINGS: list[tuple[str, str]] = [
     ("--cache.tier tape --method fcdp", "cache.tier"),
     ("--seed 1.5", "seed is '1.5'; it takes a whole number"),
     ("--bf16", "Write: --compute_dtype bfloat16"),
+    ("--data.columns.prompt q", "data.columns is one value, such as [prompt=question, completion=answer]"),
+    ("--data.columns {prompt:question}", "write [prompt=question, completion=answer]"),
+    ("--data.max_length {a:b}", "data.max_length is '{a:b}'; it takes a whole number"),
     ("--bogus", "unknown argument '--bogus'"),
     ("--resume_from_checkpoint nowhere", "nowhere"),
     ("--report_to paper", "report_to"),
@@ -188,6 +191,12 @@ def test_wrong_data(
         (["train", "torn.yaml"], "torn.yaml is not valid YAML"),
         (["report", "."], "holds no metrics.jsonl"),
         (["generate", "--model", ".", "--prompt", "a"], "has no config.json"),
+        (["train", "braces.yaml"], "in quotes: data.prompt: '{question}'"),
+        (["trian", "run.yaml"], "unknown command 'trian'; did you mean 'train'?"),
+        (["tune"], "unknown command 'tune'"),
+        (["chat", ".", "--prompt", "hi"], "chat reads turns from standard input"),
+        (["chat", ".", "--prompt=hi"], "blockwalk generate RUN --chat --prompt TEXT"),
+        (["settings", "lroa"], "no setting's name begins with 'lroa'; did you mean 'lora'?"),
         (["train", "empty.yaml"], "a mapping of settings is needed"),
         (["merge", "absent", "adapter", "out"], "absent"),
         (["replay", "absent", "ledger.jsonl", "out"], "ledger.jsonl"),
@@ -197,5 +206,6 @@ def test_a_wrong_file(arguments: list[str], words: str, place: Path, capsys: pyt
     (place / "list.yaml").write_text("- model: a\n")
     (place / "twice.yaml").write_text("model: a\nmodel: b\n")
     (place / "empty.yaml").write_text("")
+    (place / "braces.yaml").write_text("data: {prompt: {question}}\n")
     (place / "torn.yaml").write_text("model: [a\n")
     refused(arguments, words, capsys)

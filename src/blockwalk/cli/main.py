@@ -10,6 +10,7 @@ Nothing here imports torch: a subcommand's module is imported when it runs.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import math
 import operator
@@ -80,6 +81,8 @@ class Command:
     configuration."""
     answers: bool = False
     """Whether the result is what the subcommand prints: a reader is waited for, and output that is lost is a failure."""
+    elsewhere: tuple[tuple[str, str], ...] = ()
+    """Flags that another subcommand has and this one lacks, each with what to do instead."""
     needs: tuple[str, ...] = ("model",)
     """Names of the settings that must be given."""
     reads_weights: bool = True
@@ -187,6 +190,12 @@ COMMANDS = (
             _value("--max_new_tokens", "N", "most tokens of an answer; default: 512", type=int, default=512),
             _TEMPERATURE,
         ),
+        elsewhere=(
+            (
+                "prompt",
+                "chat reads turns from standard input; one prompt is answered by blockwalk generate RUN --chat --prompt TEXT",
+            ),
+        ),
         takes_settings=True,
         answers=True,
     ),
@@ -265,7 +274,10 @@ COMMANDS = (
         "settings",
         "print every setting with its sentence and default",
         "blockwalk.cli.start:settings",
-        (_switch("--schema", "print a JSON Schema of a run's file instead, for editors"),),
+        (
+            _value("name", "NAME", "those whose names begin so, such as lora", nargs="?"),
+            _switch("--schema", "print a JSON Schema of a run's file instead, for editors"),
+        ),
         answers=True,
     ),
     Command(
@@ -318,9 +330,11 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     here = place.Place()
     commands = parser(command if "-h" in arguments or "--help" in arguments else None)
     try:
+        _require_command(all_arguments)
         given: list[tuple[str, Any]] = []
         if command is not None and command.takes_settings:
-            taken = {"device", "help", "version", *(name.removeprefix("--") for name, _ in command.options)}
+            flags = (name.removeprefix("--") for name, _ in command.options)
+            taken = {"device", "help", "version", *flags, *dict(command.elsewhere)}
             given, arguments = config.split_flags(arguments, taken)
         values, unknown = commands.parse_known_args(arguments)
         if command is None:
@@ -332,7 +346,9 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
             options = ["device", *(name.removeprefix("--") for name, _ in command.options)]
             known = [*options, *(config.setting_names() if command.takes_settings else [])]
             name = unknown[0].removeprefix("--").partition("=")[0]
-            raise ValueError(f"unknown argument {unknown[0]!r}{did_you_mean(name, known)}")
+            instead = dict(command.elsewhere).get(name)
+            hint = did_you_mean(name, known) if instead is None else f": {instead}"
+            raise ValueError(f"unknown argument {unknown[0]!r}{hint}")
         if command.takes_settings:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
@@ -350,6 +366,15 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     except KeyboardInterrupt:
         say("blockwalk: interrupted", file=sys.stderr)
         return 130
+
+
+def _require_command(arguments: Sequence[str]) -> None:
+    """Raise ValueError where the first word of a command line is no subcommand."""
+    names = [command.name for command in COMMANDS]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        near = difflib.get_close_matches(arguments[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+        raise ValueError(f"unknown command {arguments[0]!r}{hint}")
 
 
 def _configured(

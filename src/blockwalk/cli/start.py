@@ -158,11 +158,13 @@ def _commented(name: str, value: Any) -> str:
 
 
 def settings(arguments: argparse.Namespace) -> None:
-    """Print every setting, or the schema of a run's file."""
+    """Print every setting, those whose names begin with a word, or the schema of a run's file."""
+    if arguments.schema and arguments.name:
+        raise ValueError(f"--schema is of every setting: leave {arguments.name} out")
     if arguments.schema:
         say(json.dumps(schema.schema(), indent=1, ensure_ascii=False))
     else:
-        say(*settings_help.lines("train"))
+        say(*settings_help.lines("train", arguments.name or ""))
 
 
 def complete(arguments: argparse.Namespace) -> None:

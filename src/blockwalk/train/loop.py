@@ -209,9 +209,7 @@ def _opening(
     yield from zeroth_order_advice(ready.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
-    yield from (
-        f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged)
-    )
+    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
     yield from outlook.notes(run, ready.longest)
     yield from outlook.usual_elsewhere(run)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
@@ -327,9 +325,7 @@ class _Loop:
             )
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
-            name = (
-                joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
-            )
+            name = joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
             self.notes.append(
                 f"data.eval ({name}) holds other records, or other tokens of them, than up to step {saved.step} (content"
                 f" {before}, now {self.held_out}): losses on them are not compared with those before"
