@@ -1,6 +1,7 @@
 """Oracle: the value that went in, to be given back by YAML, flags and the saved file; PyYAML for what YAML 1.1 says."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockwalk.cli import settings_help
+from blockwalk.cli import main, settings_help
 from blockwalk.plan import parsing, run_config
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.methods import METHODS, method
@@ -251,3 +252,25 @@ def test_help_of_a_command_lists_what_it_reads(command: str, reads: str, leaves:
     text = "\n".join(settings_help.lines(command))
     assert reads in text
     assert leaves not in text
+
+
+def test_a_text_in_braces_stays_a_text_where_no_mapping_goes() -> None:
+    """Oracle: the text that a shell hands over."""
+    pairs, _ = config.split_flags(["--data.prompt", "{question}", "--data.columns={prompt: q}", "--lora", "{rank: 2}"])
+    assert pairs == [("data.prompt", "{question}"), ("data.columns", {"prompt": "q"}), ("lora", {"rank": 2})]
+    run = config.from_mapping({}, pairs)
+    assert (run.data.prompt, run.data.columns, run.lora and run.lora.rank) == (("{question}",), ("prompt=q",), 2)
+
+
+def test_the_name_of_a_module_is_a_list_of_one_and_a_pattern_stays_one() -> None:
+    for text, modules in (("q_proj", ("q_proj",)), ("all-linear", "all-linear"), (".*q_proj", ".*q_proj")):
+        run = config.from_mapping({"lora": {"target_modules": text}})
+        assert run.lora is not None
+        assert run.lora.target_modules == modules
+
+
+def test_settings_are_listed_by_the_beginning_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the names of a run's file."""
+    assert main.main(["settings", "lora"]) == 0
+    listed = re.findall(r"^  --(\S+)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(name for name in config.setting_names() if name.startswith("lora"))

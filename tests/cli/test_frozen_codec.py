@@ -18,6 +18,7 @@ from blockwalk.program.program import Shape, StepKind
 from tests.conftest import TinyRun
 from tests.support.messages import refused
 
+Capture = pytest.CaptureFixture[str]
 PLAN = method("mebp", frozen="disk × auto")
 
 
@@ -127,18 +128,46 @@ def test_a_model_in_codes_is_read_as_it_lies(tier: str, tiny_run: TinyRun, tmp_p
 def test_a_walker_that_reads_rounded_weights_says_so_once(
     tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Oracle: the lines themselves; none where nothing is rounded, or the model comes rounded."""
+    """Oracle: the lines themselves; none where nothing is rounded, or the model comes rounded, whether it is trained or not."""
     assert main.main(["pack", str(tiny_run.model), str(tmp_path / "store"), "--codec", "int8"]) == 0
     for model, plan, lines in (
         (tiny_run.model, method("mebp"), 1),
         (tiny_run.model, method("mebp", frozen="disk"), 0),
         (tmp_path / "store", method("mebp"), 0),
     ):
+        for training in (False, True):
+            caplog.clear()
+            with Walker(model, plan, lora=training, training=training, workdir=tmp_path / "work", device="cpu"):
+                said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert len(said) == lines
+            assert all("the model is read in int4a, which rounds its weights" in line for line in said)
+
+
+def test_a_walker_says_the_codec_that_it_chose(
+    tiny_run: TinyRun, tmp_path: Path, memory: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="blockwalk")
+    for nbytes, level, text in (
+        (1 << 40, "INFO", "frozen weights are raw (auto: "),
+        (1, "WARNING", "the model is read in int4a (auto: "),
+    ):
+        memory[0] = nbytes
         caplog.clear()
-        with Walker(model, plan, training=False, workdir=tmp_path / "work", device="cpu"):
-            said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert len(said) == lines
-        assert all("the model is read in int4a, which rounds its weights" in line for line in said)
+        with Walker(tiny_run.model, PLAN, lora=True, workdir=tmp_path, device="cpu"):
+            (record,) = (record for record in caplog.records if "auto" in record.getMessage())
+        assert (record.levelname, record.getMessage()[: len(text)]) == (level, text)
+    with Walker(tiny_run.model, PLAN, lora=False, training=False, workdir=tmp_path, device="cpu") as walker:
+        assert walker.plan.frozen.codec is Codec.RAW, "False is no adapter"
+
+
+def test_a_run_that_printed_its_codec_logs_no_second_line(
+    tiny_run: TinyRun, tmp_path: Path, memory: list[int], caplog: pytest.LogCaptureFixture, capsys: Capture
+) -> None:
+    memory[0] = 1
+    arguments = [*tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "1", "--batch_size", "2"]
+    assert main.main(["train", *arguments]) == 0
+    assert "frozen weights are int4a (auto: " in capsys.readouterr().out
+    assert "rounds its weights" not in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["trainable", "frozen"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,9 @@ SETTINGS: list[tuple[str, str]] = [
     ("--cache.tier tape --method fcdp", "cache.tier"),
     ("--seed 1.5", "seed is '1.5'; it takes a whole number"),
     ("--bf16", "Write: --compute_dtype bfloat16"),
+    ("--data.columns.prompt q", "data.columns is one value, such as [prompt=question, completion=answer]"),
+    ("--data.columns {prompt:question}", "write [prompt=question, completion=answer]"),
+    ("--data.max_length {a:b}", "data.max_length is '{a:b}'; it takes a whole number"),
     ("--bogus", "unknown argument '--bogus'"),
     ("--resume_from_checkpoint nowhere", "nowhere"),
     ("--report_to paper", "report_to"),
@@ -154,6 +160,15 @@ def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> N
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
 
 
+@pytest.mark.parametrize(("debugs", "heard"), [("", False), ("1", True)])
+def test_a_walk_in_python_hears_no_missing_kernels(debugs: str, heard: bool) -> None:
+    """Oracle: the level of the library's log in a process of its own that imports the walker."""
+    code = "import blockwalk.walk.walker, logging; print(logging.getLogger('bitsandbytes.backends.cpu.ops').isEnabledFor(30))"
+    environment = {**os.environ, "BLOCKWALK_DEBUG": debugs}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == [str(heard)]
+
+
 def test_a_prompt_of_bytes_that_are_no_text(place: Path, tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     refused(["generate", "--model", str(tiny_run.model), "--prompt", "x\udcff"], "--prompt holds bytes", capsys)
 
@@ -176,6 +191,12 @@ def test_wrong_data(
         (["train", "torn.yaml"], "torn.yaml is not valid YAML"),
         (["report", "."], "holds no metrics.jsonl"),
         (["generate", "--model", ".", "--prompt", "a"], "has no config.json"),
+        (["train", "braces.yaml"], "in quotes: data.prompt: '{question}'"),
+        (["trian", "run.yaml"], "unknown command 'trian'; did you mean 'train'?"),
+        (["tune"], "unknown command 'tune'"),
+        (["chat", ".", "--prompt", "hi"], "chat reads turns from standard input"),
+        (["chat", ".", "--prompt=hi"], "blockwalk generate RUN --chat --prompt TEXT"),
+        (["settings", "lroa"], "no setting's name begins with 'lroa'; did you mean 'lora'?"),
         (["train", "empty.yaml"], "a mapping of settings is needed"),
         (["merge", "absent", "adapter", "out"], "absent"),
         (["replay", "absent", "ledger.jsonl", "out"], "ledger.jsonl"),
@@ -185,5 +206,6 @@ def test_a_wrong_file(arguments: list[str], words: str, place: Path, capsys: pyt
     (place / "list.yaml").write_text("- model: a\n")
     (place / "twice.yaml").write_text("model: a\nmodel: b\n")
     (place / "empty.yaml").write_text("")
+    (place / "braces.yaml").write_text("data: {prompt: {question}}\n")
     (place / "torn.yaml").write_text("model: [a\n")
     refused(arguments, words, capsys)

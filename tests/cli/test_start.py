@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from blockwalk.cli import main, settings_help
 from blockwalk.cli.start import EDITED, _of_little_memory
 from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import flat
+from blockwalk.plan.plan import Plan
 from blockwalk.program.program import Pool
 from blockwalk.simulate import planner
 from blockwalk.train import config
+from blockwalk.train.frozen_codec import settled
 from blockwalk.train.progress import Progress
 from tests.conftest import TinyRun
 from tests.support.messages import says
@@ -73,6 +76,31 @@ def test_what_little_memory_would_take_is_said_beside_what_was_chosen() -> None:
     (line,) = _of_little_memory(planner.Ranking((many, few), (), ()), many)
     assert "mebp would take 400.0 MB instead of 6.0 GB" in line
     assert list(_of_little_memory(planner.Ranking((few, many), (), ()), few)) == []
+
+
+def test_a_file_names_the_codec_that_its_run_would_not_choose(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the plan that a run of the file has, beside what init says; ``auto`` is raw for a tiny model."""
+    monkeypatch.chdir(tmp_path)
+
+    def look_at(task: planner.Task, label: str, plan: Plan) -> planner.Candidate:
+        """Refuse all but method mebp in the codecs of this test; the one with the fewest bits is the fastest."""
+        codec = str(plan.frozen.codec)
+        found = given(task, label, plan)
+        return found if plan.method == "mebp" and codec in codecs else replace(found, simulation=None, refused="no")
+
+    given = planner.look_at
+    monkeypatch.setattr(planner, "look_at", look_at)
+    codecs = ["int4a", "int8", "raw"]
+    for codec in ("raw", "int4a"):
+        assert main.main(["init", str(tiny_run.model), "--train", str(tiny_run.train)]) == 0
+        assert f"written to run.yaml (mebp, {codec}" in capsys.readouterr().out
+        run, _ = settled(config.load("run.yaml"))
+        assert run.plan.frozen.codec == codec
+        assert ("frozen" in yaml.safe_load(Path("run.yaml").read_text())) == (codec != "raw")
+        Path("run.yaml").unlink()
+        codecs[1:] = []
 
 
 def test_nobody_is_asked_where_nobody_is(

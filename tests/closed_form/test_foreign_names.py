@@ -180,7 +180,7 @@ def test_no_name_elsewhere_is_guessed_by_its_spelling() -> None:
         ({"datasets": [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl"}]}, "data.train: [a.jsonl, b.jsonl]"),
         ({"adam_beta2": 0.95}, "optimizer.betas: [0.9, 0.95]"),
         ({"lr_scheduler_kwargs": {"min_lr": 1e-5}, "optimizer": {"learning_rate": 1e-4}}, "optimizer.min_ratio: 0.1"),
-        ({"load_in_4bit": True}, "frozen.codec: nf4"),
+        ({"load_in_4bit": True}, "frozen: disk × int4a"),
         ({"bf16": True}, "compute_dtype: bfloat16"),
         ({"frozen": "nf4"}, "frozen.codec: nf4"),
         ({"frozen": "cpu"}, "frozen.tier: host"),

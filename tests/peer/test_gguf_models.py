@@ -147,7 +147,7 @@ def test_one_command_trains_and_the_others_take_the_file(
     with_adapter = PeftModel.from_pretrained(decoded, adapter)
     assert after == pytest.approx(with_adapter(**batch).loss.item(), rel=1e-5)
     assert main.main(["merge", str(file), str(adapter), str(tmp_path / "merged")]) == 2
-    says(capsys.readouterr().err, "q4_k --dtype")
+    says(capsys.readouterr().err, "Q4_K --dtype")
     assert not (tmp_path / "merged").exists()
     call(capsys, "merge", file, adapter, tmp_path / "merged", "--dtype", "float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
@@ -223,3 +223,10 @@ def test_a_folder_of_several_files_asks_which(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"GGUF")
     with refused(ValueError, "GGUF a.gguf b.gguf"):
         model_folder(tmp_path)
+
+
+def test_a_codec_has_the_name_of_the_format() -> None:
+    """Oracle: the gguf package's own names of the types that files number."""
+    theirs_by_number = pytest.importorskip("gguf").GGMLQuantizationType
+    for number, (_, codec) in gguf_header.TYPES.items():
+        assert gguf_header.name_of(codec) == theirs_by_number(number).name

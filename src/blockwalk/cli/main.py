@@ -10,8 +10,8 @@ Nothing here imports torch: a subcommand's module is imported when it runs.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
-import logging
 import math
 import operator
 import os
@@ -30,15 +30,13 @@ from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec
 from blockwalk.ranks import launch, place
 from blockwalk.report.forecast import DoesNotFit
-from blockwalk.system import open_files
+from blockwalk.system import kernel_notes, open_files
 from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
 from blockwalk.train.foreign_settings import Note
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
-UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
-"""The log of a library that looks for kernels of its own as soon as it is imported."""
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables that set torch's allocator of device memory; a user who has set one of them has chosen."""
@@ -83,6 +81,8 @@ class Command:
     configuration."""
     answers: bool = False
     """Whether the result is what the subcommand prints: a reader is waited for, and output that is lost is a failure."""
+    elsewhere: tuple[tuple[str, str], ...] = ()
+    """Flags that another subcommand has and this one lacks, each with what to do instead."""
     needs: tuple[str, ...] = ("model",)
     """Names of the settings that must be given."""
     reads_weights: bool = True
@@ -190,6 +190,12 @@ COMMANDS = (
             _value("--max_new_tokens", "N", "most tokens of an answer; default: 512", type=int, default=512),
             _TEMPERATURE,
         ),
+        elsewhere=(
+            (
+                "prompt",
+                "chat reads turns from standard input; one prompt is answered by blockwalk generate RUN --chat --prompt TEXT",
+            ),
+        ),
         takes_settings=True,
         answers=True,
     ),
@@ -268,7 +274,10 @@ COMMANDS = (
         "settings",
         "print every setting with its sentence and default",
         "blockwalk.cli.start:settings",
-        (_switch("--schema", "print a JSON Schema of a run's file instead, for editors"),),
+        (
+            _value("name", "NAME", "those whose names begin so, such as lora", nargs="?"),
+            _switch("--schema", "print a JSON Schema of a run's file instead, for editors"),
+        ),
         answers=True,
     ),
     Command(
@@ -309,7 +318,7 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     if not _debugging():
         warnings.filterwarnings("ignore", category=FutureWarning)  # libraries' notes to their callers, not to our users
         warnings.filterwarnings("ignore", module="peft")  # that a base model was moved
-        logging.getLogger(UNUSED_KERNELS).setLevel(logging.ERROR)  # whose warning is of kernels that no walk calls
+        kernel_notes.silence()
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -321,9 +330,11 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     here = place.Place()
     commands = parser(command if "-h" in arguments or "--help" in arguments else None)
     try:
+        _require_command(all_arguments)
         given: list[tuple[str, Any]] = []
         if command is not None and command.takes_settings:
-            taken = {"device", "help", "version", *(name.removeprefix("--") for name, _ in command.options)}
+            flags = (name.removeprefix("--") for name, _ in command.options)
+            taken = {"device", "help", "version", *flags, *dict(command.elsewhere)}
             given, arguments = config.split_flags(arguments, taken)
         values, unknown = commands.parse_known_args(arguments)
         if command is None:
@@ -335,7 +346,9 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
             options = ["device", *(name.removeprefix("--") for name, _ in command.options)]
             known = [*options, *(config.setting_names() if command.takes_settings else [])]
             name = unknown[0].removeprefix("--").partition("=")[0]
-            raise ValueError(f"unknown argument {unknown[0]!r}{did_you_mean(name, known)}")
+            instead = dict(command.elsewhere).get(name)
+            hint = did_you_mean(name, known) if instead is None else f": {instead}"
+            raise ValueError(f"unknown argument {unknown[0]!r}{hint}")
         if command.takes_settings:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
@@ -353,6 +366,15 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     except KeyboardInterrupt:
         say("blockwalk: interrupted", file=sys.stderr)
         return 130
+
+
+def _require_command(arguments: Sequence[str]) -> None:
+    """Raise ValueError where the first word of a command line is no subcommand."""
+    names = [command.name for command in COMMANDS]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        near = difflib.get_close_matches(arguments[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+        raise ValueError(f"unknown command {arguments[0]!r}{hint}")
 
 
 def _configured(

@@ -20,7 +20,7 @@ from typing import Any
 
 from blockwalk.plan import choices, plan, run_config
 from blockwalk.plan.methods import METHODS
-from blockwalk.plan.parsing import READERS, flat, hints_of
+from blockwalk.plan.parsing import LOOSE, READERS, did_you_mean, flat, hints_of
 from blockwalk.plan.plan import Plan
 from blockwalk.train import config
 
@@ -63,17 +63,25 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 }
 
 
-def lines(command: str) -> Iterator[str]:
-    """Yield lines of ``blockwalk COMMAND --help`` on the settings that the command reads."""
+def lines(command: str, begins: str = "") -> Iterator[str]:
+    """Yield lines of ``blockwalk COMMAND --help`` on the settings that the command reads, and whose names begin so.
+
+    Raises:
+        ValueError: no name begins so.
+    """
+    known = config.setting_names()
+    if not any(name.startswith(begins) for name in known):
+        raise ValueError(f"no setting's name begins with {begins!r}{did_you_mean(begins, known, LOOSE)}")
     width = min(shutil.get_terminal_size().columns, 120)
     standing = defaults()
     yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
     if command not in _TRAIN:
         yield f"A training run's other settings may stand in the file as well; {command} does not read them."
     for title, names, commands in GROUPS:
-        if command in commands:
+        listed = [name for name in settings_of(names) if name.startswith(begins)]
+        if command in commands and listed:
             yield f"\n{title}:"
-            for name in settings_of(names):
+            for name in listed:
                 form, sentence = described(name)
                 default = "" if name == "lora" or standing.get(name) in ("", None, [], {}) else shown(standing[name])
                 text = f"{sentence} (default: {default})" if default else sentence

@@ -8,11 +8,13 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from blockwalk.cli import schema, settings_help
 from blockwalk.plan.parsing import flat
+from blockwalk.plan.placement import Codec
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
 from blockwalk.report import advice
@@ -28,6 +30,7 @@ INSTALL = "pip install 'blockwalk[shell]'"
 def init(arguments: argparse.Namespace) -> None:
     """Write a run's file; what was not given is asked, where there is somebody to ask."""
     from blockwalk.numerics.device import chosen
+    from blockwalk.train.frozen_codec import settled
 
     if arguments.examples:
         _examples()
@@ -45,6 +48,8 @@ def init(arguments: argparse.Namespace) -> None:
     machine = this_machine(chosen().type)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
     found = planner.rank(advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget))
+    codec = settled(run)[0].plan.frozen.codec
+    found = _of_codec(found, codec)
     best = next(iter(found.first_order), None)
     if best is None:
         raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")
@@ -56,11 +61,23 @@ def init(arguments: argparse.Namespace) -> None:
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",
     ]
     settings = advice.recommended(run, best.plan)
+    if best.plan.method == run.plan.method and best.plan.frozen == replace(run.plan.frozen, codec=codec):
+        settings.pop("frozen", None)  # what a run chooses by itself
     if settings.get("resident") == 0:  # as without the setting: none are kept, or as many as a budget has room for
         del settings["resident"]
     atomic_files.write_bytes(out, "\n".join(_file(facts, settings, run)).encode())
     say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
     say(*_of_little_memory(found, best))
+
+
+def _of_codec(ranking: planner.Ranking, codec: Codec) -> planner.Ranking:
+    """Return a ranking without the plans of method mebp in other codecs than the one that a run would choose, where one in
+    that codec fits."""
+    mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
+    others = [candidate for candidate in mebp if candidate.plan.frozen.codec is not codec]
+    if len(others) == len(mebp):
+        return ranking
+    return replace(ranking, first_order=tuple(c for c in ranking.first_order if c not in others))
 
 
 def _held(candidate: planner.Candidate) -> str:
@@ -141,11 +158,13 @@ def _commented(name: str, value: Any) -> str:
 
 
 def settings(arguments: argparse.Namespace) -> None:
-    """Print every setting, or the schema of a run's file."""
+    """Print every setting, those whose names begin with a word, or the schema of a run's file."""
+    if arguments.schema and arguments.name:
+        raise ValueError(f"--schema is of every setting: leave {arguments.name} out")
     if arguments.schema:
         say(json.dumps(schema.schema(), indent=1, ensure_ascii=False))
     else:
-        say(*settings_help.lines("train"))
+        say(*settings_help.lines("train", arguments.name or ""))
 
 
 def complete(arguments: argparse.Namespace) -> None:

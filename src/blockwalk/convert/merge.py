@@ -21,7 +21,7 @@ from blockwalk.cutting.adapters import RESIZED, present_names, refuse_parted
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
-from blockwalk.models.folder import lies_in
+from blockwalk.models.folder import form_of, lies_in
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.models.saved_template import saved_with
@@ -57,10 +57,10 @@ def merge(
             exists; a disk that is too full.
     """
     refuse_output(out_dir, model=model_paths(model), adapter=adapter_paths(adapter_dir))
-    if not dtype and (codec := lies_in(model)) is not None:
+    if not dtype and lies_in(model) is not None:
         raise ValueError(
-            f"{os.fspath(model)} is in {codec}, and a sum of weights and adapter is not: say with --dtype (bfloat16, float16 or"
-            " float32) what the merged model is written in; or use the adapter beside its base, unmerged"
+            f"{os.fspath(model)} is in {form_of(model)}, and a sum of weights and adapter is not: say with --dtype (bfloat16,"
+            " float16 or float32) what the merged model is written in; or use the adapter beside its base, unmerged"
         )
     skeleton = build_skeleton(model)
     changes = read_adapter(adapter_dir, skeleton)

@@ -142,13 +142,15 @@ def walk(kind: str, folder: str) -> Found:
 
 
 def _opened(kind: str, folder: Path, model_name: str) -> Walker:
+    from blockwalk.engine.frozen_codec import already_said
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.methods import method
     from blockwalk.walk.walker import Walker
 
     name, adapters, settings, _ = WALKS[kind]
     lora = LoraSettings(rank=8) if adapters else None
-    return Walker(folder / model_name, method(name, **settings), lora=lora, workdir=folder / f"{kind} {model_name}")
+    with already_said():
+        return Walker(folder / model_name, method(name, **settings), lora=lora, workdir=folder / f"{kind} {model_name}")
 
 
 def _program(walker: Walker, shape: Shape) -> Program:

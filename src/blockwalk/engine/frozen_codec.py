@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch import nn
 
@@ -62,11 +64,32 @@ def chosen(plan: Plan, model: StrPath | nn.Module, *, adapters: bool, kept: Code
     return override(plan, {"frozen.codec": str(codec)}), reason
 
 
-def warn_of_rounding(plan: Plan, model: StrPath | nn.Module) -> None:
-    """Log a line where a model is read in codes and comes in none: its answers are then those of rounded weights."""
+_said: ContextVar[bool] = ContextVar("_said", default=False)
+
+
+@contextmanager
+def already_said() -> Iterator[None]:
+    """Log no line on codecs meanwhile: whoever calls has printed its own, or nobody is to read it."""
+    before = _said.set(True)
+    try:
+        yield
+    finally:
+        _said.reset(before)
+
+
+def say_codec(plan: Plan, model: StrPath | nn.Module, reason: str) -> None:
+    """Log the codec that was chosen, with the reason; as a warning where it rounds a model that comes in no codes, for answers
+    and gradients are then those of rounded weights."""
     codec = plan.frozen.codec
+    if _said.get():
+        return
     if codec.encoded and comes_in(model) is None:
-        log.warning("the model is read in %s, which rounds its weights; frozen: disk reads them as they are", codec)
+        why = f" (auto: {reason})" if reason else ""
+        log.warning(
+            "the model is read in %s%s, which rounds its weights; frozen: disk reads them as they are", codec, why
+        )
+    elif reason:
+        log.info("frozen weights are %s (auto: %s)", codec, reason)
 
 
 def _fitting(model: StrPath | nn.Module) -> tuple[Codec, str]:

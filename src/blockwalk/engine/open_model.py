@@ -18,7 +18,7 @@ from blockwalk.checkpoints import marks
 from blockwalk.cutting.adapters import adapt, adapt_alike, adapter_parameters, base_tensors, refuse_copies
 from blockwalk.cutting.skeleton import build_skeleton, load_config, persistent_buffers, stays_float32
 from blockwalk.cutting.verify import certified
-from blockwalk.models.folder import lies_in
+from blockwalk.models.folder import form_of, lies_in
 from blockwalk.numerics.codecs.layout import dtype_of, name_of
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.placement import Codec
@@ -92,19 +92,21 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
     want of adapters, or ``modules_to_save`` of a model that comes in codes; or where a replay would start from others than
     rounded ones."""
     where, codec, found = f"frozen: {plan.frozen}", plan.frozen.codec, comes_in(model)
+    form = str(codec)
     if isinstance(model, nn.Module):
         codec = Codec.RAW if plan.frozen.on_device else codec  # they stay as they are in memory
     elif found is not None:
         where, codec = os.fspath(model), found
+        form = str(found) if is_store(model) else form_of(model)
     if lora is None and not hasattr(model, "peft_config") and codec.encoded:
         raise ValueError(
-            f"{where} keeps weights in {codec}, and without adapters every weight is trained: it would start from rounded"
+            f"{where} keeps weights in {form}, and without adapters every weight is trained: it would start from rounded"
             " values; set lora.rank, or the original checkpoint and frozen: disk × raw"
         )
     options = getattr(lora, "options", {})
     if codec.encoded and plan.zeroth_order and options.get("use_dora"):
         raise ValueError(
-            f"{where} keeps weights in {codec}, and DoRA's magnitudes begin as their norms: the ledger of method"
+            f"{where} keeps weights in {form}, and DoRA's magnitudes begin as their norms: the ledger of method"
             f" {plan.method!r} would be replayed from those of the original weights; set frozen: disk × raw, or leave"
             " use_dora out"
         )
@@ -114,7 +116,7 @@ def refuse_rounded(model: StrPath | nn.Module, plan: Plan, lora: Any) -> None:
         rounded = [name for name, param in trained if ".lora_" not in name and param.ndim > 1]
         if rounded and found is not None:
             raise ValueError(
-                f"{where} keeps weights in {codec}, and lora.options.modules_to_save trains {rounded[0]}: it would start from"
+                f"{where} keeps weights in {form}, and lora.options.modules_to_save trains {rounded[0]}: it would start from"
                 " rounded values; set model to the original checkpoint, or leave it out"
             )
 
@@ -130,9 +132,9 @@ def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
     Raises:
         ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too full.
     """
-    if (found := lies_in(path)) is not None:
+    if lies_in(path) is not None:
         raise ValueError(
-            f"{path} is in {found} already, and the plan asks for {codec}, which would round it again; set frozen to"
+            f"{path} is in {form_of(path)} already, and the plan asks for {codec}, which would round it again; set frozen to"
             " 'disk × raw', which reads it as it lies"
         )
     name = f"{path.resolve().name}-{codec}"

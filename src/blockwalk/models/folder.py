@@ -57,6 +57,15 @@ def lies_in(name: StrPath) -> Codec | None:
     return found and found[0]
 
 
+def form_of(name: StrPath) -> str:
+    """Return the name of the form that most of a model's weights are in where it comes in codes, as its format has it; else
+    an empty text."""
+    if (file := _gguf_file(name)) is not None:
+        return gguf.name_of(gguf.read_header(file).main_codec)
+    codec = lies_in(name)
+    return "" if codec is None else str(codec)
+
+
 def _of_hub(name: StrPath) -> re.Match[str] | None:
     """Return the parts of a name of the hub; None for what is here."""
     return None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))

@@ -41,6 +41,7 @@ TYPES = {
     13: ("Q5_K", Codec.Q5_K), 14: ("Q6_K", Codec.Q6_K),
 }  # fmt: skip
 """The types of tensors that are read, by their numbers in a file: the format's name of each, and the codec that it is here."""
+_NAMES = {codec: name for name, codec in TYPES.values()}
 _OTHER_TYPES = {
     10: "Q2_K", 11: "Q3_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
@@ -87,6 +88,11 @@ class Header:
             if len(tensor.shape) > 1:
                 elements[tensor.codec] += prod(tensor.shape)
         return max(elements, key=lambda codec: elements[codec], default=Codec.FP32)
+
+
+def name_of(codec: Codec) -> str:
+    """Return the format's name of a codec that files have."""
+    return _NAMES[codec]
 
 
 def parts_of(path: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,6 +37,9 @@ class LoraSettings:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"lora.rank is {self.rank}; it must be at least 1 (lora: false trains everything)")
+        name = self.target_modules
+        if isinstance(name, str) and re.fullmatch(r"\w+", name):  # as a pattern it would be that of a whole name
+            object.__setattr__(self, "target_modules", (name,))
         for theirs, ours in OF_PEFT.items():
             if theirs in self.options:
                 raise ValueError(f"lora.options.{theirs} is PEFT's name of lora.{ours}; set that")

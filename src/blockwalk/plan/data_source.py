@@ -56,7 +56,13 @@ def plain(source: Source) -> dict[str, Any]:
 
 
 def columns_of(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a mapping of fields to columns as the list that ``data.columns`` is."""
+    """Return a mapping of fields to columns as the list that ``data.columns`` is.
+
+    Raises:
+        TypeError: a field without a column, which YAML reads in ``{prompt:question}``: a colon needs a space.
+    """
+    if None in value.values():
+        raise TypeError
     return tuple(f"{field}={column}" for field, column in value.items())
 
 

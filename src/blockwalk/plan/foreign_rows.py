@@ -527,8 +527,8 @@ _MEMORY = (
     _none("Products are PyTorch's own; nothing here changes their precision.", to.is_off, hf="tf32", axolotl="tf32"),
     _other(
         "frozen",
-        "A codec of frozen weights does it; the default has four bits already (int4a).",
-        to.switch("frozen.codec", "nf4", "raw"),
+        "A codec of frozen weights does it, int4a in four bits; unless named, a run takes what fits memory.",
+        to.switch("frozen", "disk × int4a", "disk"),
         True,
         trl="load_in_4bit",
         axolotl="load_in_4bit",

@@ -285,7 +285,14 @@ def _steps(value: Any) -> int | float:
 
 def _texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # data.columns
-        return tuple(map(_text, data_source.columns_of(value)))
+        try:
+            return tuple(map(_text, data_source.columns_of(value)))
+        except TypeError:
+            shown = ", ".join(map(str, value))
+            raise Refused(
+                f"data.columns is {{{shown}}}, which has a field without a column; write [prompt=question,"
+                " completion=answer], or {prompt: question} with a space behind the colon"
+            ) from None
     return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
 
 
@@ -410,7 +417,11 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
         "a file or a hub name, a list of them, or of {path: ..., weight: ...}",
         _sources,
     ),
-    Sequence[str]: ("TEXT", "a text with columns in braces, or a list of such texts", _prompts),
+    Sequence[str]: (
+        "TEXT",
+        "a text with columns in braces, or a list of such texts (put quotes around each)",
+        _prompts,
+    ),
     Mapping[str, Any]: ("{NAME: VALUE}", "a mapping", _mapping),
     Placement: ("TIER×CODEC×GROUP", f"tier × codec × group: {_PLACES}", _placement),
 }

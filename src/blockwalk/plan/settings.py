@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockwalk.plan.parsing import coerce, did_you_mean, hints_of, placement_parts
-from blockwalk.plan.placement import Placement
+from blockwalk.plan.placement import Codec, Placement
 from blockwalk.plan.plan import Plan
 
 
@@ -45,6 +45,14 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
         typed = {k: coerce(f"{head}.{k}", v, hints[k]) for k, v in inner.items()}
         changes[head] = dataclasses.replace(current, **typed)  # type: ignore[type-var]
     return dataclasses.replace(plan, **changes)
+
+
+def unnamed_codec(plan: Plan) -> Plan:
+    """Return the plan of a run whose settings name no codec of frozen weights: a row that rounds them off the device leaves
+    the codec to be chosen by the model and the machine."""
+    if not plan.frozen.codec.encoded or plan.frozen.on_device:
+        return plan
+    return override(plan, {"frozen.codec": str(Codec.AUTO)})
 
 
 def setting_names(plan: Plan | None = None) -> list[str]:

@@ -14,6 +14,7 @@ from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.settings import unnamed_codec
 from blockwalk.program.program import Pool, Shape, human_bytes
 from blockwalk.report.machine import this_machine
 from blockwalk.simulate import planner
@@ -67,8 +68,8 @@ def settings_of(plan: Plan) -> str:
 
 
 def differing(plan: Plan) -> dict[str, Any]:
-    """Return the method of a plan and each of its settings that is not its method's own, by name."""
-    row = METHODS[plan.method]()
+    """Return the method of a plan, and each setting that a run of the method has otherwise unless it is named, by name."""
+    row = unnamed_codec(METHODS[plan.method]())
     found: dict[str, Any] = {"method": plan.method}
     for each in fields(plan):
         mine, default = getattr(plan, each.name), getattr(row, each.name)

@@ -33,11 +33,11 @@ from blockwalk.plan.parsing import (
     section,
     setting_of,
 )
-from blockwalk.plan.placement import Codec, Placement
+from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.schedules import endless
-from blockwalk.plan.settings import override
+from blockwalk.plan.settings import override, unnamed_codec
 from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.train.foreign_settings import translated
@@ -124,7 +124,7 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
         if parts and key not in known:
             raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
         if key not in known and not is_option:
-            raise ValueError(f"unknown setting {key!r}{did_you_mean(key, known)}")
+            raise ValueError(f"unknown setting {key!r}{_of_value(key, value, known) or did_you_mean(key, known)}")
         for other in list(settings):  # a later whole replaces earlier parts; a later part changes an earlier placement
             if other.startswith(f"{key}.") or (key.startswith(f"{other}.") and other not in PLACEMENTS):
                 del settings[other]
@@ -153,8 +153,8 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
         )
     plan = method(name, **settings)
     named = {"frozen", "frozen.codec"} & settings.keys()
-    if plan.frozen.codec.encoded and not named and not plan.frozen.on_device:
-        plan = override(plan, {"frozen.codec": str(Codec.AUTO)})
+    if not named:
+        plan = unnamed_codec(plan)
     if plan.frozen.codec.facts.chosen_later and _is_here(own):
         from blockwalk.engine.open_model import as_it_comes  # it imports torch
 
@@ -163,6 +163,25 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
         wants_lora = any(codec.encoded or codec.facts.chosen_later for codec in codecs) and not own["prefix"]
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own)
+
+
+EXAMPLES = {
+    "data.columns": "[prompt=question, completion=answer]",
+    "data.train": "{path: a.jsonl, weight: 2}",
+    "data.eval": "{path: a.jsonl}",
+}
+"""Settings that take a list or a mapping as one value, each with one."""
+
+
+def _of_value(key: str, value: Any, known: Collection[str]) -> str:
+    """Return what to write where a name is a part of a setting that has none; empty where it is no such part."""
+    whole = next((name for name in known if key.startswith(f"{name}.")), "")
+    if whole in EXAMPLES:
+        return f": {whole} is one value, such as {EXAMPLES[whole]}"
+    if whole and value is None and not any(name.startswith(f"{whole}.") for name in known):
+        text = key.removeprefix(f"{whole}.")
+        return f": YAML reads braces as a mapping; put the text in quotes: {whole}: '{{{text}}}'"
+    return ""
 
 
 def reads(settings: Mapping[str, Any]) -> bool:
@@ -232,8 +251,14 @@ def split_flags(arguments: Iterable[str], options: Collection[str] = ()) -> tupl
             if not (has_value or theirs):
                 raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
             text = rest.popleft() if has_value else "true"
-        pairs.append((name, _flag_value(text)))
+        pairs.append((name, text if text.startswith("{") and _takes_no_mapping(name, known) else _flag_value(text)))
     return pairs, others
+
+
+def _takes_no_mapping(name: str, known: Collection[str]) -> bool:
+    """Return whether a setting of ours has neither parts nor a mapping as its value: braces are text then."""
+    has_parts = any(other.startswith(f"{name}.") for other in known)
+    return name in known and not has_parts and name not in (*OPEN, *WHOLE)
 
 
 def _has_ours(name: str, known: Collection[str]) -> bool:

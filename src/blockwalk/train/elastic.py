@@ -16,6 +16,7 @@ from blockwalk.checkpoints import marks
 from blockwalk.checkpoints.ledger import differences
 from blockwalk.checkpoints.run_checkpoint import JOINED, SCRATCH
 from blockwalk.data.batching import Batch, LabelWordBatch
+from blockwalk.engine.frozen_codec import already_said
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.estimators.zeroth_order.ledger_header import header
 from blockwalk.numerics.device import chosen, is_cpu, model_of
@@ -78,7 +79,9 @@ def lend(run: RunConfig) -> int:
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
             marks.write(Path(folder), "joined")  # by which a later run knows what a killed rank left
             ready = ready.put_away(Path(folder))
-            with Walker(run.model, ready.plan, lora=run.adapters_at_start, workdir=folder, ranks=ranks) as walker:
+            with already_said():
+                walker = Walker(run.model, ready.plan, lora=run.adapters_at_start, workdir=folder, ranks=ranks)
+            with walker:
                 _require(there["ledger"], header(walker.engine, run.adapters_at_start, ""))
                 return follow(walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores))
     except DistError:

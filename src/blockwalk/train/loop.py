@@ -30,6 +30,7 @@ from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
+from blockwalk.engine.frozen_codec import already_said
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
@@ -132,7 +133,9 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         loop.ready = ready = ready.put_away(scratch)
         give_back()
         opened_at = process_bytes()
-        with Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared) as walker:
+        with already_said():
+            walker = Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared)
+        with walker:
             walker.reserve(foreseen.program.shape)
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True

@@ -139,14 +139,15 @@ class Walker:
     ) -> None:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
-        adapters = lora is not None or hasattr(model, "peft_config")
-        self.plan = plan = frozen_codec.chosen(plan, model, adapters=adapters)[0]
-        if not training:
-            frozen_codec.warn_of_rounding(plan, model)
         lora = as_adapters(lora)
+        adapters = lora is not None or hasattr(model, "peft_config")
+        self.plan, reason = frozen_codec.chosen(plan, model, adapters=adapters)
+        plan = self.plan
         if training:
             refuse_dropout(plan, lora)
         self._schedule = schedule_of(plan.optimizer) if training else None  # refused before the model is opened
+        if adapters or not training:
+            frozen_codec.say_codec(plan, model, reason)
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
