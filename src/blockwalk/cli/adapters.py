@@ -40,6 +40,7 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
     if not (folder / ADAPTER_CONFIG).is_file():
         refuse_unfinished(folder)
     if not is_checkpoint(folder):
+        _note_best(folder.parent)
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="blockwalk-adapter-") as temporary:
@@ -65,6 +66,7 @@ def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig
         return run, os.fspath(folder / "adapter")
     if is_model(folder / "model"):
         say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
+        _note_best(folder)
         own: dict[str, Any] = {"model": os.fspath(folder / "model")}
         if "data.chat_template" in arguments.named:
             return dataclasses.replace(run, **own), None
@@ -76,6 +78,14 @@ def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig
     ):  # the run itself was named, not a file for one to come
         refuse_unfinished(folder)
     return run, None
+
+
+def _note_best(run: Path) -> None:
+    """Print which checkpoint of a run is its best, where the weights at its end are not."""
+    from blockwalk.train.best import note_on_best
+
+    if note := note_on_best(run):
+        say(f"note: {note}", file=sys.stderr)
 
 
 def refuse_unfinished(folder: Path) -> None:
