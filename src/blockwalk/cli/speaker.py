@@ -12,7 +12,7 @@ from typing import Any
 from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.positions import positions_of
-from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.system.terminal import say
 
 
@@ -119,3 +119,17 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
             say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
         with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
             yield Speaker(walker, tokenizer, stops, positions_of(run.model), run.model)
+
+
+def note_unlearnt_chat(data: DataSettings) -> None:
+    """Print that a run of such data learns no conversation, where its settings say so."""
+    from blockwalk.data.prompt_layout import prompts_of
+
+    layouts = [("data.prompt", prompt) for prompt in prompts_of(data)]
+    layouts += [("data.template", data.template)] * bool(data.template)
+    if layouts:
+        name, layout = layouts[0]
+        say(
+            f"note: a run with {name} {layout!r} learns no conversation; generate --prompt continues a text",
+            file=sys.stderr,
+        )

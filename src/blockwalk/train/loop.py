@@ -29,6 +29,7 @@ import torch
 from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
+from blockwalk.data import prompt_layout
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
 from blockwalk.engine.open_model import refuse_rounded
 from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
@@ -628,14 +629,16 @@ class _Loop:
         return self.best.name if self.config.keep_best else ""
 
     def _next_command(self) -> str:
-        """Return the command line that shows what was trained: a chat where conversations were learnt."""
+        """Return the command line that shows what was trained: a chat where conversations were learnt; empty where no short
+        prompt fits."""
         folder = shlex.quote(os.fspath(self.output_dir))
         weights = ""
         if self._kept and not self._is_best and self.config.adapters is not None and self.walker.ledger is None:
             weights = f" --adapter {shlex.quote(os.fspath(self.output_dir / self._kept))}"
         if self.ready.rows.report.turn_ends:
             return f"blockwalk chat {folder}{weights}"
-        return f"blockwalk generate {folder}{weights} --prompt Hello"
+        prompt = prompt_layout.example(self.config.data, "Hello")
+        return "" if prompt is None else f"blockwalk generate {folder}{weights} --prompt {shlex.quote(prompt)}"
 
     def _outcome(self) -> Outcome:
         saved_to = self.output_dir / ("model" if self.config.adapters is None else "adapter")
