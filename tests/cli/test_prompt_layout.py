@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,24 @@ def test_one_column_is_filled(settings: dict[str, Any], text: str, expected: str
 )
 def test_what_is_tried_fits_what_was_learnt(settings: dict[str, Any], expected: str | None) -> None:
     assert example(DataSettings(**settings), "Hello") == expected
+
+
+def test_a_run_in_place_of_a_model_is_told_how_to_merge(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the command in the error, pasted, which writes the model."""
+    trained(tiny_run, tmp_path, prompt="Q: {instruction}\nA: ")
+    run, out = str(tmp_path / "run"), str(tmp_path / "merged")
+    capsys.readouterr()
+    for given in (["merge", run, out], ["merge", str(tiny_run.model), run], ["merge", run], ["gguf", run, out]):
+        assert main.main(given) == 2
+        error = capsys.readouterr().err
+        found = re.search(r"blockwalk (merge .*?)(;|$)", error.strip())
+        assert found, error
+        command = shlex.split(found[1])
+        assert command[:3] == ["merge", str(tiny_run.model), run]
+        assert (command[3] == out) == (given == ["merge", run, out])
+    assert main.main(["merge", str(tiny_run.model), run, out]) == 0
+    capsys.readouterr()
+    assert main.main(["merge", out, "elsewhere"]) == 2
+    assert "blockwalk merge MODEL RUN OUT" in capsys.readouterr().err

@@ -198,8 +198,8 @@ COMMANDS = (
         "blockwalk.cli.models:merge",
         (
             _value("model", "MODEL", "the base: a hub name, a folder or a GGUF file"),
-            _value("adapter", "ADAPTER", "the adapter's folder"),
-            _value("out", "OUT", "the folder to write"),
+            _value("adapter", "ADAPTER", "the adapter's folder, or a run's", nargs="?"),
+            _value("out", "OUT", "the folder to write", nargs="?"),
             _choice("--dtype", ["bfloat16", "float16", "float32"], "default: the base's", default=""),
         ),
     ),
