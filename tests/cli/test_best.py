@@ -45,11 +45,48 @@ def test_the_best_checkpoint_stays_and_is_named(kept: tuple[Path, Any]) -> None:
     best = min((step for step in found if step), key=lambda step: found[step])
     assert best < 7
     assert checkpoints(out) == [best, 7]
-    assert f"checkpoint-{best:06d} (step {best}, loss {found[best]:.4f})" in "\n".join(outcome.lines())
+    printed = "\n".join(outcome.lines())
+    assert f"checkpoint-{best:06d} (step {best}, loss {found[best]:.4f})" in printed
+    assert "before the first step" not in printed, "it learnt before it diverged"
+
+
+def test_a_best_that_is_not_the_last_is_what_is_tried_and_noted(
+    tiny_run: TinyRun, kept: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the log of evaluations; eval of what ``try it`` names gives the best figure again."""
+    out = tmp_path / "run"
+    given = diverging(tiny_run, out, max_steps=7, keep_best="loss", lora={"rank": 2})
+    outcome = blockwalk.train({**given, "optimizer": {"learning_rate": 10.0}})
+    losses = figures(out)
+    best = min((step for step in losses if step), key=lambda step: losses[step])
+    assert best < 7
+    assert outcome.next_command.startswith(f"blockwalk generate {out} --adapter {out / f'checkpoint-{best:06d}'} ")
+    capsys.readouterr()
+    assert main.main(["eval", str(out), "--json", "--adapter", str(out / f"checkpoint-{best:06d}")]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["loss"] == pytest.approx(losses[best], rel=1e-5)
+    assert "--adapter" not in printed.err
+    commands = (["eval", str(out)], ["generate", str(out), "--prompt", "a", "--max_new_tokens", "1"],
+                ["merge", str(tiny_run.model), str(out), str(tmp_path / "merged")])  # fmt: skip
+    for command in commands:
+        assert main.main(command) == 0
+        assert capsys.readouterr().err.count(f"--adapter {out / f'checkpoint-{best:06d}'}") == 1
+    whole = kept[0]
+    assert "--adapter" not in kept[1].next_command, "a checkpoint of all parameters is no adapter"
+    assert main.main(["eval", str(whole)]) == 0
+    assert "step 7" in capsys.readouterr().err
+
+
+def test_what_was_better_before_the_first_step_is_said() -> None:
+    best = Best("loss", 4, 2.0)
+    assert "0.5000" in best.beside({"step": 0, "loss": 0.5}, 4)
+    assert best.beside({"step": 0, "loss": 2.5}, 4) == ""
+    assert "step 7" in best.beside(None, 7)
+    assert "75.0%" in Best("accuracy", 4, 0.5).beside({"step": 0, "loss": 9.0, "accuracy": 0.75}, 4)
 
 
 def test_a_run_ends_after_evaluations_without_a_better_one(
-    tiny_run: TinyRun, kept: tuple[Path, Any], tmp_path: Path
+    tiny_run: TinyRun, kept: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the same run without an end, whose figures say where it would have ended."""
     losses = figures(kept[0])
@@ -65,8 +102,12 @@ def test_a_run_ends_after_evaluations_without_a_better_one(
     assert outcome.steps == expected
     assert outcome.after is not None
     assert (tmp_path / "run" / "adapter").is_dir() or (tmp_path / "run" / "model").is_dir()
+    capsys.readouterr()
     again = blockwalk.train({**given, "resume_from_checkpoint": "latest"})
     assert again.steps == expected, "a run that ended so has ended"
+    assert "early_stopping above 2" in capsys.readouterr().out
+    more = blockwalk.train({**given, "resume_from_checkpoint": "latest", "early_stopping": 7})
+    assert more.steps == 7
 
 
 def test_a_resumed_run_knows_its_best(tiny_run: TinyRun, kept: tuple[Path, Any], tmp_path: Path) -> None:

@@ -67,6 +67,11 @@ def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsy
     saved = json.loads(run(capsys, "eval", *arguments, *raw, "--adapter", str(out / "adapter"), "--json"))
     assert saved["loss"] == pytest.approx(last["loss"], rel=1e-7), "the same tokens in batches of another size"
     assert saved["accuracy"] == last["accuracy"]
+    assert json.loads(run(capsys, "eval", str(out), *raw, "--json")) == saved, (
+        "a run's folder means what it has trained"
+    )
+    untrained = json.loads(run(capsys, "eval", str(out), *raw, "--adapter", "none", "--json"))
+    assert untrained["loss"] == pytest.approx(before[1], rel=1e-5)
 
     rounded = ["--frozen", "disk × int4a"]
     both = json.loads(run(capsys, "eval", *arguments, *rounded, "--adapter", str(out / "adapter"), "--json"))
@@ -199,6 +204,17 @@ def test_all_parameters(tiny_run: TinyRun, tmp_path: Path, capsys: pytest.Captur
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     accuracy, loss = accuracy_and_loss(model, AutoTokenizer.from_pretrained(tmp_path / "model"), records)
     assert (last["accuracy"], last["loss"]) == (accuracy, pytest.approx(loss, rel=1e-5))
+    assert main.main(["eval", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["loss"] == pytest.approx(loss, rel=1e-5)
+    assert printed.err.count(str(tmp_path / "model")) == 1
+    base = json.loads(run(capsys, "eval", str(tmp_path), "--adapter", "none", "--json"))
+    assert base["loss"] > 1.1 * loss
+    few = json.loads(run(capsys, "eval", str(tmp_path), "--data.eval_limit", "3", "--json"))
+    assert few["examples"] == 3 < base["examples"]
+    (tmp_path / "later.yaml").write_text((tmp_path / "config.yaml").read_text())
+    unrun = ["eval", str(tmp_path / "later.yaml"), "--output_dir", str(tmp_path / "to come"), "--json"]
+    assert json.loads(run(capsys, *unrun)) == base, "a run that has trained nothing yet"
     assert (tiny_run.model / "model.safetensors").read_bytes() == original
 
 

@@ -1,15 +1,24 @@
-"""The adapter that ``--adapter`` names: a folder of PEFT's, a run's, or a checkpoint, whose adapter is written for the time."""
+"""The weights that a command reads: those that a run has trained, or the adapter that ``--adapter`` names (a folder of PEFT's,
+a run's, or a checkpoint, whose adapter is written for the time)."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from blockwalk.models.run_folder import ADAPTER_CONFIG, adapter_of
+from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, adapter_of, is_model
 from blockwalk.models.saved_template import FILE as TEMPLATE
-from blockwalk.plan.run_config import DataSettings
+from blockwalk.plan.parsing import Loader
+from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.system.atomic_files import read_yaml
+from blockwalk.system.terminal import say
 
 NONE = "none"
 """The word by which ``--adapter`` leaves a run's adapter out."""
@@ -31,6 +40,7 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
     if not (folder / ADAPTER_CONFIG).is_file():
         refuse_unfinished(folder)
     if not is_checkpoint(folder):
+        _note_best(folder.parent)
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="blockwalk-adapter-") as temporary:
@@ -38,6 +48,44 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
         write_adapter(model, folder, out)
         _write_template(folder, model, out)
         yield out
+
+
+def trained_by(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, str | None]:
+    """Return the run with the model that it has trained, and the adapter to use: the one that is named, or that the run has
+    trained. A line says which."""
+    named: str | None = arguments.adapter
+    if named is not None:
+        return run, None if named == NONE else named
+    folder = Path(run.output_dir)
+    if arguments.config is None or "model" in arguments.named or not (folder / SETTINGS).is_file():
+        return run, None
+    if read_yaml(folder / SETTINGS, Loader).get("model") != run.model:  # another run's folder
+        return run, None
+    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        say(f"note: with the adapter in {folder / 'adapter'} (--adapter {NONE}: without)", file=sys.stderr)
+        return run, os.fspath(folder / "adapter")
+    if is_model(folder / "model"):
+        say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
+        _note_best(folder)
+        own: dict[str, Any] = {"model": os.fspath(folder / "model")}
+        if "data.chat_template" in arguments.named:
+            return dataclasses.replace(run, **own), None
+        return dataclasses.replace(
+            run, **own, data=dataclasses.replace(run.data, chat_template="")
+        ), None  # it has its own
+    if (
+        Path(arguments.config).resolve().parent == folder.resolve()
+    ):  # the run itself was named, not a file for one to come
+        refuse_unfinished(folder)
+    return run, None
+
+
+def _note_best(run: Path) -> None:
+    """Print which checkpoint of a run is its best, where the weights at its end are not."""
+    from blockwalk.train.best import note_on_best
+
+    if note := note_on_best(run):
+        say(f"note: {note}", file=sys.stderr)
 
 
 def refuse_unfinished(folder: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from blockwalk.cli.speaker import Speaker, opened
+from blockwalk.cli.speaker import Speaker, note_unlearnt_chat, opened
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.words import counted, is_or_are
 from blockwalk.system.signals import handled
@@ -28,6 +28,7 @@ LEAST_ROOM = 64
 def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Answer the lines of standard input as turns of one conversation, until it ends."""
     with opened(run, arguments) as speaker:
+        note_unlearnt_chat(run.data)
         talk = _Talk(speaker, arguments, run.plan.seed)
         speaker.conversation([*talk.turns, {"role": "user", "content": "Hello"}])  # refused before the first question
         talks = is_terminal(sys.stdin) and is_terminal(sys.stdout)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cli.speaker import opened
-from blockwalk.plan.run_config import RunConfig
+from blockwalk.cli.speaker import note_unlearnt_chat, opened
+from blockwalk.data.prompt_layout import filled, prompts_of
+from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.system.atomic_files import read_json, reading
 from blockwalk.system.terminal import say
 
@@ -18,8 +19,11 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the continuation of a prompt."""
     text = _prompt(arguments)
     turns = _turns(arguments, text)
+    if not turns and prompts_of(run.data):
+        text = _in_layout(run.data, text)
     with opened(run, arguments) as speaker:
         if turns:
+            note_unlearnt_chat(run.data)
             text = speaker.conversation(turns)
         ids_BS = speaker.tokens(text, special=not turns)
         speaker.require_room(ids_BS.shape[1], arguments.max_new_tokens)
@@ -44,6 +48,19 @@ def _prompt(arguments: argparse.Namespace) -> str:
             "--prompt holds bytes that are no UTF-8, or half a character (a lone surrogate): write it whole"
         )
     return text
+
+
+def _in_layout(data: DataSettings, text: str) -> str:
+    """Return a prompt in the layout of ``data.prompt``, and print that it is; as it stands, with a note, where it has several
+    columns."""
+    in_layout = filled(data, text)
+    if in_layout is None:
+        layout = prompts_of(data)[0]
+        say(f"note: trained with data.prompt {layout!r}; write the prompt in that layout", file=sys.stderr)
+        return text
+    if in_layout != text:
+        say(f"note: the prompt, in the layout of data.prompt: {in_layout!r}", file=sys.stderr)
+    return in_layout
 
 
 def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:

@@ -58,7 +58,6 @@ def _choice(name: str, choices: Sequence[Any], help: str, **more: Any) -> Option
 
 
 _CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs="?")
-_ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model; or a run, or one of its checkpoints")
 _RUN = _value("config", "RUN", "a run's folder or YAML file, a model's folder or a GGUF file", nargs="?")
 _OWN_ADAPTER = _value("--adapter", "DIR", "an adapter, a run or a checkpoint; none; default: what RUN has trained")
 _SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
@@ -155,9 +154,9 @@ COMMANDS = (
     ),
     Command(
         "eval",
-        "print a model's loss (and accuracy) on held-out records",
+        "print the loss (and accuracy) of a model, or of what a run has trained, on held-out records",
         "blockwalk.cli.run:evaluate",
-        (_CONFIG, _ADAPTER, _JSON, _AS_TRAINED),
+        (_RUN, _OWN_ADAPTER, _JSON, _AS_TRAINED),
         takes_settings=True,
         answers=True,
         needs=("model", "data.eval"),
@@ -205,8 +204,8 @@ COMMANDS = (
         "blockwalk.cli.models:merge",
         (
             _value("model", "MODEL", "the base: a hub name, a folder or a GGUF file"),
-            _value("adapter", "ADAPTER", "the adapter's folder"),
-            _value("out", "OUT", "the folder to write"),
+            _value("adapter", "ADAPTER", "the adapter's folder, or a run's", nargs="?"),
+            _value("out", "OUT", "the folder to write", nargs="?"),
             _choice("--dtype", ["bfloat16", "float16", "float32"], "default: the base's", default=""),
         ),
     ),

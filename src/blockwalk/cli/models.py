@@ -12,10 +12,12 @@ from typing import Any
 
 from blockwalk.cli.adapters import opened_adapter
 from blockwalk.models import saved_template
-from blockwalk.models.run_folder import adapter_of
+from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, adapter_of, is_model
+from blockwalk.plan.parsing import Loader
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
+from blockwalk.system.atomic_files import read_yaml
 from blockwalk.system.terminal import is_terminal, say
 
 CALIBRATION = 128, 512
@@ -41,11 +43,43 @@ def merge(arguments: argparse.Namespace) -> None:
     """Write merged safetensors."""
     from blockwalk.convert import merge as packing
 
+    if arguments.out is None:
+        _refuse_trained_whole(Path(arguments.model))
+        raise ValueError(f"merge takes a base, what was trained, and the folder to write: {_merge_command(arguments)}")
     with _bar("merging") as progress, opened_adapter(arguments.adapter, arguments.model) as adapter:
         if adapter is None:
             raise ValueError("merge needs an adapter: its folder, a run's, or one of its checkpoints")
         packing.merge(arguments.model, adapter, arguments.out, dtype=arguments.dtype, progress=progress)
     say(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
+
+
+def _refuse_trained_whole(run: Path) -> None:
+    """Raise ValueError where a folder is of a run that trained all parameters, with the model that it wrote."""
+    if _base_of(run) and is_model(run / "model"):
+        raise ValueError(
+            f"{run} is a run that has no adapter: its model, {run / 'model'}, is what was trained, and needs no merge"
+        )
+
+
+def _merge_command(arguments: argparse.Namespace) -> str:
+    """Return the command that was meant by one of ``merge`` without all of its arguments: the base of a run is known."""
+    if base := _base_of(Path(arguments.model)):
+        return _merge(base, arguments.model, arguments.adapter or "OUT")
+    if arguments.adapter and _base_of(Path(arguments.adapter)):
+        return _merge(arguments.model, arguments.adapter, "OUT")
+    return _merge("MODEL", "RUN", "OUT")
+
+
+def _merge(*arguments: str) -> str:
+    return shlex.join(["blockwalk", "merge", *arguments])
+
+
+def _base_of(folder: Path) -> str:
+    """Return the base of the run in a folder, or of the run whose adapter it is; empty where it is neither."""
+    run = folder.parent if (folder / ADAPTER_CONFIG).is_file() else folder
+    if is_model(folder) or not (run / SETTINGS).is_file():
+        return ""
+    return str(read_yaml(run / SETTINGS, Loader).get("model", ""))
 
 
 def gguf(arguments: argparse.Namespace) -> None:
@@ -54,6 +88,12 @@ def gguf(arguments: argparse.Namespace) -> None:
     from blockwalk.system import own_text
 
     out = Path(arguments.out)
+    if trained_from := _base_of(Path(arguments.model)):
+        _refuse_trained_whole(Path(arguments.model))
+        raise ValueError(
+            f"{arguments.model} is a run, and no model: merge it first: {_merge(trained_from, arguments.model, 'merged')};"
+            f" then {shlex.join(['blockwalk', 'gguf', 'merged', arguments.out])}"
+        )
     adapter = adapter_of(arguments.adapter) if arguments.adapter else None
     own_text.refuse_foreign(out.with_name("Modelfile"))
     with _bar("writing") as progress, opened_adapter(arguments.adapter, arguments.model) as opened:

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from blockwalk.cli.adapters import opened_adapter
+from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
@@ -86,8 +86,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print loss, and for classification accuracy, on ``data.eval``; where the plan rounds the model's weights below an
-    adapter, over these as they are as well: what ``merge`` deploys."""
+    """Print loss, and for classification accuracy, on ``data.eval``: on all of its records, unless the command line itself has
+    ``data.eval_limit``. The weights are those that the run has trained; before, its base's. Where the plan rounds the model's
+    weights below an adapter, a second figure is over these as they are: what ``merge`` deploys."""
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
     from blockwalk.data.encode import require_rows, tokenizer_of
@@ -95,10 +96,12 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.train.evaluation import HeldOut
     from blockwalk.walk.walker import Walker
 
-    with opened_adapter(arguments.adapter, run.model) as adapter:
+    run, named = trained_by(run, arguments)
+    limit = run.data.eval_limit if "data.eval_limit" in arguments.named else 0
+    with opened_adapter(named, run.model) as adapter:
         own_template = "data.chat_template" in arguments.named
         tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
-        held_out = HeldOut.of_run(run, tokenizer)
+        held_out = HeldOut.of_run(run, tokenizer, limit=limit)
         require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
         for note in held_out.notes():
             say(f"note: {note}", file=sys.stderr)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from blockwalk.cli.adapters import NONE, opened_adapter, refuse_unfinished
+from blockwalk.cli.adapters import opened_adapter, trained_by
 from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.positions import positions_of
-from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, is_model
-from blockwalk.plan.parsing import Loader
-from blockwalk.plan.run_config import RunConfig
-from blockwalk.system.atomic_files import read_yaml
+from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.system.terminal import say
 
 
@@ -115,7 +109,7 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.walk.walker import Walker
 
-    run, named = _trained(run, arguments)
+    run, named = trained_by(run, arguments)
     with opened_adapter(named, run.model) as adapter:
         own_template = "data.chat_template" in arguments.named
         tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
@@ -127,26 +121,15 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
             yield Speaker(walker, tokenizer, stops, positions_of(run.model), run.model)
 
 
-def _trained(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, str | None]:
-    """Return the run with the model that it has trained, and the adapter to use: the one that is named, or that the run has
-    trained. A line says which."""
-    named: str | None = arguments.adapter
-    if named is not None:
-        return run, None if named == NONE else named
-    folder = Path(run.output_dir)
-    if arguments.config is None or "model" in arguments.named or not (folder / SETTINGS).is_file():
-        return run, None
-    if read_yaml(folder / SETTINGS, Loader).get("model") != run.model:  # another run's folder
-        return run, None
-    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
-        say(f"note: with the adapter in {folder / 'adapter'} (--adapter {NONE}: without)", file=sys.stderr)
-        return run, os.fspath(folder / "adapter")
-    if is_model(folder / "model"):
-        say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
-        own: dict[str, Any] = {"model": os.fspath(folder / "model")}
-        if "data.chat_template" in arguments.named:
-            return dataclasses.replace(run, **own), None
-        return dataclasses.replace(run, **own, data=dataclasses.replace(run.data, chat_template="")), None  # it has its own
-    if Path(arguments.config).resolve().parent == folder.resolve():  # the run itself was named, not a file for one to come
-        refuse_unfinished(folder)
-    return run, None
+def note_unlearnt_chat(data: DataSettings) -> None:
+    """Print that a run of such data learns no conversation, where its settings say so."""
+    from blockwalk.data.prompt_layout import prompts_of
+
+    layouts = [("data.prompt", prompt) for prompt in prompts_of(data)]
+    layouts += [("data.template", data.template)] * bool(data.template)
+    if layouts:
+        name, layout = layouts[0]
+        say(
+            f"note: a run with {name} {layout!r} learns no conversation; generate --prompt continues a text",
+            file=sys.stderr,
+        )

@@ -414,7 +414,7 @@ _RUN = (
     ),
     _other(
         "keep_best",
-        "The checkpoint of the best evaluation is kept, by its loss or accuracy.",
+        "The checkpoint of the best evaluation is kept. adapter/ stays the last step's; --adapter CHECKPOINT uses the best.",
         to.switch("keep_best", "loss"),
         True,
         idle=to.is_off,

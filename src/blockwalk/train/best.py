@@ -9,7 +9,10 @@ from typing import Any
 
 from blockwalk.checkpoints.run_checkpoint import path_of
 from blockwalk.data.encode import Choices
+from blockwalk.models.run_folder import SETTINGS
+from blockwalk.plan.parsing import Loader
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.system.atomic_files import Damaged, read_yaml, reading, whole_lines
 from blockwalk.train.evaluation import HeldOut
 
 
@@ -38,12 +41,23 @@ class Best:
 
     def after(self, line: Mapping[str, Any]) -> Best:
         """Return the best once another evaluation is known, by its line."""
-        value = line[self.score]
         if line["step"] <= 0 or line["step"] == self.step:
             return self
-        if self.step < 0 or (value < self.value if self.score == "loss" else value > self.value):
-            return Best(self.score, line["step"], value)
+        if self.step < 0 or self._is_less_than(line):
+            return Best(self.score, line["step"], line[self.score])
         return Best(self.score, self.step, self.value, self.without + 1)
+
+    def _is_less_than(self, line: Mapping[str, Any]) -> bool:
+        value: float = line[self.score]
+        return value < self.value if self.score == "loss" else value > self.value
+
+    def beside(self, first: Mapping[str, Any] | None, last: int) -> str:
+        """Return what a user should know of the best, given the line of the evaluation before the first step (None: there was
+        none) and the last step; empty where nothing is."""
+        known = f"; the weights at the run's end are those of step {last}" if self.step != last else ""
+        if first is not None and first["step"] == 0 and self._is_less_than(first):
+            known += f"; before the first step it was better: {_figure(self.score, first[self.score])}"
+        return known
 
     @property
     def name(self) -> str:
@@ -51,8 +65,30 @@ class Best:
         return "" if self.step < 0 else path_of(Path(), self.step).name
 
     def __str__(self) -> str:
-        figure = f"loss {self.value:.4f}" if self.score == "loss" else f"accuracy {100 * self.value:.1f}%"
-        return f"step {self.step}, {figure}"
+        return f"step {self.step}, {_figure(self.score, self.value)}"
+
+
+def _figure(score: str, value: float) -> str:
+    return f"loss {value:.4f}" if score == "loss" else f"accuracy {100 * value:.1f}%"
+
+
+def note_on_best(folder: Path) -> str:
+    """Return a sentence on the checkpoint of the best evaluation of the run in a folder, where it is not the last step's; empty
+    where there is no such run or checkpoint, or its files do not tell."""
+    try:
+        score = read_yaml(folder / SETTINGS, Loader).get("keep_best") if (folder / SETTINGS).is_file() else ""
+        lines = whole_lines(folder / "evaluations.jsonl") if score else []
+        with reading(folder / "evaluations.jsonl"):
+            best = Best.of(lines, score, lines[-1].get("records", "")) if lines else Best()
+    except Damaged:
+        return ""
+    checkpoint = folder / best.name
+    if not best.name or best.step == lines[-1]["step"] or not checkpoint.is_dir():
+        return ""
+    way = f"--adapter {checkpoint}"
+    if (folder / "model").is_dir():  # trained whole: there is no adapter, and the refusal names a command
+        way += " says how to write them"
+    return f"these are the weights of step {lines[-1]['step']}, the last; those of the best ({best}): {way}"
 
 
 def require_evaluations(run: RunConfig, held_out: HeldOut | None) -> None:

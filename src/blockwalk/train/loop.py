@@ -29,6 +29,7 @@ import torch
 from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
+from blockwalk.data import prompt_layout
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
 from blockwalk.engine.frozen_codec import already_said
 from blockwalk.engine.open_model import refuse_rounded
@@ -442,7 +443,7 @@ class _Loop:
         if ranks.world > 1:
             self.answers_count = any(count for (count,) in ranks.exchange([float(len(self.callbacks))]))
         self._tell("begin", self.step_forecast.values())
-        self._stop_early()  # a run that ended so, and is called again
+        self._stop_early(again=True)
         if not self._agreed():
             self._evaluate()
             due = self.saved is None or (saved_at != done and (self._is_best or self._due(self.config.save_every)))
@@ -567,14 +568,15 @@ class _Loop:
         self._tell("evaluation", line)
         self._stop_early()
 
-    def _stop_early(self) -> None:
-        """Make this step the last where the evaluations since the best one are as many as ``early_stopping`` says."""
+    def _stop_early(self, *, again: bool = False) -> None:
+        """Make this step the last where the evaluations since the best one are as many as ``early_stopping`` says.
+        ``again``: the run may have ended so before."""
         done = self.walker.steps_done
         if 0 < self.config.early_stopping <= self.best.without and done < self.total:
             self.total = done
-            self.progress.say(
-                f"early stopping after step {done}: {self.best.without} evaluations since the best one ({self.best})"
-            )
+            since = f"{counted(self.best.without, 'evaluation')} since the best one ({self.best})"
+            way_on = f"; to go on, set early_stopping above {self.best.without}, or to 0" if again else ""
+            self.progress.say(f"early stopping after step {done}: {since}{way_on}")
 
     def _save(self) -> None:
         self._write_checkpoint()
@@ -630,11 +632,16 @@ class _Loop:
         return self.best.name if self.config.keep_best else ""
 
     def _next_command(self) -> str:
-        """Return the command line that shows what was trained: a chat where conversations were learnt."""
+        """Return the command line that shows what was trained: a chat where conversations were learnt; empty where no short
+        prompt fits."""
         folder = shlex.quote(os.fspath(self.output_dir))
+        weights = ""
+        if self._kept and not self._is_best and self.config.adapters is not None and self.walker.ledger is None:
+            weights = f" --adapter {shlex.quote(os.fspath(self.output_dir / self._kept))}"
         if self.ready.rows.report.turn_ends:
-            return f"blockwalk chat {folder}"
-        return f"blockwalk generate {folder} --prompt Hello"
+            return f"blockwalk chat {folder}{weights}"
+        prompt = prompt_layout.example(self.config.data, "Hello")
+        return "" if prompt is None else f"blockwalk generate {folder}{weights} --prompt {shlex.quote(prompt)}"
 
     def _outcome(self) -> Outcome:
         saved_to = self.output_dir / ("model" if self.config.adapters is None else "adapter")
@@ -660,6 +667,9 @@ class _Loop:
         before, after = self.evaluations.first_line, self.evaluations.last_line
         if before and after and before.get("records") != after.get("records"):
             before = None  # of other records
+        best = f"{self.output_dir / self._kept} ({self.best})" if self._kept else ""
+        if best:
+            best += self.best.beside(before, self.walker.steps_done)
         return Outcome(
             steps=self.walker.steps_done,
             first_loss=ends[0],
@@ -671,7 +681,7 @@ class _Loop:
             stopped_by=self.stopped_by,
             resident_bytes=peak_resident_bytes(),
             next_command="" if self.stopped_by is not None else self._next_command(),
-            best=f"{self.output_dir / self._kept} ({self.best})" if self._kept else "",
+            best=best,
             compared=tuple(self.step_forecast.compared(_grown(self.walker, self.memory.highest))),
         )
 

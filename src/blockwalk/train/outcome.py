@@ -34,7 +34,7 @@ class Outcome:
     compared: tuple[str, ...] = ()
     """Forecast against measured."""
     next_command: str = ""
-    """A command line that uses what was trained; empty where the run has not ended."""
+    """A command line that uses what was trained; empty where the run has not ended, or no short prompt fits."""
     best: str = ""
     """The checkpoint of the best evaluation, its step and its score, where ``keep_best`` is set."""
 

@@ -1,0 +1,58 @@
+"""The layout in which a run's records were learnt, and a user's text in it: what stands before the answer."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterator
+
+from blockwalk.data.formats import Record, Template
+from blockwalk.plan.data_source import listed
+from blockwalk.plan.parsing import fields_of
+from blockwalk.plan.run_config import DataSettings
+
+
+def prompts_of(settings: DataSettings) -> list[str]:
+    """Return the texts of ``data.prompt``, and those that sources of ``data.train`` have of their own, each once."""
+    own = itertools.chain.from_iterable(source.prompt for source in listed(settings.train))
+    return list(dict.fromkeys([*settings.prompt, *own]))
+
+
+def filled(settings: DataSettings, text: str) -> str | None:
+    """Return a text in the layout of ``data.prompt``: in place of the one column of the one layout that has one column. A text
+    that has that layout stays as it is. None: no layout, or several, may be filled so."""
+    single = [prompt for prompt in prompts_of(settings) if len(set(fields_of(prompt, "data.prompt"))) == 1]
+    if len(single) != 1:
+        return None
+    literals = list(_literals(single[0]))
+    before, after = literals[0].strip(), literals[-1].strip()
+    if (before or after) and text.strip().startswith(before) and text.strip().endswith(after):
+        return text
+    return text.join(literals)
+
+
+def example(settings: DataSettings, word: str) -> str | None:
+    """Return a prompt to try on what a run has learnt: a word, where :func:`filled` puts it in the layout or there is none;
+    else the layout with the word in every column. None: it has several lines, or is a task's own."""
+    prompts = prompts_of(settings)
+    if settings.task:
+        return None
+    if settings.template:
+        template = Template(settings.template, settings.label_words, settings.label_field)
+        text = template.prompt(Record(dict.fromkeys(template.fields, word), "data.template"))
+    elif not prompts or filled(settings, word) is not None:
+        return word
+    else:
+        text = word.join(_literals(prompts[0]))
+    return None if "\n" in text else text
+
+
+def _literals(prompt: str) -> Iterator[str]:
+    """Yield the texts around a prompt's columns: one more than there are columns."""
+    text = ""
+    for literal, name, _, _ in string.Formatter().parse(prompt):
+        text += literal
+        if name is not None:
+            yield text
+            text = ""
+    yield text
