@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTEST_ARGS ?= -q -n auto --dist worksteal
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test test-fast test-range sim lint house wheel docs clean
+.PHONY: quickstart test test-fast test-range sim lint house wheel docs docs-run tests-map clean
 
 # LoRA fine-tuning of the small model in examples/ with method mebp: accuracy, loss and memory before and after.
 quickstart: $(VENV)/.installed
@@ -35,6 +35,10 @@ sim: $(VENV)/.installed-dev
 house:
 	@$(PYTHON) dev/house.py
 
+# Which tests cover a module.
+tests-map:
+	@$(PYTHON) dev/tests_map.py
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
@@ -47,6 +51,10 @@ wheel: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(PIP_INSTALL) -e '.[docs]'
 	$(VENV)/bin/mkdocs build --strict
+
+# Every command line that README and docs show, but those that say what they need (# needs: hub); `make test` runs README's and the how-to pages'.
+docs-run: $(VENV)/.installed-dev
+	BLOCKWALK_DOCS_RUN=1 OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/cli/test_pages.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

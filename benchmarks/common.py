@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as ``blockwalk`` sets it: it has to be there before torch is
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as ``blockwalk`` sets both: they have to be there before torch is
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from benchmarks.common_models import MODELS

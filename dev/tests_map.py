@@ -1,7 +1,7 @@
-"""The map from modules to the tests that speak to them, written into ``tests/README.md``.
+"""The map from modules to the tests that speak to them, printed.
 
-python dev/tests_map.py           # rewrites the table
-python dev/tests_map.py --check   # exits with 1 where the table is out of date
+python dev/tests_map.py           # every module
+python dev/tests_map.py ledger    # modules with "ledger" in their name
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from dev.house import House, open_house
 
 TESTS = Path(__file__).parent.parent / "tests"
-README = TESTS / "README.md"
-MARK = "<!-- the table below is written by dev/tests_map.py -->\n"
 
 
 def imported_by_tests(house: House) -> dict[str, set[str]]:
@@ -35,15 +33,15 @@ def imported_by_tests(house: House) -> dict[str, set[str]]:
     return found
 
 
-def table(house: House) -> str:
-    """One line a module: the tests that import it, else the modules through which tests reach it."""
+def table(house: House, word: str = "") -> str:
+    """Return one line a module whose name has ``word``: its tests, else the modules through which tests reach it."""
     direct = imported_by_tests(house)
     importers: dict[str, set[str]] = defaultdict(set)
     for arrow in house.arrows:
         importers[arrow.imported].add(arrow.importer)
     lines = ["| module | tests |", "|---|---|"]
     for name in sorted(house.modules):
-        if name and house.modules[name].name != "__init__.py":
+        if name and word in name and house.modules[name].name != "__init__.py":
             lines.append(f"| `{name.replace('.', '/')}` | {_files(direct[name]) or _through(importers[name])} |")
     return "\n".join(lines) + "\n"
 
@@ -57,14 +55,5 @@ def _through(importers: Iterable[str]) -> str:
     return f"through {', '.join(names)}" if names else "the command line"
 
 
-def main() -> int:
-    head, _, _ = README.read_text(encoding="utf-8").partition(MARK)
-    wanted = head + MARK + "\n" + table(open_house()[0])
-    if "--check" in sys.argv:
-        return int(README.read_text(encoding="utf-8") != wanted)
-    README.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(table(open_house()[0], *sys.argv[1:2]), end="")

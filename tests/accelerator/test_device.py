@@ -14,6 +14,7 @@ import torch
 
 from tests.accelerator.device import Simulated
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 ORDERS = range(24)
 
@@ -99,9 +100,9 @@ def test_a_host_that_touches_device_memory_dies(sim: Simulated) -> None:
 
 def test_tensors_of_the_host_and_of_another_device_are_refused(sim: Simulated) -> None:
     x = torch.ones(3, device="sim:0")
-    with pytest.raises(RuntimeError, match="given a host tensor"):
+    with refused(RuntimeError, "host tensor"):
         x + torch.ones(3)
-    with pytest.raises(RuntimeError, match="devices 0 and 1"):
+    with refused(RuntimeError, "devices 0 1"):
         x + torch.ones(3, device="sim:1")
     assert (x + torch.tensor(2.0)).tolist() == [3.0] * 3  # a scalar may come along
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
 import threading
 from pathlib import Path
@@ -12,16 +13,20 @@ import pytest
 import torch
 
 from blockwalk.cli.machine import describe
-from blockwalk.doctor.machine import device_of_rank, left_on
+from blockwalk.doctor.machine import device_of_rank
 from blockwalk.numerics import device
-from blockwalk.numerics.device import chosen, described, host_buffers, pieces
+from blockwalk.numerics.device import card_of, chosen, described, host_buffers, left_on, pieces
+from blockwalk.numerics.fused_rows import fused_rows
 from blockwalk.numerics.scratch import shared_arena
-from blockwalk.plan.placement import Tier
+from blockwalk.plan.placement import Codec, Tier
 from blockwalk.program.program import Lane
+from blockwalk.system.card import Card
 from blockwalk.tiers.host import Staged
 from blockwalk.tiers.scratch_maps import Activations, ScratchMaps
+from blockwalk.walk.here import card
 from blockwalk.walk.lanes import Lanes
 from tests.accelerator.device import Simulated
+from tests.support.messages import refused
 
 
 def test_buffers_share_pieces_in_order_and_none_crosses_a_border() -> None:
@@ -75,9 +80,9 @@ def test_the_device_has_a_number_and_comes_from_whoever_names_it(
     monkeypatch.setenv("BLOCKWALK_DEVICE", "cpu")
     assert chosen() == torch.device("cpu")
     assert chosen("sim:3") == torch.device("sim", 3)
-    with pytest.raises(ValueError, match="BLOCKWALK_DEVICE"):
+    with refused(ValueError, "BLOCKWALK_DEVICE"):
         chosen("sim:4")
-    with pytest.raises(ValueError, match="finds 0 of its type"):
+    with refused(ValueError, "0 type"):
         chosen("cuda")
 
 
@@ -116,6 +121,35 @@ def test_a_step_has_what_contexts_and_communicators_leave(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (72 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda _: 5 * 10**9)
     assert left_on(torch.device("cuda", 1)) == 77 * 10**9
+
+
+def test_a_card_is_what_its_driver_says(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: torch's answers; a device whose memory torch does not tell of has no size, and a processor is no card."""
+    torch.accelerator.set_device_index(1)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (3, 5))
+    monkeypatch.setattr(torch.get_device_module("sim"), "get_device_name", lambda _: "Simulated 3000", raising=False)
+    assert card_of(torch.device("sim", 1)) == card("sim") == Card("Simulated 3000", 5, 3, True)
+    assert card("cuda") == card_of(torch.device("cpu")) == Card()
+
+    def refused(_: object) -> tuple[int, int]:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refused)
+    assert card("sim") == Card("Simulated 3000", 0, 0, True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "ROCm: our kernels compile for it, and nothing was tried on it" in described(torch.device("sim", 1))
+
+
+def test_a_measured_card_decodes_inside_products_up_to_its_own_number_of_rows(
+    sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.get_device_module("sim"), "get_device_name", lambda _: "Simulated 3000", raising=False)
+    facts = {"name": "Simulated 3000", "fused_crossing_rows": {"int4a": 96.0}}
+    (tmp_path / "gpu-facts-sim.json").write_text(json.dumps(facts))
+    device = torch.device("sim", 1)
+    rows = [fused_rows(codec, device, 128) for codec in (Codec.INT4A, Codec.NF4)]
+    assert [*rows, fused_rows(Codec.INT4A, torch.device("cpu"), 128)] == [96, 128, 128]
 
 
 def test_forward_and_backward_decode_into_one_arena(sim: Simulated) -> None:
@@ -198,6 +232,6 @@ def test_no_slot_waits_for_a_disk(sim: Simulated) -> None:
     assert tier.read_unit(0, out_P) == 3
     assert int(out_P.cpu().sum()) == 7 * 64
     tier.write_unit(0, out_P, -1)
-    with pytest.raises(OSError, match="no room"):
+    with refused(OSError, "room"):
         tier.bucket(0)
     tier.close()

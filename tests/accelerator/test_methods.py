@@ -24,6 +24,8 @@ from tests.support import quantised_files
 ORDERS = range(int(os.environ.get("BLOCKWALK_ORDERS", "4")))
 """``make sim`` takes 50."""
 LORA = LoraSettings(rank=2, alpha=4)
+ON_HOST = {"trainable": "host × fp32", "optimizer_state": "host × fp32", "recompute": "all"}
+AT_TURN = {"update.timing": "block", "prefetch": 1}
 
 CASES: dict[str, tuple[str, dict[str, Any], LoraSettings | None]] = {
     "plain": ("plain", {}, None),
@@ -31,6 +33,19 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSettings | None]] = {
     "plain, activations on the host": ("plain", {"recompute": "all", "activation": "host"}, LORA),
     "mebp": ("mebp", {"frozen": "disk × raw"}, LORA),
     "mebp int4 from the host": ("mebp", {"frozen": "host × int8", "activation": "host"}, LORA),
+    "plain, masters on the host": ("plain", {**ON_HOST, "optimizer.max_grad_norm": 1.0}, None),
+    "plain, masters on the host, at the block's turn": ("plain", {**ON_HOST, **AT_TURN}, None),
+    "plain, bf16 masters on the host": ("plain", {**ON_HOST, **AT_TURN, "trainable": "host × bf16"}, None),
+    "plain, two micro-batches, masters on the host": (
+        "plain",
+        {**ON_HOST, **AT_TURN, "accumulation_order": "block", "gradient_accumulation_steps": 2},
+        None,
+    ),
+    "plain, states on the host": ("plain", {"optimizer_state": "host × fp32", "recompute": "all"}, None),
+    "plain, graphs kept, masters on the host": ("plain", {**ON_HOST, **AT_TURN, "recompute": "none"}, None),
+    "plain, everything on the host": ("plain", {**ON_HOST, "frozen": "host × raw", "activation": "host"}, LORA),
+    "mebp, all parameters": ("mebp", {"frozen": "disk × raw"}, None),
+    "plain, states on disk": ("plain", {"optimizer_state": "disk × fp32", "recompute": "all"}, None),
     "mezo": ("mezo", {}, None),
     "mezo, bf16 and momentum": ("mezo", {"trainable": "device × bf16", "optimizer.name": "momentum"}, None),
     "zo2": ("zo2", {}, None),

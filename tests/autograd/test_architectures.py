@@ -14,6 +14,7 @@ from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified, study
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+from tests.support.messages import refused
 
 TABLE: dict[str, dict] = {
     # Architecture → settings beside its defaults; dimensions come from `shrink`, which keeps a layer of every kind.
@@ -121,17 +122,17 @@ def test_heads_are_described() -> None:
     ("model_type", "settings", "reason"),
     [
         ("hrm_text", {}, "looped"),
-        ("gemma3n_text", {}, "writes into its parameters"),
+        ("gemma3n_text", {}, "parameters"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits"),
         ("opt", {"layerdrop": 0.1}, "layerdrop"),
-        ("xlm", {}, "cannot be walked"),
-        ("zaya", {}, "figures differ from the model's own"),
-        ("inkling2_text", {}, "figures differ from the model's own"),
+        ("xlm", {}, "walked"),
+        ("zaya", {}, "figures"),
+        ("inkling2_text", {}, "figures"),
     ],
 )
 def test_what_is_no_sequence_of_layers_is_refused(model_type: str, settings: dict, reason: str) -> None:
     """Oracle: the models' own code: looped, sharing keys and values, skipping layers, reading every router, ..."""
-    with pytest.raises(ValueError, match=reason):
+    with refused(ValueError, reason):
         certified(build_skeleton(tiny_config(model_type, **settings)))
 
 
@@ -141,9 +142,9 @@ def test_encoder_decoders_are_refused() -> None:
 
     with torch.device("meta"):
         model = BartForConditionalGeneration(shrink(BartConfig()))
-    with pytest.raises(ValueError, match="encoder–decoder"):
+    with refused(ValueError, "encoder–decoder"):
         certified(model)
-    with pytest.raises(ValueError, match="no causal language model"):
+    with refused(ValueError, "causal language model"):
         build_skeleton(T5Config())
 
 

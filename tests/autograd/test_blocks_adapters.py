@@ -10,6 +10,7 @@ from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import certified
 from tests.autograd.control import assert_same, control, tiny_batch, tiny_config, tiny_model, walk
+from tests.support.messages import refused
 
 
 def canonical(model) -> dict[str, torch.Tensor]:
@@ -113,9 +114,9 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
     ours = load_adapter(tiny_model(config), tmp_path).eval()
     assert torch.equal(ours(**batch).logits, trained(**batch).logits)
     partial = dict(list(canonical(trained).items())[:-8])
-    with pytest.raises(ValueError, match="missing"):
+    with refused(ValueError, "missing"):
         save_adapter(trained, partial, tmp_path / "partial")
-    with pytest.raises(ValueError, match=r"names differ|is \["):
+    with refused(ValueError, "names|is"):
         load_adapter(tiny_model(tiny_config("opt")), tmp_path)
 
 
@@ -126,10 +127,7 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"init_lora_weights": "eva"}, "init_lora_weights"),
         ({"init_lora_weights": "orthogonal"}, "init_lora_weights"),
-        (
-            {"use_dora": True, "target_modules": ["embed_tokens"]},
-            "use_dora reads all of model.embed_tokens at every step",
-        ),
+        ({"use_dora": True, "target_modules": ["embed_tokens"]}, "use_dora model.embed_tokens"),
         ({"bias": "all"}, "bias"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ],
@@ -137,7 +135,7 @@ def test_saved_adapter_loads_in_plain_peft(tmp_path) -> None:
 def test_configurations_that_touch_base_weights_are_refused(settings: dict, reason: str) -> None:
     """Oracle: PEFT's documentation of these settings: each reads, changes or trains base weights."""
     config = lora_config(4, **settings)
-    with pytest.raises(ValueError, match=reason):
+    with refused(ValueError, reason):
         add_adapter(build_skeleton(tiny_config("llama")), config)
 
 
@@ -194,12 +192,12 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (True, "lora is True; it takes a blockwalk.LoraSettings"),
-        ({"r": 8}, "unknown setting 'lora.r'; did you mean 'lora.rank'"),
-        ({"rank": 0}, "lora.rank is 0"),
+        (True, "lora True blockwalk.LoraSettings"),
+        ({"r": 8}, "lora.r lora.rank"),
+        ({"rank": 0}, "lora.rank 0"),
         ({"use_qalora": True}, "use_qalora"),
-        ({"task_type": "SEQ_CLS"}, "task_type is SEQ_CLS"),
-        ({}, "target_modules is None"),
+        ({"task_type": "SEQ_CLS"}, "task_type SEQ_CLS"),
+        ({}, "target_modules None"),
     ],
 )
 def test_adapters_that_cannot_be_carried_are_refused(lora: object, message: str) -> None:
@@ -207,5 +205,5 @@ def test_adapters_that_cannot_be_carried_are_refused(lora: object, message: str)
     from peft import LoraConfig
 
     peft_own = isinstance(lora, dict) and not lora.keys() & {"r", "rank"}
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         as_adapters(LoraConfig(**lora) if peft_own else lora)

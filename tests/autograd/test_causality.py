@@ -9,6 +9,7 @@ import torch
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.cutting.verify import CAUSAL_TOLERANCE, certified, later_changes
 from tests.autograd.control import tiny_config, tiny_model
+from tests.support.messages import refused
 
 ENCODERS = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
@@ -53,7 +54,7 @@ def reads_the_last_token(model_type: str, settings: dict) -> bool:
 @pytest.mark.parametrize(("model_type", "settings"), SEE_THE_FUTURE, ids=lambda value: str(value))
 def test_what_attends_to_later_tokens_is_refused(model_type: str, settings: dict) -> None:
     assert reads_the_last_token(model_type, settings)
-    with pytest.raises(ValueError, match="attends to later tokens"):
+    with refused(ValueError, "later tokens"):
         certified(build_skeleton(tiny_config(model_type, **settings)))
 
 
@@ -71,8 +72,8 @@ def test_an_encoder_that_is_made_a_decoder_is_walked() -> None:
 
 def test_a_refusal_names_the_setting_that_lets_it_see() -> None:
     for kind, settings, words in (
-        ("electra", {}, "is_decoder = false, and a decoder's has true"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ("electra", {}, "is_decoder false true"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with refused(ValueError, words):
             certified(build_skeleton(tiny_config(kind, **settings)))

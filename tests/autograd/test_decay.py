@@ -16,6 +16,7 @@ from blockwalk.plan.methods import method
 from blockwalk.system import atomic_files
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 DECAY = 2.0
 RATE = 1e-2
@@ -118,5 +119,5 @@ def test_a_run_of_an_older_checkpoint_goes_on_as_it_began(tmp_path: Path) -> Non
 
 
 def test_zeroth_order_keeps_the_rule_of_the_original() -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.decay is all, and zeroth order spares the names"):
+    with refused(ValueError, "optimizer.decay"):
         method("mezo", optimizer={"decay": "all"})

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blockwalk.numerics.loss import IGNORE, chunked_cross_entropy, chunked_losses
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
+from tests.support.messages import refused
 
 
 @dataclass
@@ -265,13 +266,13 @@ def test_what_it_refuses() -> None:
     for wrong in (10, -1):
         bad_N = labels_N.clone()
         bad_N[3] = wrong
-        with pytest.raises(ValueError, match=f"label {wrong} is outside the vocabulary of 10"):
+        with refused(ValueError, f"label {wrong} 10"):
             chunked_cross_entropy(hidden_ND, bad_N, Rows(head_VD), grad_scale=1.0)
     with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND, labels_N[:5], Rows(head_VD), grad_scale=1.0)
     with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND.float(), labels_N, Rows(head_VD), grad_scale=1.0)
-    with pytest.raises(AssertionError, match=r"accumulated in torch\.float64"):
+    with refused(AssertionError, "torch.float64"):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, head_grad=torch.zeros(10, 4))
     with pytest.raises(AssertionError):
         chunked_cross_entropy(hidden_ND, labels_N, Rows(head_VD), grad_scale=1.0, soft_cap=0.0)

@@ -23,6 +23,7 @@ from blockwalk.tiers.block_store.store import BlockStore
 from blockwalk.walk.unit_costs import UnitCosts
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 LORA = LoraSettings(rank=4, alpha=8)
 
@@ -106,7 +107,7 @@ def test_a_row_reads_a_store_as_it_was_packed(codec: str, folder: Path, tmp_path
         with Walker(tmp_path / "store", method("mebp", **settings), lora=LORA, device="cpu") as walker:
             found.append(walker.step(random_batch()).loss)
     assert found[0] == found[1]
-    with pytest.raises(ValueError, match=rf"is packed in {codec}, and the plan asks for fp8"):
+    with refused(ValueError, f"{codec} fp8"):
         Walker(tmp_path / "store", method("mebp", frozen="disk × fp8"), lora=LORA, device="cpu")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 
 def own_gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -137,7 +138,7 @@ def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
     batch["labels"] = torch.full_like(batch["labels"], -100)
     with (
         Walker(tiny_model("llama"), method("plain"), workdir=tmp_path, device="cpu") as walker,
-        pytest.raises(ValueError, match="every label of this step is ignored"),
+        refused(ValueError, "label|labels ignored"),
     ):
         walker.step(batch)
 
@@ -158,11 +159,11 @@ def test_a_compute_dtype_leaves_the_rotary_frequencies_alone(tmp_path: Path) -> 
 def test_a_schedule_belongs_to_training(tmp_path: Path) -> None:
     """Oracle: the model's own loss; and the order: what cannot be trained is refused before the model is opened."""
     plan = method("plain", optimizer={"schedule": "cosine"})
-    with pytest.raises(ValueError, match=r"optimizer.total_steps is 0"):
+    with refused(ValueError, "optimizer.total_steps 0"):
         Walker(tmp_path / "absent", plan)
     model, batch = tiny_model("llama"), random_batch()
     loss, _ = own_gradients(model, batch)
     with Walker(model, plan, training=False, device="cpu") as walker:
         assert walker.evaluate(batch).loss == pytest.approx(loss, rel=1e-6)
-        with pytest.raises(ValueError, match="training=False"):
+        with refused(ValueError, "training=False"):
             walker.step(batch)

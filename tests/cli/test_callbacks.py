@@ -10,6 +10,7 @@ import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from blockwalk.cli import main
 from blockwalk.simulate import hardware
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.train import config, outlook
+from blockwalk.train.callbacks import tracker_names, trackers
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
+from tests.support.messages import says
 
 
 def settings(tiny_run: TinyRun, out: Path, **more: Any) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def told(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         events.append(event)
         return event.name == "step" and event.step == 4
 
-    more = {"max_steps": 6, "eval_every": 2, "save_every": 2, "report_to": ["tensorboard"]}
+    more = {"max_steps": 6, "eval_every": 2, "save_every": 2, "report_to": ["tensorboard"], "run_name": "first"}
     outcome = blockwalk.train(settings(tiny_run, out, **more), callbacks=[note])
     assert (outcome.steps, outcome.stopped_by, outcome.after is not None) == (4, None, True)
     return out, events
@@ -69,6 +72,7 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     out, _ = told
     found: dict[str, dict[int, float]] = {}
+    assert [path.name for path in (out / "trackers").iterdir()] == ["first"]
     for path in (out / "trackers").rglob("*tfevents*"):
         data, at = path.read_bytes(), 0
         while at < len(data):  # length, checksum, event, checksum
@@ -85,6 +89,33 @@ def test_a_tracker_gets_every_figure(told: tuple[Path, list[blockwalk.Event]]) -
         expected = {line["step"]: line[name] for line in whole_lines(out / f"{file}.jsonl")}
         assert found[f"{tag}/{name}"] == pytest.approx(expected, rel=1e-6)
     assert found["forecast/tensor_bytes"][0] > 0
+
+
+@pytest.mark.parametrize(("environment", "project"), [({}, "blockwalk"), ({"WANDB_PROJECT": "mine"}, "mine")])
+def test_a_tracker_is_told_its_project_and_the_runs_name(
+    environment: dict[str, str], project: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: accelerate's own tracker, which hands both to wandb.init."""
+    from accelerate import PartialState, tracking
+
+    told: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **names: told.update(names)))
+    PartialState(cpu=True)
+    first, arguments = tracker_names("wandb", "my-run", environment)
+    tracking.WandBTracker(first, **arguments).start()
+    assert told == {"project": project, "name": "my-run"}
+
+
+def test_none_and_all_are_trackers_as_in_transformers() -> None:
+    """Oracle: accelerate's list of the trackers that are installed."""
+    from accelerate import tracking
+
+    assert trackers(()) == trackers(("none",)) == []
+    assert len(trackers(("all",))) == len(tracking.get_available_trackers())
+    with pytest.raises(ValueError, match="report_to is none, tensorboard; none and all stand alone"):
+        trackers(("none", "tensorboard"))
+    for name in ("none", "all"):
+        assert config.from_mapping({"report_to": name}).report_to == (name,)
 
 
 def test_a_model_card_is_one_for_the_hub(
@@ -146,22 +177,38 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     assert f"{first['text']} It was⟦ {first['label']}⟧" in said
     assert "64 sequences" in said
     assert "48 steps" in said
-    assert "note: eval_every is 5, and data.eval is empty: nothing is evaluated" in said
-    assert "note: lora.rank is 5000, above the model's width of 64" in said
+    says(said, "eval_every 5 data.eval")
+    says(said, "lora.rank 5000 64")
+    assert said.count("no warm-up") == 1
     assert said.startswith("device  cpu\nmemory  about ")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}}, "defaults: no clipping; other tools differ"),
+        ({"optimizer": {"schedule": "linear", "warmup_steps": 5, "max_grad_norm": 1}}, None),
+        ({"method": "mezo"}, None),
+    ],
+)
+def test_defaults_that_differ_from_other_tools_are_said_unless_set(settings: dict[str, Any], line: str | None) -> None:
+    """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
+    lines = list(outlook.usual_elsewhere(config.from_mapping(settings).plan))
+    assert len(lines) == (line is not None)
+    assert line is None or lines[0].startswith(line)
 
 
 def test_sequences_beyond_the_models_positions_are_noted(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the configuration of the model, which was made for 128."""
     assert main.main(["plan", "--model", str(tiny_run.model), "--data.max_length", "129"]) == 0
-    assert "129 tokens are longer than the 128 positions" in capsys.readouterr().out
+    says(capsys.readouterr().out, "129 128 positions")
     assert main.main(["plan", "--model", str(tiny_run.model), "--data.max_length", "128"]) == 0
     assert "positions" not in capsys.readouterr().out
     prefixed = ["--prefix.num_virtual_tokens", "5", "--data.max_length"]
     assert main.main(["plan", "--model", str(tiny_run.model), *prefixed, "124"]) == 0
-    assert "129 tokens, 5 of a prefix," in (said := capsys.readouterr().out)
-    assert "lower data.max_length to 123" in said
+    says((said := capsys.readouterr().out), "129 5 prefix")
+    says(said, "data.max_length 123")
     assert main.main(["plan", "--model", str(tiny_run.model), *prefixed, "123"]) == 0
     assert "positions" not in capsys.readouterr().out
 
@@ -189,6 +236,23 @@ def test_the_best_plan_is_a_file_that_trains_alike(
     assert found.plan.optimizer.learning_rate == 3e-3
     assert found.data.template == "{text} It was {label}."
     assert found.model == str(tiny_run.model)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_every_figure_of_a_machine_that_nobody_measured_is_marked(
+    measured: bool, tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the lines themselves, but for those of the file that follows them, which is to be copied."""
+    source = "measured by blockwalk doctor" if measured else "a datasheet"
+    hardware.save(replace(hardware.load("rtx-4090"), source=source), tmp_path / "machine.yaml")
+    given = [*tiny_run.arguments(tmp_path / "out"), "--lora.rank", "4", "--largest_batch"]
+    given += ["--trace", str(tmp_path / "trace.json"), "--hardware", str(tmp_path / "machine.yaml")]
+    assert main.main(["plan", *given]) == 0
+    ranking, _, file = capsys.readouterr().out.partition("\n\n")
+    lines = [*ranking.splitlines(), *(line for line in file.splitlines() if line.endswith(":") and "run.yaml" in line)]
+    lines.append(file.splitlines()[-1])
+    assert len(lines) > 20
+    assert [line for line in lines if ("(simulated)" in line) == measured] == []
 
 
 def test_a_larger_step_that_hides_its_link_is_a_file_as_well(

@@ -11,6 +11,7 @@ import pytest
 
 from blockwalk.cli import main
 from tests.conftest import TinyRun
+from tests.support.messages import says
 
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<s>{% endfor %}"
 TEMPLATE = TURN + "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -47,7 +48,7 @@ def test_the_learnt_end_of_a_turn_stops_generation_and_is_merged(
     settings = ["--data.train", str(data), "--batch_size", "1", "--max_steps", "1", "--lora.rank", "2"]
     assert main.main(["train", *run, *settings]) == 0
     said = capsys.readouterr()
-    assert "turns are learnt to end with '<s>', and the model's generation stops at '</s>'" in said.out + said.err
+    says(said.out + said.err, "<s> </s>")
     adapter = tmp_path / "run" / "adapter"
     merged = tmp_path / "merged"
     assert _stops(adapter) == [1, 0]
@@ -108,7 +109,7 @@ def test_a_token_without_a_row_is_refused_by_every_command(
     ):
         assert main.main(command) == 2
         said = capsys.readouterr()
-        assert f"{where}: the token '<new>' has the id {rows}, and the model has {rows} rows" in said.out + said.err
+        says(said.out + said.err, f"{where} <new> {rows}")
 
 
 def test_further_templates_come_with_a_merged_model(model: Path, tmp_path: Path) -> None:

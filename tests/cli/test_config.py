@@ -19,6 +19,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.simulate import hardware
 from blockwalk.train import config
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -83,41 +84,42 @@ def test_lora_is_what_a_row_with_block_coded_weights_means() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (
-            {"optimiser": {"learning_rate": 1}},
-            r"unknown setting 'optimiser.learning_rate'; did you mean 'optimizer.lear",
-        ),
-        ({"optimizer": {"learning_rat": 1}}, r"unknown setting 'optimizer.learning_rat'; did you mean 'optimizer.lea"),
-        ({"learning_rate": 1}, r"unknown setting 'learning_rate'; did you mean 'optimizer.learning_rate'"),
-        ({"lora": {"rnk": 1}}, r"unknown setting 'lora.rnk'; did you mean 'lora.rank'"),
-        ({"data": {"max_lenght": 1}}, r"did you mean 'data.max_length'"),
-        ({"batchsize": 1}, r"did you mean 'batch_size'"),
-        ({"method": "mebb"}, r"unknown method 'mebb'; did you mean 'mebp'"),
-        ({"batch_size": "many"}, r"batch_size is 'many'; it takes a whole number"),
-        ({"batch_size": 2.5}, r"batch_size is 2.5; it takes a whole number"),
-        ({"batch_size": True}, r"batch_size is True"),
-        ({"batch_size": None}, r"batch_size is None"),
-        ({"batch_size": 0}, r"batch_size is 0; it must be at least 1"),
-        ({"model": 7}, r"model is 7; it takes text \(put quotes around it\)"),
-        ({"data": {"packing": "perhaps"}}, r"data.packing is 'perhaps'; it takes true or false"),
-        ({"data": {"label_words": [0, 1]}}, r"data.label_words is \[0, 1\]; it takes a list of texts"),
-        ({"data": {"template": "{text}{label}"}}, r"needs both data.template and data.label_words"),
-        ({"data": "a.jsonl"}, r"data is 'a.jsonl'; it takes a group of settings, such as data.train"),
-        ({"lora": {"rank": 0}}, r"lora.rank is 0"),
-        ({"lora": {"options": {"r": 4}}}, r"lora.options.r is PEFT's name of lora.rank"),
-        ({"lora": {"options": 3}}, r"lora.options is 3; it takes a mapping"),
-        ({"optimizer": {"learning_rate": "fast"}}, r"optimizer.learning_rate is 'fast'"),
-        ({"optimizer": {"learning_rate": -1}}, r"optimizer.learning_rate is -1"),
-        ({"frozen": "disk × int5"}, r"frozen is 'disk × int5'"),
-        ({"frozen": "disk × int4 × node × world"}, r"frozen is 'disk × int4 × node × world'"),
-        ({"frozen": {"teir": "disk"}}, r"unknown setting 'frozen.teir'; did you mean 'frozen.tier'"),
-        ({"budget": "much"}, r"budget is 'much'; it takes a size, such as 18GB"),
-        ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, r"batch_size is 8 .* does not divide"),
-        ({3: 4}, r"setting 3 is no name"),
+        ({"optimiser": {"learning_rate": 1}}, "optimiser.learning_rate optimizer.learning_rate"),
+        ({"optimizer": {"learning_rat": 1}}, "optimizer.learning_rat optimizer.learning_rate"),
+        ({"learning_rat": 1}, "learning_rat optimizer.learning_rate"),
+        ({"lora": {"rnk": 1}}, "lora.rnk lora.rank"),
+        ({"data": {"max_lenght": 1}}, "data.max_length"),
+        ({"batchsize": 1}, "batch_size"),
+        ({"method": "mebb"}, "method mebb mebp"),
+        ({"batch_size": "many"}, "batch_size many"),
+        ({"batch_size": 2.5}, "batch_size 2.5"),
+        ({"batch_size": True}, "batch_size True"),
+        ({"batch_size": None}, "batch_size None"),
+        ({"batch_size": 0}, "batch_size 0 1"),
+        ({"model": 7}, "model 7"),
+        ({"data": {"packing": "perhaps"}}, "data.packing perhaps"),
+        ({"data": {"label_words": [0, 1]}}, "data.label_words 0 1"),
+        ({"data": {"template": "{text}{label}"}}, "data.template data.label_words"),
+        ({"data": "a.jsonl"}, "a.jsonl data.train"),
+        ({"lora": {"rank": 0}}, "lora.rank 0"),
+        ({"lora": {"options": {"r": 4}}}, "lora.options.r PEFT lora.rank"),
+        ({"lora": {"options": 3}}, "lora.options 3"),
+        ({"optimizer": {"learning_rate": "fast"}}, "optimizer.learning_rate fast"),
+        ({"optimizer": {"learning_rate": -1}}, "optimizer.learning_rate -1.0"),
+        ({"frozen": "disk × int5"}, "frozen int5"),
+        ({"frozen": "disk × int4 × node × world"}, "frozen int4"),
+        ({"frozen": {"teir": "disk"}}, "frozen.teir frozen.tier"),
+        ({"budget": "much"}, "budget much 18GB"),
+        ({"gradient_accumulation_steps": 3, "update": {"timing": "step"}}, "batch_size 8"),
+        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps None"),
+        ({"optimizer.max_grad_norm": "much"}, "optimizer.max_grad_norm much"),
+        ({"method": "distzo2", "mesh": {"world": 2, "data": None}}, "mesh.data None"),
+        ({"lora.options.init_lora_weights": "[1"}, "lora.options.init_lora_weights [1 YAML"),
+        ({3: 4}, "setting 3"),
     ],
 )
 def test_what_is_wrong_is_said(setting: dict[Any, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         config.from_mapping(setting)
 
 
@@ -141,16 +143,9 @@ def test_every_switch_reads_the_same_words(word: str) -> None:
     assert (run.data.packing, run.data.shuffle, run.plan.compile, run.lora is not None) == (switched,) * 4
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: [", "is not valid YAML"),
-        ("- a", "a mapping of settings is needed"),
-        ("seed: 1\nseed: 2", "'seed' is given twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [("a: [", "YAML"), ("- a", "settings"), ("seed: 1\nseed: 2", "seed")])
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         config.load(write(tmp_path, text))
 
 
@@ -159,15 +154,13 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str
 def test_a_file_that_cannot_be_read_is_named(load: Any, data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"broken\.yaml is not valid YAML"):
+    with refused(ValueError, "broken.yaml YAML"):
         load(path)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"), [(["--seed"], "--seed needs a value"), (["--seed", "--lora"], "--seed needs")]
-)
+@pytest.mark.parametrize(("flags", "message"), [(["--seed"], "--seed"), (["--seed", "--lora"], "--seed")])
 def test_flags_that_are_none(flags: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         config.split_flags(flags)
 
 
@@ -187,7 +180,8 @@ floats = st.floats(min_value=0, max_value=1e9)
     name=st.sampled_from(sorted(METHODS)),
     text=texts,
     words=st.lists(texts, min_size=1),
-    lora=st.none() | st.builds(LoraSettings, rank=st.integers(1, 1 << 16), alpha=floats, target_modules=texts.filter(bool)),
+    lora=st.none()
+    | st.builds(LoraSettings, rank=st.integers(1, 1 << 16), alpha=floats, target_modules=texts.filter(bool)),
     rate=floats,
     options=st.dictionaries(texts, st.one_of(st.booleans(), st.integers(), texts, st.floats(allow_nan=False))),
     budget=st.none() | st.integers(1, 1 << 62),
@@ -208,7 +202,7 @@ def test_round_trip(
 @pytest.mark.parametrize("name", ["mebp", "fcdp"])
 def test_compile_is_refused_and_not_ignored(name: str) -> None:
     """Oracle: the setting's own words. A flag that does nothing would look like one that gains nothing."""
-    with pytest.raises(ValueError, match="set compile: false"):
+    with refused(ValueError, "compile: false"):
         method(name, compile=True)
     assert not method(name, compile=False).compile
 
@@ -258,7 +252,8 @@ def test_the_page_of_settings_has_every_section() -> None:
 
 
 @pytest.mark.parametrize(("command", "reads", "leaves"), [
-    ("eval", "--data.template", "--optimizer"), ("generate", "--compute_dtype", "--data"), ("plan", "--zo.kind", "--prompt"),
+    ("eval", "--data.template", "--optimizer"), ("generate", "--compute_dtype", "--data.train"),
+    ("plan", "--zo.kind", "--prompt"),
 ])  # fmt: skip
 def test_help_of_a_command_lists_what_it_reads(command: str, reads: str, leaves: str) -> None:
     """Oracle: what each command asks of its configuration."""

@@ -24,6 +24,7 @@ from blockwalk.system import atomic_files
 from tests.cli.test_damage import Bomb
 from tests.cli.test_report import Page
 from tests.conftest import TinyRun
+from tests.support.messages import says
 
 UNPICKLED: list[str] = []
 """Names that anything in this process has unpickled, as the interpreter itself tells."""
@@ -77,7 +78,7 @@ def refused(arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert main.main(arguments) == main.BAD_INPUT, capsys.readouterr().err
     said = capsys.readouterr().err
-    assert names in said, said
+    says(said, names)
     assert said.count("\n") == 1, said
 
 

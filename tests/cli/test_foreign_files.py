@@ -18,6 +18,7 @@ from blockwalk.models import places
 from blockwalk.report import card
 from blockwalk.system import atomic_files, links, own_text
 from tests.conftest import TinyRun
+from tests.support.messages import refused, says
 
 LORA = ("--method", "mebp", "--frozen", "disk", "--lora.rank", "4", "--optimizer.learning_rate", "1e-3")
 PLAIN = ("--method", "plain", "--optimizer.learning_rate", "1e-3")
@@ -74,13 +75,12 @@ def contents(folder: Path) -> dict[str, str]:
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> None:
+def refused_line(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> None:
     """Compare the end of a refused run: its exit code, and the words of its one line."""
     said = capsys.readouterr().err
     assert code == 2, said
     line = [line for line in said.splitlines() if line.startswith("blockwalk: error:")][-1]
-    for word in words:
-        assert word in line, line
+    says(line, *words)
 
 
 def test_a_folder_full_of_other_peoples_names(
@@ -94,7 +94,7 @@ def test_a_folder_full_of_other_peoples_names(
     assert train(tiny_run, folder, *method, *LATEST, "--max_steps", "6") == 0, capsys.readouterr().err
     after = contents(folder)
     assert {name: after.get(name) for name in before} == before, "two runs that ended"
-    refused(capsys, train(tiny_run, folder, *method, *OVER), f"{folder / 'replaced'} (a folder with a)", "output_dir")
+    refused_line(capsys, train(tiny_run, folder, *method, *OVER), folder / "replaced", "output_dir")
     shutil.move(folder / "replaced", tmp_path)
     assert train(tiny_run, folder, *method, *OVER) == 0, capsys.readouterr().err
     after = contents(folder)
@@ -110,7 +110,7 @@ def test_a_name_that_the_run_needs_is_refused(
     before = fill(tmp_path / "run", name)
     for resume in ((), LATEST):
         taken = tmp_path / "run" / Path(name).parts[0]
-        refused(capsys, train(tiny_run, tmp_path / "run", *LORA, *resume), str(taken), "move it away")
+        refused_line(capsys, train(tiny_run, tmp_path / "run", *LORA, *resume), str(taken), "move")
         assert contents(tmp_path / "run") == before
 
 
@@ -126,11 +126,11 @@ def test_a_result_is_replaced_by_its_own_run_or_when_that_is_set(
     for checkpoint in run_checkpoint.whole(folder):
         shutil.rmtree(checkpoint)
     for settings in ((), LATEST):
-        refused(capsys, train(tiny_run, folder, *LORA, *settings), str(folder / "adapter"), "overwrite_output_dir")
+        refused_line(capsys, train(tiny_run, folder, *LORA, *settings), str(folder / "adapter"), "overwrite_output_dir")
     assert contents(folder / "adapter") == second
     elsewhere = tmp_path / "other"
     shutil.copytree(folder / "adapter", elsewhere / "adapter")
-    refused(capsys, train(tiny_run, elsewhere, *LORA, *LATEST), str(elsewhere / "adapter"), "another output_dir")
+    refused_line(capsys, train(tiny_run, elsewhere, *LORA, *LATEST), str(elsewhere / "adapter"), "output_dir")
     assert train(tiny_run, folder, *LORA, *OVER) == 0
     assert contents(folder / "adapter")["adapter_model.safetensors"] == first["adapter_model.safetensors"]
 
@@ -159,7 +159,7 @@ def test_a_source_is_never_written_over(tiny_run: TinyRun, tmp_path: Path, capsy
         (tmp_path / "records", ("--data.train", str(tmp_path / "records"))),
     ):
         code = train(tiny_run, output, *PLAIN, *settings, *OVER)
-        refused(capsys, code, str(output), "choose another output_dir")
+        refused_line(capsys, code, str(output), "output_dir")
         assert contents(tmp_path) == before, (output, settings)
 
 
@@ -171,9 +171,9 @@ def test_places_that_only_the_kernel_knows_to_be_one(tmp_path: Path) -> None:
         pytest.skip("mounting needs root")
     try:
         for place, verb in (("mounted", "is"), ("mounted/out", "lies in")):
-            with pytest.raises(ValueError, match=f"{place} {verb} the model"):
+            with refused(ValueError, f"{place} {verb} model"):
                 places.refuse_overlap(tmp_path / place, {"the model": [tmp_path / "model"]}, "output")
-        with pytest.raises(ValueError, match="holds the model"):
+        with refused(ValueError, "model"):
             places.refuse_overlap(tmp_path, {"the model": [tmp_path / "mounted"]}, "output")
         places.refuse_overlap(tmp_path / "elsewhere", {"the model": [tmp_path / "mounted"]}, "output")
     finally:
@@ -208,7 +208,7 @@ def test_commands_write_over_nothing(tiny_run: TinyRun, tmp_path: Path, capsys: 
         said = capsys.readouterr()
         assert code == 2, (command, said)
         text = said.err
-        assert any(word in text for word in ("choose another", "move it away")), text
+        assert any(word in text for word in ("choose another", "move")), text
         assert contents(tmp_path) == before, command
 
 
@@ -218,11 +218,11 @@ def test_a_text_of_ours_is_replaced_until_somebody_changes_it(tmp_path: Path) ->
     own_text.write(path, "second\n", card.COMMENT)
     assert path.read_text().startswith("second\n<!-- written by blockwalk")
     path.write_text(path.read_text().replace("second", "mine"))
-    with pytest.raises(ValueError, match=r"README\.md is there already"):
+    with refused(ValueError, "README.md"):
         own_text.write(path, "third\n", card.COMMENT)
     path.unlink()
     path.symlink_to("elsewhere")
-    with pytest.raises(ValueError, match="is a link to elsewhere"):
+    with refused(ValueError, "link elsewhere"):
         own_text.write(path, "third\n", card.COMMENT)
 
 
@@ -297,16 +297,16 @@ def test_links_are_not_followed(tiny_run: TinyRun, tmp_path: Path, capsys: pytes
         (tmp_path / name / link).symlink_to("../nowhere" if link in ("scratch", "../loop") else "../secret")
     for name, output in (("a", "a"), ("b", "b"), ("c", "c"), ("d", "d"), ("e", "loop")):
         code = train(tiny_run, tmp_path / output, *LORA)
-        refused(capsys, code, str(tmp_path / output), "a link to ../")
+        refused_line(capsys, code, str(tmp_path / output), "link ../")
         assert (tmp_path / "secret").read_text() == "oauth_token: SECRET\n", name
     (tmp_path / "hard").mkdir()
     os.link(tmp_path / "secret", tmp_path / "hard" / ".lock")
-    refused(capsys, train(tiny_run, tmp_path / "hard", *LORA), ".lock has a second name")
+    refused_line(capsys, train(tiny_run, tmp_path / "hard", *LORA), ".lock second")
     for path in ("/dev/null/x", str(tmp_path / "secret"), str(tmp_path / "secret" / "x")):
-        refused(capsys, train(tiny_run, Path(path), *LORA), "is a file, and a folder is needed")
+        refused_line(capsys, train(tiny_run, Path(path), *LORA), "file folder")
     assert (tmp_path / "secret").read_text() == "oauth_token: SECRET\n"
     (tmp_path / "log").symlink_to("secret")
-    with pytest.raises(ValueError, match="is a link to secret"):
+    with refused(ValueError, "link secret"):
         links.append_to(tmp_path / "log")
 
 
@@ -347,17 +347,17 @@ def test_a_page_and_an_upload_read_no_link_that_leads_out(
         shutil.copytree(made, run)
         (run / name).unlink()
         (run / name).symlink_to("../secret")
-        refused(capsys, main.main(["report", str(run)]), name, "leads out of", "../secret".removeprefix("../"))
+        refused_line(capsys, main.main(["report", str(run)]), name, "secret")
         assert not (run / "report.html").exists()
     run = tmp_path / "adapter is a link"
     shutil.copytree(made, run)
     shutil.rmtree(run / "adapter")
     (run / "adapter").symlink_to("../project")
     for command in (["report", str(run), "--card"], ["push", str(run), "me/it"]):
-        refused(capsys, main.main(command), "adapter leads out of")
+        refused_line(capsys, main.main(command), "adapter out")
     assert (tmp_path / "project/README.md").read_text() == "mine"
     (made / "adapter/notes.txt").symlink_to("../../secret")
-    refused(capsys, main.main(["push", str(made), "me/it"]), "notes.txt leads out of")
+    refused_line(capsys, main.main(["push", str(made), "me/it"]), "notes.txt out")
     assert sent == []
     (made / "adapter/notes.txt").unlink()
     assert main.main(["push", str(made), "me/it"]) == 0
@@ -404,12 +404,12 @@ def test_lost_lines_and_other_names_of_checkpoints_are_told(
     capsys.readouterr()
     assert train(tiny_run, run, *LORA, *LATEST, "--max_steps", "6") == 0
     said = capsys.readouterr().out
-    assert "note: metrics.jsonl lacks lines up to step 4" in said
-    assert "note: evaluations.jsonl lacks lines up to step 0" in said
+    says(said, "metrics.jsonl 4")
+    says(said, "evaluations.jsonl 0")
     (run / "checkpoint-000006").rename(run / "checkpoint-000009")
     before = contents(run)
     code = train(tiny_run, run, *LORA, *LATEST)
-    refused(capsys, code, "checkpoint-000009 is named like step 9 and holds step 6", "its name again")
+    refused_line(capsys, code, "checkpoint-000009 9 6 name")
     assert contents(run) == before
 
 

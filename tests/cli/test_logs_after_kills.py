@@ -28,6 +28,7 @@ from blockwalk.train import evaluation
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.walk import walker as training_walker
 from tests.conftest import TinyRun
+from tests.support.messages import says
 
 MEASURED = ("seconds", "tokens_per_second", "peak_bytes", "bytes_moved", "digest")
 ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
@@ -174,7 +175,7 @@ def test_a_signal_before_the_run_began_leaves_nothing(
         return train(tiny_run, folder, *INT8)
 
     assert child(work) == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM before the run began; nothing was changed" in capfd.readouterr().err
+    says(capfd.readouterr().err, "SIGTERM nothing")
     assert not folder.exists(), sorted(folder.rglob("*"))
 
 
@@ -197,5 +198,5 @@ def test_a_signal_within_a_call_of_the_tokenizer(
         return train(tiny_run, folder, *INT8)
 
     assert child(work) == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM before the run began; nothing was changed" in capfd.readouterr().err
+    says(capfd.readouterr().err, "SIGTERM nothing")
     assert not folder.exists(), sorted(folder.rglob("*"))

@@ -10,6 +10,7 @@ import pytest
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.process_memory import PeakMemory, peak_resident_bytes, process_bytes
 from blockwalk.train.metrics_log import MetricsLog
+from tests.support.messages import refused
 
 MIB = 1 << 20
 
@@ -56,7 +57,7 @@ def test_a_line_that_no_run_wrote_is_damage(tmp_path: Path, line: str) -> None:
     """Oracle: the file's name and the line's number, wherever a newline ends the line."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n')
-    with pytest.raises(Damaged, match=r"metrics.jsonl is damaged: line [12]"):
+    with refused(Damaged, "metrics.jsonl damaged 1|2"):
         MetricsLog(path, source=path, keep_until=9)
 
 

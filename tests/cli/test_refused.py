@@ -16,6 +16,7 @@ from blockwalk.system import atomic_files
 from blockwalk.train import loop
 from blockwalk.walk import walker as training_walker
 from tests.conftest import TinyRun
+from tests.support.messages import refused, says
 
 ZO2 = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
 PLAIN = ["--method", "plain", "--optimizer.learning_rate", "1e-3"]
@@ -119,7 +120,7 @@ def test_two_runs_in_one_folder(
     capsys.readouterr()
     assert train(tiny_run, shared, *ZO2) == 0
     assert codes == [2]
-    assert f"{shared} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    says(capsys.readouterr().err, shared, f"process {os.getpid()}")
     for name in ("model/model.safetensors", "evaluations.jsonl", "metrics.jsonl", "ledger.jsonl"):
         if name.endswith("model.safetensors"):
             assert (shared / name).read_bytes() == (alone / name).read_bytes()
@@ -141,13 +142,9 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
             os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
     assert (folder / atomic_files.LOCK).exists(), "a killed process removes nothing"
-    with (
-        atomic_files.locked(folder),
-        pytest.raises(ValueError, match=f"in use by process {os.getpid()}"),
-        atomic_files.locked(folder),
-    ):
+    with atomic_files.locked(folder), refused(ValueError, f"process {os.getpid()}"), atomic_files.locked(folder):
         pass
     assert not folder.exists() or not list(folder.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"), atomic_files.locked(tmp_path / "file"):
+    with refused(ValueError, "file"), atomic_files.locked(tmp_path / "file"):
         pass

@@ -5,14 +5,22 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from blockwalk.cli import main
+from blockwalk.cli.start import EDITED, _of_little_memory
+from blockwalk.plan.methods import method
+from blockwalk.plan.parsing import flat
+from blockwalk.program.program import Pool
+from blockwalk.simulate import planner
 from blockwalk.train import config
 from blockwalk.train.progress import Progress
 from tests.conftest import TinyRun
+from tests.support.messages import says
 
 
 def test_a_run_file_is_written_for_this_machine(
@@ -30,8 +38,40 @@ def test_a_run_file_is_written_for_this_machine(
     assert capsys.readouterr().out.startswith(f"written to run.yaml ({run.plan.method}, ")
     assert "# The row of the table of methods" in text
     assert main.main(["init"]) == 2
-    assert "run.yaml exists already" in capsys.readouterr().err
+    says(capsys.readouterr().err, "run.yaml exists")
     assert Path("run.yaml").read_text() == text
+
+
+def test_the_settings_that_people_edit_are_in_the_file(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: PyYAML's reading of the file beside the run's defaults; and the planner's own figures of memory."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--train", str(tiny_run.train), "--eval", str(tiny_run.eval)]
+    assert main.main(["init", str(tiny_run.model), *flags]) == 0
+    said = capsys.readouterr().out
+    text = Path("run.yaml").read_text()
+    written = flat(yaml.safe_load(text))
+    defaults = flat(config.from_mapping({}).to_mapping())
+    for name in EDITED.keys() - {"data.eval_share"}:
+        assert written[name] == defaults[name]
+        assert f"{name.rpartition('.')[2]}: " in text
+        assert f"# {EDITED[name]}" in text
+    assert len(EDITED) == 10
+    assert "resident" not in written
+    assert config.load("run.yaml").data.eval == str(tiny_run.eval)
+    run = config.load("run.yaml")
+    assert ("method: mebp would take" in said) == ("method: mebp would take" in text) == (run.plan.method != "mebp")
+    assert main.main(["plan", "run.yaml"]) == 0
+
+
+def test_what_little_memory_would_take_is_said_beside_what_was_chosen() -> None:
+    """Oracle: two plans whose bytes are given here."""
+    few, many = (planner.Candidate(method(name), name, Counter({Pool.DEVICE: nbytes}))
+                 for name, nbytes in (("mebp", 4 * 10**8), ("plain", 6 * 10**9)))  # fmt: skip
+    (line,) = _of_little_memory(planner.Ranking((many, few), (), ()), many)
+    assert "mebp would take 400.0 MB instead of 6.0 GB" in line
+    assert list(_of_little_memory(planner.Ranking((few, many), (), ()), few)) == []
 
 
 def test_nobody_is_asked_where_nobody_is(
@@ -40,7 +80,7 @@ def test_nobody_is_asked_where_nobody_is(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
     assert main.main(["init"]) == 2
-    assert "model is missing: the model: a folder, or a name of the hub" in capsys.readouterr().err
+    says(capsys.readouterr().err, "model missing folder hub")
 
 
 def test_a_shell_completes_settings(capsys: pytest.CaptureFixture[str]) -> None:

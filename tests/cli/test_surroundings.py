@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from blockwalk.system.cores import usable_cores
 from blockwalk.train.config import from_mapping
 from tests.conftest import TinyRun
 from tests.forked import Forked
+from tests.support.messages import refused, says
 
 DISK = ["--method", "zo2", "--trainable", "disk", "--optimizer.learning_rate", "1e-5"]
 
@@ -47,7 +49,7 @@ def test_runs_go_on_where_the_file_system_has_no_locks(
     """Every place that locks: a run's folder, a pack that is made, and weights that are written."""
     monkeypatch.setattr(fcntl, "flock", without_locks())
     assert main.main(["train", *tiny_run.arguments(tmp_path / "run"), "--max_steps", "1", *settings]) == 0
-    assert "without locks" in caplog.text
+    says(caplog.text, "locks")
 
 
 @pytest.mark.parametrize("number", locks.WITHOUT_LOCKS)
@@ -63,7 +65,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("HOME", "XDG_CACHE_HOME", "BLOCKWALK_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id that the system does not know
-    with pytest.raises(PermissionError, match="BLOCKWALK_CACHE"):
+    with refused(PermissionError, "BLOCKWALK_CACHE"):
         cache.folder()
     cache.write_json("entry", 1)
     assert cache.read_json("entry", int) is None
@@ -166,5 +168,30 @@ def test_an_address(address: str, parts: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "[]:1", "host:0", "host:65536", "host:99999999999999", "host:²"])
 def test_no_address(address: str) -> None:
-    with pytest.raises(ValueError, match="65535"):
+    with refused(ValueError, "65535"):
         host_and_port(address)
+
+
+ALLOCATOR = """
+import os, sys
+from blockwalk.cli import main
+main.main([])
+print("torch" in sys.modules, *(os.environ.get(name) for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native None"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None backend:native"),
+    ],
+)
+def test_device_memory_grows_in_segments_unless_its_user_has_chosen(given: dict[str, str], told: str) -> None:
+    """Oracle: the environment that torch, imported afterwards, finds."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", ALLOCATOR]
+    done = subprocess.run(command, env={**environment, **given}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"False {told}"

@@ -13,6 +13,7 @@ from blockwalk import Walker, method
 from blockwalk.cli import main
 from blockwalk.tiers.block_store.store import BlockStore
 from tests.conftest import TinyRun
+from tests.support.messages import refused, says
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -107,7 +108,7 @@ def test_what_rounds_says_so_in_one_line(tiny_run: TinyRun, tmp_path: Path, caps
     arguments = [*tiny_run.arguments(tmp_path / "out"), "--method", "mebp"]
     file = tmp_path / "run.yaml"
     file.write_text("frozen: disk × int4a\n", encoding="utf-8")
-    for asked, says in (
+    for asked, note in (
         ([], ""),
         ([str(file)], ""),
         (["--frozen", "disk × int4a"], "over weights in int4a, then over the model's own"),
@@ -119,9 +120,9 @@ def test_what_rounds_says_so_in_one_line(tiny_run: TinyRun, tmp_path: Path, caps
             json.loads(captured.out),
             [line for line in captured.err.splitlines() if "over weights" in line],
         )
-        assert (figures["loss"] == pytest.approx(loss, rel=1e-5)) == (not says)
-        assert len(notes) == bool(says)
-        assert says in "".join(notes)
+        assert (figures["loss"] == pytest.approx(loss, rel=1e-5)) == (not note)
+        assert len(notes) == bool(note)
+        assert note in "".join(notes)
     pytest.importorskip("gguf")
     half = tmp_path / "half.gguf"
     assert main.main(["gguf", str(tiny_run.model), str(half), "--dtype", "f16"]) == 0
@@ -159,7 +160,7 @@ def test_rounded_weights_are_not_what_training_starts_from(from_store: bool, tin
         assert main.main(["pack", str(model), str(tmp_path / "store"), "--codec", "int8"]) == 0
         model, frozen = tmp_path / "store", "disk × raw"
     plan = method("plain", frozen=frozen)
-    with pytest.raises(ValueError, match="without adapters every weight is trained"):
+    with refused(ValueError, "adapters"):
         Walker(model, plan, workdir=tmp_path / "work", device="cpu")
     assert not (tmp_path / "work").exists()
     Walker(model, plan, workdir=tmp_path / "work", device="cpu", training=False).close()
@@ -219,5 +220,5 @@ def test_a_bad_record_is_named(tiny_run: TinyRun, tmp_path: Path, capsys: pytest
     lines[2] = '{"text": "no label"}'
     broken.write_text("\n".join(lines))
     assert main.main(["train", *tiny_run.arguments(tmp_path / "out"), "--data.train", str(broken)]) == 2
-    assert f"{broken} line 3: no field 'label'" in capsys.readouterr().err
+    says(capsys.readouterr().err, f"{broken} 3 label")
     assert not (tmp_path / "out").exists(), "nothing was written"

@@ -18,6 +18,7 @@ from blockwalk.simulate import hardware
 from blockwalk.simulate.planner import programs_of, rank
 from blockwalk.train import config
 from tests.models import tiny_model
+from tests.support.messages import refused
 
 
 def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
@@ -32,7 +33,7 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
         "batch_size": 1,
         "optimizer.learning_rate": 3e-4,
     }
-    with pytest.raises(ValueError, match="blockwalk doctor"):
+    with refused(ValueError, "blockwalk doctor"):
         config.from_mapping(settings)
     hardware.save(hardware.load("rtx-4090"), tmp_path / "hardware.yaml")
     shape = Shape(1, DataSettings().max_length)
@@ -43,7 +44,7 @@ def test_auto_is_the_first_of_the_ranking_with_the_settings_that_were_given(
     assert chosen.lora is not None
     assert chosen.lora.rank == 8
     assert config.from_mapping(chosen.to_mapping()) == chosen
-    with pytest.raises(ValueError, match="no method fits"):
+    with refused(ValueError, "method"):
         config.from_mapping({**settings, "budget": "10kB"})
 
 
@@ -73,12 +74,8 @@ def test_other_families_have_their_published_parameters_and_are_walked(
 def test_what_is_no_configuration_of_a_model_is_refused(tmp_path: Path) -> None:
     """Broken JSON, JSON that names no model, and a family that transformers does not have."""
     file = tmp_path / "config.json"
-    for text, message in (
-        ("{", "config.json' is not a valid JSON file"),
-        ("{}", "Should have a `model_type` key"),
-        ('{"model_type": "no_such"}', "no_such"),
-    ):
+    for text, message in (("{", "config.json JSON"), ("{}", "`model_type`"), ('{"model_type": "no_such"}', "no_such")):
         file.write_text(text)
         for path in (tmp_path, file):
-            with pytest.raises((ValueError, OSError), match=message):
+            with refused((ValueError, OSError), message):
                 advice.task(str(path), None, hardware.load("laptop"), Shape(1, 128), budget=None)

@@ -13,6 +13,7 @@ from blockwalk.data.batching import Batches
 from blockwalk.data.encode import Encoded, encode, first_example, require_rows
 from blockwalk.data.formats import Record
 from blockwalk.data.sources import read_records
+from tests.support.messages import refused
 
 END = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + END
@@ -87,7 +88,7 @@ def test_a_turn_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> None:
 
 
 def test_a_mark_that_is_neither_yes_nor_no_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"x.jsonl line 1.*'weight' is 0.5"):
+    with refused(ValueError, "x.jsonl 1 weight 0.5"):
         read(PLAIN, chat({"content": "two", "weight": 0.5}))
 
 
@@ -103,14 +104,14 @@ def test_a_conversation_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"content": "two", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "'train_detail'"),
-        ({"content": "two", "loss_weight": 0.1}, "'loss_weight' may say what is learnt"),
-        ({"content": "two", "ignore": True}, "'ignore' may say what is learnt"),
-        ({"content": [{"type": "text", "text": "two", "train": False}]}, "of whole turns alone"),
+        ({"content": "two", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail"),
+        ({"content": "two", "loss_weight": 0.1}, "loss_weight"),
+        ({"content": "two", "ignore": True}, "ignore"),
+        ({"content": [{"type": "text", "text": "two", "train": False}]}, "turns"),
     ],
 )
 def test_marks_that_are_not_read_are_refused(answer: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"x.jsonl line 1.*{message}"):
+    with refused(ValueError, f"x.jsonl 1 {message}"):
         read(PLAIN, chat(answer))
 
 
@@ -130,20 +131,20 @@ def test_variables_of_a_template_and_tools_under_an_older_name_are_the_records()
     for variables in ({"mood": "calm"}, '{"mood": "calm"}'):
         given = {**chat("two"), "functions": [{"name": "f"}], "chat_template_kwargs": variables}
         assert read(template, given)[0] == "calmfunction f<|user|>one</s><|assistant|>⟦two</s>⟧"
-    for variables, message in (({"tokenize": True}, "may not set 'tokenize'"), (3, "must be an object")):
-        with pytest.raises(ValueError, match=f"x.jsonl line 1.*{message}"):
+    for variables, message in (({"tokenize": True}, "tokenize"), (3, "object")):
+        with refused(ValueError, f"x.jsonl 1 {message}"):
             read(template, {**chat("two"), "chat_template_kwargs": variables})
 
 
 def test_half_a_character_within_json_text_is_named() -> None:
     half = '"\\ud83d"'
-    with pytest.raises(ValueError, match=r"x.jsonl line 1: its text holds half a character, .ud83d"):
+    with refused(ValueError, "x.jsonl 1 ud83d"):
         read(CALLS, chat({"content": "", "tool_calls": [{"function": {"name": "f", "arguments": f'{{"a": {half}}}'}}]}))
 
 
 def test_a_pair_of_conversations_is_refused_with_the_settings_that_read_it() -> None:
     turns = chat("two")["messages"]
-    with pytest.raises(ValueError, match=r"data.columns: \[messages=chosen\] with data.format: messages"):
+    with refused(ValueError, "data.columns messages=chosen data.format"):
         read(PLAIN, {"chosen": turns, "rejected": turns})
 
 
@@ -151,7 +152,7 @@ def test_a_pair_of_conversations_is_refused_with_the_settings_that_read_it() -> 
 def test_content_is_text_or_parts_as_the_template_wants_it(template: str) -> None:
     for content in ("two", [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]):
         assert read(template, chat({"content": content}))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
-    with pytest.raises(ValueError, match="of the type 'image'"):
+    with refused(ValueError, "image"):
         read(template, chat({"content": [{"type": "image"}]}))
 
 
@@ -234,13 +235,13 @@ def test_a_call_that_the_template_drops_is_not_learnt_as_an_empty_answer() -> No
 def test_an_empty_turn_and_an_empty_completion_leave_their_end_to_learn() -> None:
     assert read(PLAIN, chat(""))[0] == "<|user|>one</s><|assistant|>⟦</s>⟧"
     assert read(PLAIN, {"prompt": "one", "completion": ""})[0] == "one⟦</s>⟧"
-    with pytest.raises(ValueError, match="none of 1 records has a token to learn"):
+    with refused(ValueError, "1 records|record token"):
         read(PLAIN, {"text": ""})
 
 
 def test_roles_are_known_to_the_template_or_refused() -> None:
     assert read(PLAIN, chat("two", role="human"))[0] == "<|user|>one</s><|assistant|>⟦two</s>⟧"
-    with pytest.raises(ValueError, match=r"x\.jsonl line 1: a turn has the role 'wizard'"):
+    with refused(ValueError, "x.jsonl 1 wizard"):
         read(PLAIN, chat("two", role="wizard"))
     fields = chat("two")
     fields["messages"].insert(0, {"role": "developer", "content": "be brief"})
@@ -253,7 +254,7 @@ def test_two_system_turns_are_refused_unless_they_are_one() -> None:
     fields = chat("two")
     fields["messages"].insert(0, {"role": "system", "content": "be brief"})
     assert read(PLAIN, {**fields, "system": "be brief"})[0].count("be brief") == 1
-    with pytest.raises(ValueError, match="field 'system' stands beside a system turn"):
+    with refused(ValueError, "system turn"):
         read(PLAIN, {**fields, "system": "be long"})
 
 
@@ -282,7 +283,7 @@ def test_a_token_without_a_row_is_named_with_its_record() -> None:
     assert token == int(rows.token_ids.max())
     assert where == "a line 1"
     require_rows(rows.report.largest, tokens, token + 1, "data.train")
-    with pytest.raises(ValueError, match=rf"a line 1: the token .* has the id {token}, and the model has {token} rows"):
+    with refused(ValueError, f"1 token {token} model {token} rows"):
         require_rows(rows.report.largest, tokens, token, "data.train")
 
 
@@ -304,8 +305,8 @@ def test_a_run_goes_on_on_another_day_and_says_what_else_changed(monkeypatch: py
     monkeypatch.setattr(theirs, "datetime", Tomorrow)
     assert batches().state_dict()["data"] != saved["data"]
     batches().load_state_dict(saved)
-    for other, changed in ((batches(answer="six"), "text of the records"), (batches(dated + " "), "chat template")):
-        with pytest.raises(ValueError, match=f"the {changed} of the training data changed"):
+    for other, changed in ((batches(answer="six"), "text"), (batches(dated + " "), "template")):
+        with refused(ValueError, f"{changed} changed"):
             other.load_state_dict(saved)
 
 
@@ -321,13 +322,13 @@ def test_nulls_of_arrow_are_not_taught(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (rb'{"text": "\ud800 a"}', "half a character"),
-        (b'{"messages": [{"role": "user", "content": "\xed\xa0\xbd"}]}', "half a character"),
-        (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
+        (rb'{"text": "\ud800 a"}', "character"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\xbd"}]}', "character"),
+        (b'{"a": ' + b"[" * 200_000, "nested"),
     ],
 )
 def test_records_that_cannot_be_read_name_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
     file = tmp_path / "half.jsonl"
     file.write_bytes(b'{"text": "a"}\n' + line + b"\n")
-    with pytest.raises(ValueError, match=rf"half.jsonl line 2: .*{message}"):
+    with refused(ValueError, f"half.jsonl 2 {message}"):
         list(read_records(file))

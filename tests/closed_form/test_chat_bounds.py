@@ -10,6 +10,7 @@ import pytest
 
 from blockwalk.data import chat_template
 from blockwalk.data.chat_template import render_chat
+from tests.support.messages import refused
 
 TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}]
 LOOP = "{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}"
@@ -51,7 +52,7 @@ def tokenizer_of(template: str) -> Any:
 def test_a_template_cannot_take_more_memory_than_its_bound(template: str) -> None:
     """At most four times 64 MB more than before, and the limit on the address space as it was."""
     before, limits = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(Exception, match=r"chat template (takes|writes)|recursion"):
+    with refused(Exception, "template|recursion"):
         render_chat(tokenizer_of(template), TURNS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000, "kilobytes"
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
@@ -61,7 +62,7 @@ def test_a_template_cannot_take_more_memory_than_its_bound(template: str) -> Non
 def test_a_template_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     spin = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"does not come to an end within 0.3 s"):
+    with refused(ValueError, "0.3"):
         render_chat(tokenizer_of(spin), TURNS)
 
 

@@ -14,6 +14,7 @@ from blockwalk.numerics.codecs.nf4 import LEVELS
 from blockwalk.plan.placement import Codec
 from tests.support.codec_tests import CodecTests, ReadCodecTests
 from tests.support.gguf_files import HALVES, random_blocks
+from tests.support.messages import refused
 
 
 def _group(layout: Layout, row: int, column: int) -> tuple[int, int]:
@@ -140,7 +141,7 @@ class Blocks(ReadCodecTests):
     def test_it_is_not_written(self) -> None:
         """Oracle: the contract of ``encode_rows``."""
         layout, buffer = self.encoded(self.numbers(2, 256))
-        with pytest.raises(ValueError, match=f"{self.codec} is read from files that have it, and not written"):
+        with refused(ValueError, f"{self.codec}"):
             encode_rows(self.numbers(2, 256), buffer, layout, 0)
 
 

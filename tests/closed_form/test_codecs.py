@@ -18,6 +18,7 @@ from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
 from tests.support.codecs import decode, encode
+from tests.support.messages import refused
 from tests.support.native import by
 
 KEY = NoiseKey(seed=0, step=3, query=0, name="weight", domain="rounding")
@@ -130,19 +131,19 @@ def test_zero_and_tiny_rows(codec: Codec) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "value", "said"),
-    [(codec, bad, "not finite") for codec in (*STOCHASTIC, Codec.INT4) for bad in (math.inf, -math.inf, math.nan)]
+    [(codec, bad, "finite") for codec in (*STOCHASTIC, Codec.INT4) for bad in (math.inf, -math.inf, math.nan)]
     + [
-        (Codec.FP16, 65520.0, "fp16 goes to 65504"),
-        (Codec.BF16, -3.4e38, r"bf16 goes to 3.38953e\+38"),
-        (Codec.INT4, 530_000.0, "int4 goes to 524032"),
-        (Codec.INT8, 2e38, r"int8 goes to 1\.70141e\+38"),
+        (Codec.FP16, 65520.0, "fp16 65504"),
+        (Codec.BF16, -3.4e38, "bf16 3.38953e+38"),
+        (Codec.INT4, 530_000.0, "int4 524032"),
+        (Codec.INT8, 2e38, "int8 1.70141e+38"),
     ],
 )
 def test_what_a_codec_cannot_hold_is_refused(codec: Codec, value: float, said: str) -> None:
     """Oracle: the limits of the dtypes; the message names parameter and row."""
     x_RD = random(5, 40)
     x_RD[3, 7] = value
-    with pytest.raises(ValueError, match=rf"layers\.0\.w, row 3 .*{said}"):
+    with refused(ValueError, f"layers.0.w 3 {said}"):
         encoded(x_RD, codec, name="layers.0.w")
 
 
@@ -166,9 +167,9 @@ def test_arguments_are_checked() -> None:
         encode(x_RD, Codec.INT8, torch.zeros(271, dtype=torch.uint8))
     with pytest.raises(AssertionError):
         encode_rows(x_RD[:2], torch.zeros(272, dtype=torch.uint8), Layout((4, 64), Codec.INT8), 3)
-    with pytest.raises(ValueError, match="group_size is 48"):
+    with refused(ValueError, "group_size 48"):
         Layout((4, 64), Codec.INT4, group_size=48)
-    with pytest.raises(ValueError, match="no stochastic rounding"):
+    with refused(ValueError, "stochastic rounding"):
         encoded(x_RD, Codec.INT4, rounding=KEY)
     with pytest.raises(AssertionError):
         EncodedWeight(torch.zeros(300, dtype=torch.uint8), Layout((4, 64), Codec.INT8))
@@ -377,7 +378,7 @@ def test_rows_outside_are_refused(codec: Codec) -> None:
     """Oracle: the parameter's own number of rows."""
     weight = EncodedWeight(encoded(random(8, 64), codec), Layout((8, 64), codec))
     for bad in (8, -1):
-        with pytest.raises(IndexError, match="8 rows"):
+        with refused(IndexError, "8 rows"):
             weight.gather(torch.tensor([0, bad]))
 
 

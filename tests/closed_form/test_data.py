@@ -42,6 +42,7 @@ from blockwalk.estimators.zeroth_order.objectives import ranked
 from blockwalk.train import config
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.ready import read_training_rows
+from tests.support.messages import refused
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 PAD, BEGIN, END = 0, 1, 2
@@ -220,7 +221,7 @@ def test_resuming_with_another_order_or_other_data_is_refused() -> None:
         (Batches(rows_of([2, 3]), 1, seed=1, shuffle=False), "shuffle"),
         (Batches(rows_of([3, 2]), 1, seed=1), "data"),
     ):
-        with pytest.raises(ValueError, match=f"(data.{name} was|the tokens of the training data changed)"):
+        with refused(ValueError, f"data.{name}|tokens"):
             other.load_state_dict(saved)
 
 
@@ -245,17 +246,14 @@ def test_shares_and_micro_batches_are_the_global_batch_cut(lengths: list[int], w
 
 
 def test_a_cut_that_does_not_divide_names_the_setting() -> None:
-    with pytest.raises(ValueError, match="2 sequences, which gradient_accumulation_steps"):
+    with refused(ValueError, "2 gradient_accumulation_steps"):
         micro_batches(collate(rows_of([2, 2]), [0, 1]), 3)
 
 
 def test_a_batch_that_is_none_says_what_is_wanted() -> None:
     """Oracle: the name of the type that was given."""
-    for batch, message in (
-        ({"input_ids": [[1, 2]]}, "input_ids of the batch is a list"),
-        ([1], "mapping .*, not a list"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for batch, message in (({"input_ids": [[1, 2]]}, "input_ids list"), ([1], "mapping list")):
+        with refused(ValueError, message):
             micro_batches(batch, 1)  # type: ignore[arg-type]
 
 
@@ -348,7 +346,7 @@ def test_what_is_cut_or_dropped_is_counted(tokenizer: Any) -> None:
     cut, dropped = encoded.report.warnings()
     assert cut.startswith("1 of 3 records were longer than max_length = 6 tokens (the longest: 10)")
     assert dropped.startswith("1 of 3 records had no token to learn")
-    with pytest.raises(ValueError, match="none of 1 records"):
+    with refused(ValueError, "1 records|record"):
         encode(records[2:], tokenizer, max_length=6)
 
 
@@ -370,23 +368,23 @@ def test_classes_are_numbers_or_words() -> None:
     template = Template("{text} {label}", ("bad", "good"))
     assert [template.class_index(Record({"label": label}, "x")) for label in (0, 1, "bad", "good")] == [0, 1, 0, 1]
     for label in (2, -1, True, "fine", None):
-        with pytest.raises(ValueError, match=r"f\.jsonl line 3: field 'label' is"):
+        with refused(ValueError, "f.jsonl 3 label"):
             template.class_index(Record({"label": label}, "f.jsonl line 3"))
 
 
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("{text} It was", ("a", "b"), "must hold {label} once"),
-        ("{label} {text} {label}", ("a", "b"), "must hold {label} once"),
-        ("It was {label}", ("a", "b"), "must name a field"),
-        ("{text} {label", ("a", "b"), "expected '}'"),
-        ("{text} {label}", ("a",), "two or more different words"),
-        ("{text} {label}", ("a", "a"), "two or more different words"),
+        ("{text} It was", ("a", "b"), "{label} once"),
+        ("{label} {text} {label}", ("a", "b"), "{label} once"),
+        ("It was {label}", ("a", "b"), "field"),
+        ("{text} {label", ("a", "b"), "}"),
+        ("{text} {label}", ("a",), "words"),
+        ("{text} {label}", ("a", "a"), "words"),
     ],
 )
 def test_templates_that_make_no_sense_are_refused(text: str, words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         Template(text, words)
 
 
@@ -454,52 +452,47 @@ def test_format_follows_from_the_fields(fields: dict[str, Any], kind: Format) ->
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: expected a JSON object, not list"),
-        ({"completion": "b"}, "line 2: no field 'prompt'; it has 'completion'"),
-        ({"prompt": 1, "completion": "b"}, "line 2: field 'prompt' must be a string, not int"),
+        ("{", "2 JSON"),
+        ("[1]", "2 object list"),
+        ({"completion": "b"}, "2 prompt completion"),
+        ({"prompt": 1, "completion": "b"}, "2 prompt string int"),
     ],
 )
 def test_errors_name_file_line_and_field(tokenizer: Any, tmp_path: Path, line: Any, message: str) -> None:
     file = jsonl(tmp_path / "d.jsonl", {"prompt": "a", "completion": "b"}, line)
-    with pytest.raises(ValueError, match=f"d.jsonl {message}"):
+    with refused(ValueError, f"d.jsonl {message}"):
         encode(read_records(file), tokenizer, max_length=9)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": "hello"}, "field 'messages' must be a list of turns"),
-        ({"messages": [{"content": "a"}]}, r"field 'messages'\[0\] must be an object with 'role' and 'content'"),
-        ({"messages": [{"role": "user", "content": 3}]}, r"field 'messages'\[0\]: 'content' must be a string"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "field 'messages' has no assistant turn"),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}] * 2},
-            "the chat template refused the conversation: one at a time",
-        ),
-        ({"question": "a"}, "expected the fields of a format: 'messages'"),
-        ({"text": "a", "label": 1}, "text with a label needs a template and label words"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages [0] role content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages [0] content string"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages assistant"),
+        ({"messages": [{"role": "assistant", "content": "a"}] * 2}, "template conversation one at a time"),
+        ({"question": "a"}, "messages"),
+        ({"text": "a", "label": 1}, "label template"),
     ],
 )
 def test_records_that_make_no_sense_are_refused(tokenizer: Any, fields: dict[str, Any], message: str) -> None:
     tokenizer.chat_template = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
-    with pytest.raises(ValueError, match=f"f line 8: {message}"):
+    with refused(ValueError, f"f 8 {message}"):
         encode([Record(fields, "f line 8")], tokenizer, max_length=9)
 
 
 def test_sources_that_are_not_there_are_named(tmp_path: Path, tokenizer: Any) -> None:
     for source, message in (
-        (tmp_path / "none.jsonl", "no such file"),
-        (tmp_path, "no .jsonl"),
-        (jsonl(tmp_path / "a.pdf", ""), "expected a file that ends in"),
+        (tmp_path / "none.jsonl", "file"),
+        (tmp_path, ".jsonl"),
+        (jsonl(tmp_path / "a.pdf", ""), "file ends"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, message):
             next(read_records(source))
-    with pytest.raises(ValueError, match="the data set is empty"):
+    with refused(ValueError, "empty"):
         encode(read_records(jsonl(tmp_path / "e.jsonl")), tokenizer, max_length=9)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(
-        ValueError, match=rf"^{tmp_path}: no tokenizer could be loaded .read are tokenizer.json and .*GGUF"
-    ) as error:
+    with refused(ValueError, f"{tmp_path} tokenizer tokenizer.json GGUF") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)

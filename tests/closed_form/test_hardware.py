@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from blockwalk.plan.placement import Codec
 from blockwalk.simulate import hardware
 from blockwalk.simulate.hardware import Curve, Link
+from blockwalk.system.card import Card, facts_of
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -19,21 +24,21 @@ WHOLE = "device_bytes: 8GB\nflops: {float32: 1e12}\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (WHOLE + "device: tpu", "device is 'tpu'; it must be cuda or cpu"),
-        (WHOLE + "device_bytes: 0", "device_bytes is 0; it must be above 0"),
-        (WHOLE + "nodes: 0", "nodes is 0; it must be above 0"),
-        ("device_bytes: 8GB", r"flops is \{\}; it needs a positive figure"),
-        ("device_bytes: 8GB\nflops: {float32: -1}", r"flops is \{'float32': -1.0\}; it needs a positive figure"),
-        (WHOLE + "host_byte: 1GB", "unknown key 'host_byte'; did you mean 'host_bytes'"),
-        (WHOLE + "flops: 1e12", "flops is .*; it must be a mapping by name"),
-        (WHOLE + "disk_bytes: plenty", "'plenty' is no size"),
-        ("- a\n- list", "holds no mapping of figures"),
-        ("a: [", "is not valid YAML"),
+        (WHOLE + "device: tpu", "device tpu cuda cpu"),
+        (WHOLE + "device_bytes: 0", "device_bytes 0"),
+        (WHOLE + "nodes: 0", "nodes 0"),
+        ("device_bytes: 8GB", "flops {}"),
+        ("device_bytes: 8GB\nflops: {float32: -1}", "flops float32 -1.0"),
+        (WHOLE + "host_byte: 1GB", "host_byte host_bytes"),
+        (WHOLE + "flops: 1e12", "flops mapping"),
+        (WHOLE + "disk_bytes: plenty", "plenty"),
+        ("- a\n- list", "mapping"),
+        ("a: [", "YAML"),
     ],
 )
 def test_a_description_with_one_thing_wrong_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "machine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         hardware.load(tmp_path / "machine.yaml")
 
 
@@ -67,7 +72,7 @@ def test_this_machine_is_what_doctor_wrote_for_its_device_else_the_memory_that_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="write it with blockwalk doctor"):
+    with refused(ValueError, "doctor"):
         hardware.load("here")
     host = psutil.virtual_memory().total
     rough = hardware.of_this_machine()
@@ -79,3 +84,96 @@ def test_this_machine_is_what_doctor_wrote_for_its_device_else_the_memory_that_t
     other = hardware.of_this_machine("cuda")
     assert (other.name, other.device) == (hardware.UNMEASURED, "cuda"), "doctor has described a processor alone"
     assert other.device_bytes == hardware.load("rtx-4090").device_bytes
+
+
+FACTS: dict[str, Any] = {
+    "name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85 * 10**9, "capability": [9, 0], "copy_up": 5.5e10, "copy_down": 5.2e10,
+    "copy_both": 9e10, "launch_us": 4.0, "operator_us": 6.0, "noise_per_s": 2.5e11, "norm_bytes_per_s": 2e12, "loss_s": 0.1,
+    "decode_rate": {"int4a": 4e11, "nf4": 2e11}, "fused_crossing_rows": {"int4a": 96},
+}  # fmt: skip
+
+
+def test_a_card_is_described_by_its_own_name_and_its_memory_by_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the names that NVIDIA's and AMD's drivers give."""
+    monkeypatch.chdir(tmp_path)
+    for name, shipped in {
+        "NVIDIA H100 80GB HBM3": "h100-80gb", "NVIDIA H200": "h200", "NVIDIA H20": "h20-96gb-x4", "NVIDIA L40S": "l40s",
+        "NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA GeForce RTX 3060": "rtx-3060", "AMD Instinct MI300X": "mi300x",
+        "NVIDIA GeForce RTX 4090": "rtx-4090", "NVIDIA GeForce RTX 3060 Ti": "rtx-3060", "Tesla T4": "rtx-4090",
+    }.items():  # fmt: skip
+        found = hardware.of_this_machine("cuda", Card(name, 33 * 10**9))
+        assert (found.name, found.device_bytes, found.measured) == (hardware.UNMEASURED, 33 * 10**9, False), name
+        assert found.decode_rate == hardware.load(shipped).decode_rate, name
+        assert found.peak_flops == hardware.load(shipped).peak_flops, name
+    assert hardware.of_this_machine("cpu", Card("NVIDIA H200", 1)).device_bytes == psutil.virtual_memory().total
+
+
+def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed form: the figures of the file in the description's units, and everything else as it was."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "gpu-facts-h100.json"
+    file.write_text(json.dumps(FACTS))
+    rough = hardware.load("h100-80gb")
+    found = hardware.load(file)
+    assert found.measured
+    assert not rough.measured
+    assert (found.name, found.device_bytes, found.noise_rate) == (FACTS["name"], 85 * 10**9, 2.5e11)
+    assert (found.host_to_device, found.device_to_host) == (Link(5.5e10, 2e-5), Link(5.2e10, 2e-5))
+    assert found.op_seconds == pytest.approx(60 * 6e-6)
+    assert found.update_rate == {"norm": 5e11}
+    rates = [found.decodes(codec) for codec in (Codec.INT4A, Codec.NF4, Codec.INT8)]
+    assert rates == [4e11, 2e11, rough.decode_rate]
+    assert (found.flops, found.memory_bandwidth, found.disk_read) == (rough.flops, rough.memory_bandwidth, rough.disk_read)
+    here = hardware.of_this_machine("cuda", Card(FACTS["name"], 80 * 10**9))
+    assert (here.name, here.noise_rate, here.host_bytes) == (FACTS["name"], 2.5e11, psutil.virtual_memory().total)
+    other = hardware.of_this_machine("cuda", Card("NVIDIA H200", 80 * 10**9))
+    assert other.name == hardware.UNMEASURED, "the figures are another card's"
+    source = "measured by blockwalk doctor"
+    measured = dataclasses.replace(rough, name="hardware", card="", device_bytes=7 * 10**9, source=source)
+    hardware.save(measured, hardware.HERE)
+    assert hardware.load("here") == hardware.of_this_machine("cuda", Card(FACTS["name"], 80 * 10**9))
+    assert hardware.load("here").noise_rate == 2.5e11
+    assert hardware.load("here").device_bytes == 7 * 10**9, "doctor knows what others leave"
+    again = tmp_path / "again.yaml"
+    hardware.save(hardware.load("here"), again)
+    assert dataclasses.replace(hardware.load(again), name=FACTS["name"]) == hardware.load("here")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "it names no card"),
+        ({"name": None}, "it names no card"),
+        ({"copy_up": -1}, "copy_up is -1; it must be a finite number"),
+        ({"noise_per_s": float("nan")}, "noise_per_s is nan"),
+        ({"noise_per_s": True}, "noise_per_s is True"),
+        ({"memory_bytes": "80GB"}, "memory_bytes is '80GB'"),
+        ({"decode_rate": 4e11}, "decode_rate is 4.*; it must be a mapping by codec"),
+        ({"decode_rate": {"int4a": "fast"}}, "decode_rate.int4a is 'fast'"),
+    ],
+)
+def test_figures_that_are_none_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "gpu-facts-h100.json"
+    file.write_text(json.dumps({**FACTS, **change}))
+    with pytest.raises(ValueError, match=message):
+        hardware.load(file)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"gpu-facts-h100\.json is damaged"):
+        facts_of(FACTS["name"], tmp_path)
+
+
+def test_figures_that_are_not_there_yet_leave_what_ships(tmp_path: Path) -> None:
+    """A script that was killed, or whose memory ran out, leaves some of them."""
+    file = tmp_path / "gpu-facts-h100.json"
+    file.write_text(json.dumps({"name": FACTS["name"], "copy_up": None, "decode_rate": {"nf4": None}}))
+    found, rough = hardware.load(file), hardware.load("h100-80gb")
+    changed = {each.name for each in dataclasses.fields(found) if getattr(found, each.name) != getattr(rough, each.name)}
+    assert changed == {"name", "source"}
+
+
+def test_a_plan_counts_on_a_part_of_an_accelerator_and_on_all_of_a_processor() -> None:
+    card, laptop = hardware.load("rtx-4090"), hardware.load("laptop")
+    assert (card.usable_bytes, card.host_room) == (int(0.92 * card.device_bytes), int(0.8 * card.host_bytes))
+    assert (laptop.usable_bytes, laptop.host_room) == (laptop.device_bytes, laptop.host_bytes)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.numerics import kernels
+from tests.support.messages import refused
 
 FAILED = subprocess.CalledProcessError(1, ["gcc", "main.c"])
 NONE = RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
@@ -21,7 +22,7 @@ def test_a_python_without_triton_is_told_what_to_install(monkeypatch: pytest.Mon
     for name in ("codecs", "noise", "products", "updates"):
         monkeypatch.delattr(kernels, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ImportError, match=r"pip install triton .*--device cpu"):
+    with refused(ImportError, "triton --device cpu"):
         kernels.loaded()
 
 

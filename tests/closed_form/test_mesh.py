@@ -22,6 +22,7 @@ from blockwalk.plan.mesh import (
     slice_of,
     work_axes,
 )
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -55,12 +56,12 @@ def test_slices_tile_the_buffer_and_nest(mesh: MeshSettings) -> None:
 
 
 def test_groups_that_do_not_nest_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pair has 2 ranks, which do not divide the 3 of node"):
+    with refused(ValueError, "pair 2 node 3"):
         make_axes(MeshSettings(groups=("pair=2",), world=6, ranks_per_node=3))
-    with pytest.raises(ValueError, match=r"many has 12 ranks, which do not divide the 6 of world"):
+    with refused(ValueError, "many 12 6 world"):
         make_axes(MeshSettings(groups=("many=12",), world=6, ranks_per_node=3))
     for wrong in ("pair", "pair=0", "=2", "node=2", "data=2", "pair=²", "a×b=2"):
-        with pytest.raises(ValueError, match=f"mesh.groups has '{wrong}'"):
+        with refused(ValueError, f"mesh.groups {wrong}"):
             make_axes(MeshSettings(groups=(wrong,), world=6, ranks_per_node=3))
 
 

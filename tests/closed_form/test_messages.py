@@ -21,6 +21,7 @@ from blockwalk.models.quantised import quantisation
 from blockwalk.plan.run_config import DataSettings
 from blockwalk.tiers.model_folder import safetensors, torch_file
 from tests.closed_form.test_chat import PLAIN, chat, tokenizer
+from tests.support.messages import refused
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
@@ -56,19 +57,19 @@ def _adapter(path: Path) -> None:
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / name).write_text(POINTER)
-    with pytest.raises(ValueError, match=rf"{name} is a git-lfs pointer, not the file: run git lfs pull"):
+    with refused(ValueError, f"{name} git-lfs pull"):
         read(tmp_path / name)
 
 
 def test_code_of_a_model_is_said_never_to_run(tmp_path: Path) -> None:
     auto_map = {"auto_map": {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", **auto_map}))
-    with pytest.raises(ValueError, match=r"needs code of its own .*never run") as refusal:
+    with refused(ValueError, "code") as refusal:
         load_config(tmp_path)
     assert "trust_remote_code" not in str(refusal.value)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", **auto_map}))
-    with pytest.raises(ValueError, match=r"the tokenizer needs code of its own .*never run.*tokenizer.json") as refusal:
+    with refused(ValueError, "code tokenizer.json") as refusal:
         load_tokenizer(tmp_path)
     assert "trust_remote_code" not in str(refusal.value)
 
@@ -78,7 +79,7 @@ def test_parts_without_their_index_are_named(tmp_path: Path, name: str, suffix: 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for number in (1, 2):
         (tmp_path / f"{name}-0000{number}-of-00002.{suffix}").write_bytes(b"")
-    with pytest.raises(ValueError, match=rf"{name}-00001-of-00002.{suffix} and 1 more.*\({name}.{suffix}.index.json\)"):
+    with refused(ValueError, f"{name}-00001-of-00002.{suffix} 1 {name}.{suffix}.index.json"):
         require_weights(tmp_path)
 
 
@@ -90,13 +91,13 @@ def test_a_source_without_records_is_named_with_its_setting(tmp_path: Path) -> N
     none = tmp_path / "none.jsonl"
     none.write_text('{"text": ""}\n')
     tokens = tokenizer(PLAIN)
-    with pytest.raises(ValueError, match=r"empty.jsonl \(data.train\): the data set is empty"):
+    with refused(ValueError, "empty.jsonl data.train empty"):
         training_set(DataSettings(train=(str(full), str(empty))), tokens)
-    with pytest.raises(ValueError, match=r"none.jsonl \(data.train\): none of 1 records has a token to learn"):
+    with refused(ValueError, "none.jsonl data.train 1 token"):
         training_set(DataSettings(train=str(none)), tokens)
-    with pytest.raises(ValueError, match=r"empty.jsonl.*the data set is empty.*data.eval"):
+    with refused(ValueError, "empty.jsonl data.eval"):
         held_out_set(DataSettings(train=str(full), eval=str(empty)), tokens, 0)
-    with pytest.raises(ValueError, match=r"none.jsonl \(data.eval\): none of 1 records"):
+    with refused(ValueError, "none.jsonl data.eval 1"):
         held_out_set(DataSettings(train=str(full), eval=str(none)), tokens, 0)
 
 
@@ -110,10 +111,10 @@ def test_text_in_another_encoding_names_the_file_and_the_way_out(
 ) -> None:
     file = tmp_path / f"train{suffix}"
     file.write_bytes(text.encode(encoding))
-    with pytest.raises(ValueError, match=rf"train{suffix}.*save (it|the file) as UTF-8"):
+    with refused(ValueError, f"train{suffix} UTF-8"):
         list(read_records(file))
     if (suffix, encoding) == (".jsonl", "latin-1"):
-        with pytest.raises(ValueError, match=r"train.jsonl line 2: not UTF-8 text"):
+        with refused(ValueError, "train.jsonl 2 UTF-8"):
             list(read_records(file))
 
 
@@ -121,10 +122,10 @@ def test_text_in_another_encoding_names_the_file_and_the_way_out(
 def test_a_tokenizer_that_is_cut_off_is_refused_in_a_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mistral"}))
     (tmp_path / "tekken.json").write_text(content)
-    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from tekken.json, which may be cut off"):
+    with refused(ValueError, "tokenizer tekken.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from tokenizer.json or tekken.json"):
+    with refused(ValueError, "tokenizer tokenizer.json tekken.json"):
         load_tokenizer(tmp_path)
 
 
@@ -140,5 +141,5 @@ def test_a_note_says_where_most_answers_lose_their_end() -> None:
 
 
 def test_a_missing_chat_template_names_what_does_work() -> None:
-    with pytest.raises(ValueError, match=r"or put a chat_template.jinja into the model's folder"):
+    with refused(ValueError, "data.chat_template"):
         encode([Record(chat("two"), "x")], tokenizer(""), max_length=None)

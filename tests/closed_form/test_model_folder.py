@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from blockwalk.models.folder import INDEX, STORE_INDEX, checkpoint_files, require_config, require_weights
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -40,14 +41,14 @@ def test_weights_are_one_file_or_those_of_the_index_or_a_block_store(tmp_path: P
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ((), "has no config.json; give the folder of a model"),
-        (("model.gguf",), r"model.gguf is no GGUF file: it does not begin with GGUF"),
-        (("config.json",), f"has neither model.safetensors nor {INDEX}, and no pytorch_model.bin$"),
-        (("config.json", INDEX, "part-2.safetensors"), r"incomplete: its index lists part-1.safetensors, which is not"),
+        ((), "config.json model"),
+        (("model.gguf",), "model.gguf GGUF"),
+        (("config.json",), f"model.safetensors {INDEX} pytorch_model.bin"),
+        (("config.json", INDEX, "part-2.safetensors"), "part-1.safetensors"),
     ],
 )
 def test_a_folder_that_is_no_whole_model(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         require_weights(write(tmp_path / "model", *files))
 
 
@@ -58,13 +59,10 @@ def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("weights.safetensors").touch()
     for name, message in (
-        (
-            "no-such/model-0.5B",
-            "no-such/model-0.5B, and as a name of the hub: HF_HUB_OFFLINE is set, and the cache does not",
-        ),
-        ("weights.safetensors", "weights.safetensors is a file; give the folder"),
-        ("no/such/folder", "there is no folder no/such/folder; give that of a downloaded model"),
+        ("no-such/model-0.5B", "no-such/model-0.5B HF_HUB_OFFLINE cache"),
+        ("weights.safetensors", "weights.safetensors"),
+        ("no/such/folder", "no/such/folder model"),
     ):
         for check in (require_config, require_weights, checkpoint_files):
-            with pytest.raises(ValueError, match=message):
+            with refused(ValueError, message):
                 check(name)

@@ -16,6 +16,7 @@ from blockwalk.report import card
 from blockwalk.system import atomic_files
 from blockwalk.train.loop import Outcome
 from blockwalk.train.metrics_log import MetricsLog
+from tests.support.messages import refused, says
 
 
 def examples(count: int) -> Encoded:
@@ -40,7 +41,7 @@ def test_epochs_are_as_many_as_were_set(count: int, size: int, epochs: float) ->
 
 @pytest.mark.parametrize("epochs", [0, -1.0, float("nan"), float("inf")])
 def test_epochs_that_are_no_number_of_times(epochs: float) -> None:
-    with pytest.raises(ValueError, match="epochs is"):
+    with refused(ValueError, "epochs"):
         RunConfig(epochs=epochs)
 
 
@@ -67,7 +68,7 @@ def test_a_card_does_not_say_that_a_changed_run_is_repeatable(tmp_path: Path) ->
     log.write({"step": 3, "changes": ["optimizer.learning_rate: 0.1 → 0.2"]})
     log.close()
     told = card._repeatable(tmp_path)
-    assert "after step 3 `optimizer.learning_rate: 0.1 → 0.2`" in told
+    says(told, "3 optimizer.learning_rate 0.1 0.2")
     assert "does not repeat" in told
 
 
@@ -88,7 +89,7 @@ def test_positions_that_were_not_learnt_are_refused(kind: str, positions: str, t
 
     AutoConfig.for_model(kind, **{positions: 32}).save_pretrained(tmp_path)
     require_positions(tmp_path, 32)
-    with pytest.raises(ValueError, match=r"33 tokens, and the model has learnt 32 positions.*lower data\.max_length"):
+    with refused(ValueError, "33 32 data.max_length"):
         require_positions(tmp_path, 33)
 
 

@@ -16,6 +16,7 @@ from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override, setting_names
 from blockwalk.train.config import from_mapping
 from tests.closed_form.test_program import toy
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -57,16 +58,16 @@ def test_a_group_whose_name_has_an_x_can_be_named(group: str, divider: str) -> N
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"prefetc": 1}, "unknown setting 'prefetc'; did you mean 'prefetch'"),
-        ({"prefetch.depth": 1}, "setting 'prefetch' has no parts; it was given depth"),
-        ({"optimizer.lr": 1}, "unknown setting 'optimizer.lr'; did you mean 'optimizer.learning_rate'"),
-        ({"optimizer": 3}, "optimizer takes a group of settings, such as optimizer.name, not 3"),
-        ({"prefetch": "deep"}, "prefetch is 'deep'; it takes a whole number"),
+        ({"prefetc": 1}, "prefetc prefetch"),
+        ({"prefetch.depth": 1}, "prefetch depth"),
+        ({"optimizer.lr": 1}, "optimizer.lr optimizer.learning_rate"),
+        ({"optimizer": 3}, "optimizer optimizer.name 3"),
+        ({"prefetch": "deep"}, "prefetch deep"),
         ({"recompute": "some"}, "recompute"),
     ],
 )
 def test_a_setting_that_is_none_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         override(method("plain"), given)
 
 
@@ -78,7 +79,7 @@ def test_every_name_that_is_listed_can_be_set() -> None:
             head, _, part = name.partition(".")
             value = getattr(plan, head)
             assert override(plan, {name: getattr(value, part) if part else value}) == plan, name
-    with pytest.raises(ValueError, match=r"unknown method 'mepb'; did you mean 'mebp'\?; known: .*zo2"):
+    with refused(ValueError, "method mepb mebp zo2"):
         method("mepb")
 
 
@@ -94,7 +95,7 @@ def test_names_that_were_probably_meant() -> None:
     """The nearest; else what other libraries call it; else the only one that ends so; else nothing."""
     known = setting_names()
     assert did_you_mean("lr", known) == "; did you mean 'optimizer.learning_rate'?"
-    assert did_you_mean("eps", known) == "; did you mean 'zo.epsilon'?"
+    assert did_you_mean("eps", known) == "; did you mean 'optimizer.eps'?"
     assert did_you_mean("optimizr.name", known) == "; did you mean 'optimizer.name'?"
     assert did_you_mean("betas", known) == "; did you mean 'optimizer.betas'?"
     assert did_you_mean("zzzzzz", known) == ""
@@ -104,23 +105,20 @@ def test_adapters_are_read_as_every_other_setting() -> None:
     given = {"rank": "8", "alpha": 16, "target_modules": "q_proj, v_proj", "options": {"use_rslora": True}}
     wanted = LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj", "v_proj"), options={"use_rslora": True})
     assert adapter_settings(given) == wanted
-    with pytest.raises(ValueError, match=r"unknown setting 'lora.rnk'; did you mean 'lora.rank'"):
+    with refused(ValueError, "lora.rnk lora.rank"):
         adapter_settings({"rnk": 8})
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (
-            {"num_virtual_tokens": 5, "init_weights": "text"},
-            "prefix.init_weights is 'text'; it must be tokens, random or zero",
-        ),
-        ({"num_virtual_tokens": 5, "rank": 8}, "unknown setting 'prefix.rank'"),
-        ({"target_modules": []}, "lora.target_modules is empty; name some, or set lora.options"),
+        ({"num_virtual_tokens": 5, "init_weights": "text"}, "prefix.init_weights text tokens random zero"),
+        ({"num_virtual_tokens": 5, "rank": 8}, "prefix.rank"),
+        ({"target_modules": []}, "lora.target_modules lora.options"),
     ],
 )
 def test_adapters_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         adapter_settings(wrong)
 
 
@@ -138,29 +136,26 @@ def test_what_is_trained(given: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        *(({name: -1}, f"{name} is -1; it must be at least 0") for name in ("max_steps", "eval_every", "save_every")),
-        *(({name: 0}, f"{name} is 0; it must be at least 1") for name in ("keep_checkpoints", "log_every")),
-        ({"start_timeout": 0.0}, "start_timeout is 0.0; it must be above 0 seconds"),
-        ({"data": DataSettings(eval_limit=-1)}, "data.eval_limit is -1"),
-        ({"data": DataSettings(max_length=1)}, "data.max_length is 1; it must be at least 2"),
-        ({"data": DataSettings(label_scores="max")}, "data.label_scores is 'max'; it must be mean or sum"),
-        ({"data": DataSettings(padding_multiple=0)}, "data.padding_multiple is 0"),
-        ({"prefix": PrefixSettings(-1)}, "prefix.num_virtual_tokens is -1; it must be at least 0"),
-        ({"prefix": PrefixSettings(5), "lora": LoraSettings()}, "prefix and lora are both given"),
-        (
-            {"prefix": PrefixSettings(5), "data": DataSettings(packing=True)},
-            "data.packing begins positions anew in a row, which no prefix allows",
-        ),
-        ({"data": DataSettings(label_words=("a", "b"))}, "needs both data.template and data.label_words"),
-        ({"batch_size": 9, "plan": method("plain", gradient_accumulation_steps=2)}, "steps=2 does not divide"),
+        *(({name: -1}, f"{name} -1 0") for name in ("max_steps", "eval_every", "save_every")),
+        *(({name: 0}, f"{name} 0 1") for name in ("keep_checkpoints", "log_every")),
+        ({"start_timeout": 0.0}, "start_timeout 0.0 0"),
+        ({"data": DataSettings(eval_limit=-1)}, "data.eval_limit -1"),
+        ({"data": DataSettings(max_length=1)}, "data.max_length 1 2"),
+        ({"data": DataSettings(label_scores="max")}, "data.label_scores max mean sum"),
+        ({"data": DataSettings(padding_multiple=0)}, "data.padding_multiple 0"),
+        ({"prefix": PrefixSettings(-1)}, "prefix.num_virtual_tokens -1 0"),
+        ({"prefix": PrefixSettings(5), "lora": LoraSettings()}, "prefix lora"),
+        ({"prefix": PrefixSettings(5), "data": DataSettings(packing=True)}, "data.packing prefix"),
+        ({"data": DataSettings(label_words=("a", "b"))}, "data.template data.label_words"),
+        ({"batch_size": 9, "plan": method("plain", gradient_accumulation_steps=2)}, "gradient_accumulation_steps=2 9"),
         (
             {"batch_size": 6, "plan": method("distzo2", mesh={"world": 4, "data": 4})},
-            "mesh.data=4 parts of gradient_accumulation_steps=1 micro-batches do not divide",
+            "mesh.data=4 gradient_accumulation_steps=1",
         ),
     ],
 )
 def test_a_run_with_one_setting_out_of_range_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         RunConfig(**wrong)
 
 

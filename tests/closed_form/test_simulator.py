@@ -22,6 +22,7 @@ from blockwalk.simulate.hardware import Curve, Hardware, Link
 from blockwalk.simulate.seconds import CostModel
 from tests.given import costs as costs_of
 from tests.given import decoder
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.fast
 
@@ -193,7 +194,7 @@ def test_a_description_of_another_make_says_what_to_do(tmp_path: Path) -> None:
     hardware.save(hardware.load("laptop"), tmp_path / "old.yaml")
     text = (tmp_path / "old.yaml").read_text().replace("start_seconds: {}", "start_seconds: 3.5e-06")
     (tmp_path / "old.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"start_seconds is .*must be a mapping.*doctor"):
+    with refused(ValueError, "start_seconds mapping doctor"):
         hardware.load(tmp_path / "old.yaml")
 
 
@@ -255,7 +256,7 @@ def test_every_description_that_ships_is_read_back_as_it_was_written(tmp_path: P
         machine = hardware.load(name)
         hardware.save(machine, tmp_path / "hardware.yaml")
         assert hardware.load(tmp_path / "hardware.yaml") == machine
-    with pytest.raises(ValueError, match="did you mean 'laptop'"):
+    with refused(ValueError, "laptop"):
         hardware.load("labtop")
 
 
@@ -343,7 +344,7 @@ def test_ranks_that_wait_for_each_other_are_a_defect_of_the_compiler() -> None:
         for unit in units:
             draft.op(OpKind.REDUCE, unit, Lane.INTRA, axes=("node",))
         programs.append(dataclasses.replace(ranks_of(1)[0], ops=tuple(draft.ops)))
-    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] wait for each other"):
+    with refused(AssertionError, "0 1"):
         simulator.schedule(programs, lambda op: 1.0)
 
 

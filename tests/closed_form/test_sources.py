@@ -23,6 +23,7 @@ from blockwalk.train import config
 from blockwalk.train.progress import Progress
 from tests.closed_form import test_data
 from tests.closed_form.test_data import jsonl
+from tests.support.messages import refused
 
 REAL = Path(os.environ.get("BLOCKWALK_REAL", Path(__file__).resolve().parents[3] / "shared" / "real"))
 DEMO = REAL / "llamafactory-demo"
@@ -85,34 +86,30 @@ def test_columns_are_named_anew(tmp_path: Path) -> None:
     (record,) = read_records(file, columns=["prompt = question", "completion=answer"])
     assert (record.text("prompt"), record.text("completion")) == ("1+1", "2")
     for columns, message in (
-        (["prompt"], r"data.columns holds 'prompt'; field=column is expected"),
-        (["prompt=asked"], r"d.jsonl line 1: no column 'asked' \(data.columns\); it has 'question', 'answer'"),
+        (["prompt"], "data.columns prompt field=column"),
+        (["prompt=asked"], "d.jsonl 1 asked data.columns question answer"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, message):
             next(read_records(file, columns=columns))
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (
-            "d.json",
-            '{\n "a": 1\n}',
-            "d.json line 1: not JSON: .*an object on each line is expected, or one array of objects",
-        ),
-        ("d.json", '[{"a": 1},', "d.json cannot be read as json: .*line 1 column 11"),
-        ("d.json", "[1]", "d.json record 1: expected a JSON object, not int"),
-        ("d.csv", "text,label\na,b,c\n", "d.csv record 1: 1 cells more than the header has; quote texts with commas"),
-        ("d.csv", "text\n\xff\n", r"d.csv is not UTF-8 text \(byte 0xff at 5: .*\): save it as UTF-8"),
-        ("d.txt", "\xff", r"d.txt is not UTF-8 text \(byte 0xff at 0: .*\): save it as UTF-8"),
-        ("d.parquet", "PAR1abc", "d.parquet cannot be read as parquet: .*7 bytes"),
+        ("d.json", '{\n "a": 1\n}', "d.json 1 JSON"),
+        ("d.json", '[{"a": 1},', "d.json 1 11"),
+        ("d.json", "[1]", "d.json 1 JSON"),
+        ("d.csv", "text,label\na,b,c\n", "d.csv 1 header"),
+        ("d.csv", "text\n\xff\n", "d.csv UTF-8 0xff 5"),
+        ("d.txt", "\xff", "d.txt UTF-8 0xff 0"),
+        ("d.parquet", "PAR1abc", "d.parquet 7"),
     ],
 )
 def test_a_broken_file_is_named_with_what_is_expected(tmp_path: Path, name: str, text: str, message: str) -> None:
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         list(read_records(tmp_path / name))
 
 
@@ -130,10 +127,7 @@ def test_a_hub_name_is_read_by_datasets_and_its_records_are_named(monkeypatch: p
     first, second = read_records("owner/cards", split="test", subset="easy", columns=["prompt=text"])
     assert asked == [("owner/cards", "easy", "test")]
     assert (first.text("prompt"), second.where) == ("a", "owner/cards[test] row 2")
-    expected = (
-        r"nobody/nothing: neither a file nor a data set that the hub gave \(split 'train' .* the hub is not there"
-    )
-    with pytest.raises(ValueError, match=expected):
+    with refused(ValueError, "nobody/nothing hub train", "the hub is not there"):
         next(read_records("nobody/nothing"))
 
 
@@ -181,44 +175,35 @@ def test_the_columns_tell_the_format(fields: dict[str, Any], kind: Format) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"conversations": [], "chosen": {}, "rejected": {}},
-            "a pair to prefer.*; data.format: sharegpt learns the chosen",
-        ),
-        (
-            {"instruction": "", "chosen": "", "rejected": ""},
-            r"a pair to prefer.*data.columns: \[output=chosen\] learns",
-        ),
-        ({"messages": [], "label": True}, "none is held back here; data.format: messages learns every answer"),
-        ({"question": "", "answer": ""}, r"found 'question', 'answer'. data.columns names columns that hold them"),
+        ({"conversations": [], "chosen": {}, "rejected": {}}, "data.format sharegpt"),
+        ({"instruction": "", "chosen": "", "rejected": ""}, "data.columns output=chosen"),
+        ({"messages": [], "label": True}, "data.format messages"),
+        ({"question": "", "reply": ""}, "question reply data.columns"),
     ],
 )
 def test_detection_names_the_setting_that_reads_the_file(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"f record 1: .*{message}"):
+    with refused(ValueError, f"f 1 {message}"):
         detect_format(Record(fields, "f record 1"))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"conversations": [{"from": "gpt"}]}, r"field 'conversations'\[0\]: 'content' must be a string, not NoneType"),
-        ({"conversations": [{"from": "function_call", "value": "f()"}]}, r"\[0\]: a function_call must be JSON"),
-        ({"conversations": [{"from": "gpt", "value": ""}], "tools": "x"}, "field 'tools' must be a list, or JSON text"),
-        (
-            {"instruction": "a", "output": "b", "history": ["c"]},
-            "field 'history' must be a list of .instruction, output. pairs",
-        ),
-        ({"instruction": "a", "input": 1, "output": "b"}, "field 'input' must be a string, not int"),
-        ({"instruction": "a"}, r"no field 'output'; it has 'instruction' \(data.columns: \[output=COLUMN\]"),
+        ({"conversations": [{"from": "gpt"}]}, "conversations [0] content NoneType"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "[0] function_call JSON"),
+        ({"conversations": [{"from": "gpt", "value": ""}], "tools": "x"}, "tools list JSON"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "history instruction output"),
+        ({"instruction": "a", "input": 1, "output": "b"}, "input string int"),
+        ({"instruction": "a"}, "output instruction data.columns output=COLUMN"),
     ],
 )
 def test_a_wrong_record_is_named_with_its_field(chat: Any, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"f line 8: .*{message}"):
+    with refused(ValueError, f"f 8 {message}"):
         encode([Record(fields, "f line 8")], chat, max_length=9)
 
 
 def test_a_format_that_needs_a_template_says_so(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="x: format sharegpt needs a chat template, and the tokenizer has none"):
+    with refused(ValueError, "x sharegpt template"):
         encode([Record({"conversations": [{"from": "gpt", "value": "a"}]}, "x")], tokenizer, max_length=9)
 
 
@@ -269,7 +254,7 @@ def test_settings_take_sources_and_weights() -> None:
     run = config.from_mapping({"data": {"train": ["a.json", "b.csv"], "weights": "0.7, 0.3"}})
     assert (run.data.train, run.data.weights) == (("a.json", "b.csv"), (0.7, 0.3))
     assert config.load(None, [("data.train", "some/a, b.json")]).data.train == ("some/a", "b.json")
-    with pytest.raises(ValueError, match=r"data.weights is \[1.0\]; data.train has 2 sources"):
+    with refused(ValueError, "data.weights 1.0 data.train 2"):
         RunConfig(data=DataSettings(train=("a", "b"), weights=(1.0,)))
 
 
@@ -302,7 +287,7 @@ def test_demos_of_llama_factory_are_read_as_they_are(chat: Any) -> None:
     assert text.startswith(f"<user>{first['instruction']}<assistant>{first['output'][:40]}")
     for name, kind in (("dpo_en_demo", Format.SHAREGPT), ("kto_en_demo", Format.MESSAGES)):
         records = list(read_records(DEMO / f"{name}.json"))
-        with pytest.raises(ValueError, match=f"data.format: {kind} learns"):
+        with refused(ValueError, f"data.format {kind}"):
             encode(records, chat, max_length=64)
         rows = encode(records, chat, max_length=None, format=kind)
         assert rows.report.records == len(records)

@@ -27,6 +27,7 @@ from blockwalk.tiers.block_store.store import DATA_START, HEADER_PAGE, BlockStor
 from blockwalk.tiers.block_store.writable import WritableStore
 from blockwalk.tiers.block_store.writer import write_store
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
+from tests.support.messages import refused
 from tests.support.writable import writable_store as make_writable
 
 BLOCK, FUSED, NORM, HEAD = "layer.0.weight", "layer.0.experts", "layer.0.norm", "head.weight"
@@ -233,7 +234,7 @@ def test_pages_are_asked_for_and_given_back_by_name(store: Path) -> None:
     assert torch.equal(opened.weights([NORM])[NORM], before)
     with pytest.raises(KeyError):
         opened.weights(["absent"])
-    with pytest.raises(ValueError, match=r"has shape \(40,\), the buffer given has \(41,\)"):
+    with refused(ValueError, "40 41"):
         opened.read_into(NORM, torch.empty(41))
 
 
@@ -258,7 +259,7 @@ def test_every_single_flipped_bit_is_found(store: Path) -> None:
             file.seek(position)
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         for read in (BlockStore.verify, lambda store, name=param.name: store.weights([name])):
-            with pytest.raises(atomic_files.Damaged, match=f"checksums differ for {param.name} in unit-00001.bin"):
+            with refused(atomic_files.Damaged, f"{param.name} unit-00001.bin"):
                 read(BlockStore(store))
         with open(store / unit.file, "r+b") as file:
             file.seek(position)
@@ -272,21 +273,21 @@ def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path)
     whole = unit.read_bytes()
 
     unit.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=r"unit-00001\.bin is truncated"):
+    with refused(ValueError, "unit-00001.bin truncated"):
         BlockStore(store)
     unit.write_bytes(b"\x00" * len(whole))
-    with pytest.raises(ValueError, match="does not start with BLKWUNIT"):
+    with refused(ValueError, "BLKWUNIT"):
         BlockStore(store)
     unit.write_bytes(whole[:30] + bytes([whole[30] ^ 1]) + whole[31:])
-    with pytest.raises(ValueError, match="neither of its headers is whole"):
+    with refused(ValueError, "headers"):
         BlockStore(store)
     other = unpack_header(whole)
     assert other is not None
     unit.write_bytes(replace(other, unit=2).pack() + whole[len(other.pack()) :])
-    with pytest.raises(ValueError, match="is not unit 1 of this store"):
+    with refused(ValueError, "unit 1"):
         BlockStore(store)
     unit.unlink()
-    with pytest.raises(ValueError, match=r"incomplete: unit-00001\.bin \(block 0\) is missing"):
+    with refused(ValueError, "unit-00001.bin 0 missing"):
         BlockStore(store)
     unit.write_bytes(whole)
     BlockStore(store).close()
@@ -301,21 +302,21 @@ def test_damaged_stores_are_refused_with_the_reason(store: Path, tmp_path: Path)
     ):
         assert damaged != text
         (store / "store.json").write_text(damaged)
-        with pytest.raises(atomic_files.Damaged, match=r"store\.json is damaged"):
+        with refused(atomic_files.Damaged, "store.json damaged"):
             BlockStore(store)
     (store / "store.json").write_text(text)
     value = atomic_files.read_sealed(store / "store.json")
     for changes, message in (
-        ({"format": "zip"}, "no block store's"),
+        ({"format": "zip"}, "block store's"),
         ({"version": 7}, "version 7"),
         ({"codec_version": 9}, "codec version 9"),
-        ({"codec": "int3"}, "is damaged: ValueError"),
-        ({"units": None}, "is damaged: TypeError"),
+        ({"codec": "int3"}, "damaged ValueError"),
+        ({"units": None}, "damaged TypeError"),
     ):
         atomic_files.write_sealed(store / "store.json", {**value, **changes})
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, message):
             BlockStore(store)
-    with pytest.raises(ValueError, match=r"has no store\.json"):
+    with refused(ValueError, "store.json"):
         BlockStore(tmp_path)
 
 
@@ -323,21 +324,21 @@ def test_a_failed_pack_leaves_nothing(tmp_path: Path) -> None:
     """Oracle: the folder's listing."""
     source, spec = toy()
     source.tensors[HEAD][3, 3] = float("nan")
-    with pytest.raises(ValueError, match=r"head\.weight, row 3 holds a value that is not finite"):
+    with refused(ValueError, "head.weight row 3 finite"):
         write_store(tmp_path / "store", source, spec, Codec.INT4)
     assert list(tmp_path.iterdir()) == []
 
     (tmp_path / "store").mkdir()
-    with pytest.raises(ValueError, match="exists already"):
+    with refused(ValueError, "exists"):
         write_store(tmp_path / "store", *toy(), Codec.INT4)
     del source.tensors[BLOCK]
-    with pytest.raises(ValueError, match=f"lacks 1 parameters: {BLOCK}"):
+    with refused(ValueError, f"1 {BLOCK}"):
         write_store(tmp_path / "other", source, spec, Codec.INT4)
     huge = ParamSpec("huge", (1 << 30, 1 << 20), "float32")
     source, spec = toy()
     source.tensors["huge"] = torch.empty(1, device="meta").expand(huge.shape)
     spec = replace(spec, blocks=(UnitSpec("block 0", "block", (huge,)),))
-    with pytest.raises(ValueError, match=r"needs 4503599\.\d+ GB"):
+    with refused(ValueError, "GB"):
         write_store(tmp_path / "other", source, spec, Codec.RAW)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
@@ -436,7 +437,7 @@ def test_a_damaged_generation_counts_as_not_written(tmp_path: Path) -> None:
     newest[unit.area_offset(1) + unit.nbytes // 2] ^= 1
     for data in (newest, bytes([*packed[: DATA_START + 9], packed[DATA_START + 9] ^ 1, *packed[DATA_START + 10 :]])):
         file.write_bytes(data)
-        with pytest.raises(atomic_files.Damaged, match=r"unit-00001\.bin is damaged: .* rebuild it from the ledger"):
+        with refused(atomic_files.Damaged, "unit-00001.bin damaged ledger"):
             WritableStore(tmp_path / "store")
 
 
@@ -539,10 +540,10 @@ def test_killed_at_random_moments(sync: bool, direct: bool, tmp_path: Path, monk
 
 def test_a_store_is_written_by_one_at_a_time(store: Path, tmp_path: Path) -> None:
     """Oracle: the lock, which goes with its holder."""
-    with pytest.raises(ValueError, match="packed for reading only"):
+    with refused(ValueError, "reading"):
         WritableStore(store)
     first = writable(tmp_path / "writable")
-    with pytest.raises(ValueError, match="open for writing already"):
+    with refused(ValueError, "open|opened writing"):
         WritableStore(tmp_path / "writable")
     first.close()
     WritableStore(tmp_path / "writable").close()

@@ -16,6 +16,7 @@ from blockwalk.data.tasks import TASKS, demonstrations, part_of
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from tests.closed_form import test_data
 from tests.closed_form.test_data import jsonl
+from tests.support.messages import refused
 
 tokenizer = test_data.tokenizer
 NO_YES = ("No", "Yes")
@@ -105,7 +106,7 @@ def test_the_prompt_and_the_candidates_of_a_task(name: str) -> None:
     for missing in fields:
         if missing in ("label", "coarse_label", "answers", "answers_spans", "entities"):
             without = {key: value for key, value in fields.items() if key != missing}
-            with pytest.raises(ValueError, match=r"^x: "):
+            with refused(ValueError, "x:"):
                 TASKS[name].question(Record(without, "x"))
 
 
@@ -144,7 +145,7 @@ def test_the_split_is_the_originals() -> None:
     assert numbers("known")[:32] == order[:32]
     few = part_of(records[:600], settings, "train", "x")
     assert len(few) == 100
-    with pytest.raises(ValueError, match=r"x has 250 records, which data.task_dev=500 takes all"):
+    with refused(ValueError, "x 250 data.task_dev=500"):
         part_of(records[:250], settings, "train", "x")
 
 
@@ -160,7 +161,7 @@ def test_a_local_file_stands_in_for_the_hub(tmp_path: Path, tokenizer: Any) -> N
     held_out, count = held_out_set(settings, tokenizer, 0)
     assert isinstance(held_out, Choices)
     assert (count, sorted(np.diff(held_out.firsts).tolist())) == (2, [2, 3])
-    with pytest.raises(ValueError, match=r"records have from 2 to 3 candidates.*zo.objective: loss"):
+    with refused(ValueError, "2 3 zo.objective loss"):
         training_set(settings, tokenizer, every_word=True).classes  # type: ignore[union-attr]  # noqa: B018
     shown, _ = held_out_set(DataSettings(**{**vars_of(settings), "shots": 1}), tokenizer, 0)
     assert isinstance(shown, Choices)
@@ -185,15 +186,15 @@ def test_generated_tasks_have_prompts_and_answers(tmp_path: Path, tokenizer: Any
 
 
 def test_settings_of_tasks_that_make_no_sense_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"data.task is 'sst'; did you mean 'sst\d'\?; known: sst2, "):
+    with refused(ValueError, "data.task sst sst2"):
         training_set(DataSettings(task="sst"), tokenizer)
     for settings, message in (
-        (DataSettings(task="sst2", template="{a} {label}", label_words=("a", "b")), "brings its own prompt"),
-        (DataSettings(task="sst2", task_part="train"), "it must be test or dev"),
-        (DataSettings(shots=3), "needs questions"),
-        (DataSettings(task="sst2", task_dev=-1), "data.task_dev is -1"),
+        (DataSettings(task="sst2", template="{a} {label}", label_words=("a", "b")), "prompt"),
+        (DataSettings(task="sst2", task_part="train"), "test dev"),
+        (DataSettings(shots=3), "questions"),
+        (DataSettings(task="sst2", task_dev=-1), "data.task_dev -1"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError, message):
             RunConfig(data=settings)
 
 

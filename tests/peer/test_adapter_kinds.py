@@ -15,6 +15,7 @@ from blockwalk.plan.methods import method
 from blockwalk.program.program import OpKind, Shape, StepKind
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -124,27 +125,17 @@ def test_a_start_that_changes_the_base_is_taken_as_peft_made_it(start: str, tmp_
 @pytest.mark.parametrize(
     ("tied", "plan", "options", "words"),
     [
-        (
-            True,
-            "plain",
-            {"modules_to_save": ["lm_head"]},
-            "model.embed_tokens.weight is the other; set ensure_weight_tying",
-        ),
-        (
-            False,
-            "plain",
-            {"modules_to_save": ["lm_haed"]},
-            "has lm_haed, and no module's name ends so; did you mean 'lm_head'",
-        ),
-        (False, "plain", {"init_lora_weights": "pissa"}, "give the Walker the model that PEFT makes"),
-        (False, "mezo", {"use_dora": True}, "int8, and DoRA's magnitudes begin as their norms"),
+        (True, "plain", {"modules_to_save": ["lm_head"]}, "model.embed_tokens.weight ensure_weight_tying"),
+        (False, "plain", {"modules_to_save": ["lm_haed"]}, "lm_haed lm_head"),
+        (False, "plain", {"init_lora_weights": "pissa"}, "model PEFT"),
+        (False, "mezo", {"use_dora": True}, "int8 DoRA's|DoRA"),
     ],
 )
 def test_refused(tied: bool, plan: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     """Oracle: the names of the parameters."""
     tiny_model("llama", tied=tied).save_pretrained(tmp_path / "model")
     chosen = method(plan, frozen="disk × int8") if plan == "mezo" else method(plan)
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, words):
         Walker(tmp_path / "model", chosen, lora={"options": options}, workdir=tmp_path / "work", device="cpu")
     assert not list((tmp_path / "work").rglob("*.blocks*")), "nothing was packed"
 
@@ -167,7 +158,7 @@ def test_norms_are_trained_over_codes(tmp_path: Path) -> None:
 def test_copies_in_memory_are_refused() -> None:
     """Oracle: the name of the field."""
     model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=LLAMA, modules_to_save=["lm_head"]))
-    with pytest.raises(ValueError, match="trains a copy of what its modules_to_save names; give the plain model"):
+    with refused(ValueError, "modules_to_save"):
         Walker(model, method("plain"), device="cpu")
 
 
@@ -177,7 +168,7 @@ def test_modules_of_a_packed_model_are_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     with Walker(tmp_path / "model", method("mebp"), training=False, workdir=tmp_path / "work", device="cpu"):
         (store,) = (tmp_path / "work").iterdir()
-    with pytest.raises(ValueError, match=r"int4a, and lora.options.modules_to_save trains lm_head.weight"):
+    with refused(ValueError, "int4a lora.options.modules_to_save lm_head.weight"):
         Walker(store, method("mebp"), lora=HEAD, device="cpu")
 
 

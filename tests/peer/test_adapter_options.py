@@ -16,6 +16,7 @@ from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.plan.methods import method
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 
 def test_lora_plus_is_that_of_peft() -> None:
@@ -59,16 +60,12 @@ def test_noise_on_embeddings_is_that_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        (
-            "mezo",
-            {"optimizer": {"lora_b_ratio": 4.0}},
-            "a ledger has one learning rate a step; set optimizer.lora_b_ratio: 1",
-        ),
-        ("zero3", {"optimizer": {"lora_b_ratio": 4.0}, "mesh": {"world": 2}}, "in which A and B are one"),
-        ("zo2", {"neftune_noise_alpha": 5.0}, "a step's losses must differ by its perturbation alone"),
-        ("plain", {"neftune_noise_alpha": -1.0}, "neftune_noise_alpha is -1.0; it must be at least 0"),
+        ("mezo", {"optimizer": {"lora_b_ratio": 4.0}}, "ledger optimizer.lora_b_ratio 1"),
+        ("zero3", {"optimizer": {"lora_b_ratio": 4.0}, "mesh": {"world": 2}}, "A B"),
+        ("zo2", {"neftune_noise_alpha": 5.0}, "perturbation"),
+        ("plain", {"neftune_noise_alpha": -1.0}, "neftune_noise_alpha -1.0 0"),
     ],
 )
 def test_refused(name: str, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, words):
         method(name, **settings)

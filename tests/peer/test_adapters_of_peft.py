@@ -21,6 +21,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from tests.autograd.test_vision_tower import batch_of_text, make
 from tests.models import random_batch, tiny_model
+from tests.support.messages import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -154,9 +155,9 @@ def test_names_of_older_models_with_pictures_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base_settings", "settings", "words"),
     [
-        ({"tied": True}, COPIES, "two different copies of one weight, model.embed_tokens.weight and lm_head.weight"),
-        ({"tied": True}, {"modules_to_save": ["lm_head"]}, "one of two tied weights"),
-        ({"attention_bias": True}, {"bias": "all"}, "trained with bias = 'all'"),
+        ({"tied": True}, COPIES, "model.embed_tokens.weight lm_head.weight"),
+        ({"tied": True}, {"modules_to_save": ["lm_head"]}, "tied"),
+        ({"attention_bias": True}, {"bias": "all"}, "bias all"),
     ],
 )
 def test_what_changes_the_model_itself_is_merged(
@@ -165,7 +166,7 @@ def test_what_changes_the_model_itself_is_merged(
     """It cannot be walked beside its base; the message says what can be done, and that has PEFT's loss."""
     base = base_in(tmp_path, **base_settings)
     adapter, expected = saved_by_peft(base, **settings)
-    with pytest.raises(ValueError, match=words) as error:
+    with refused(ValueError, words) as error:
         walked(base, adapter, random_batch())
     assert f"blockwalk merge MODEL {adapter} OUT" in str(error.value)
     assert merged(base, adapter) == pytest.approx(expected, abs=2e-6)
@@ -179,9 +180,7 @@ def test_copies_of_other_weights_are_refused(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["base_model.model.lm_head.base_layer.weight"] += 0.01
     save_file(tensors, file)
-    with pytest.raises(
-        ValueError, match=r"holds lm_head.weight with other values than this model's. .*blockwalk merge"
-    ):
+    with refused(ValueError, "lm_head.weight merge"):
         walked(base, adapter, random_batch())
     expected = loss_of(PeftModel.from_pretrained(from_base(base), adapter), random_batch())
     assert merged(base, adapter) == pytest.approx(expected, abs=2e-6)
@@ -191,9 +190,9 @@ def test_copies_of_other_weights_are_refused(tmp_path: Path) -> None:
 def test_a_resized_vocabulary_is_told_with_its_sizes(settings: dict[str, Any], tmp_path: Path) -> None:
     base = base_in(tmp_path)
     adapter, _ = saved_by_peft(base, rows=104, **settings)
-    with pytest.raises(ValueError, match=r"\[104, 32\] in .* and \[101, 32\] in this model.*vocabulary was resized"):
+    with refused(ValueError, "104 101 32 resized"):
         walked(base, adapter, random_batch())
-    with pytest.raises(ValueError, match=r"\(101, 32\) in the model and \(104, 32\) in the adapter.*resized"):
+    with refused(ValueError, "101 104 32 resized"):
         merge(base, adapter, tmp_path / "merged")
 
 
@@ -205,9 +204,7 @@ def test_tied_factors_that_differ_are_refused(tmp_path: Path) -> None:
     tied = loss_of(PeftModel.from_pretrained(from_base(base), adapter), random_batch())
     assert abs(tied - apart) > 1e-3
     for reader in (lambda: walked(base, adapter, random_batch()), lambda: merge(base, adapter, tmp_path / "merged")):
-        with pytest.raises(
-            ValueError, match=r"ensure_weight_tying, and its LoRA of model.embed_tokens is not that of lm_head"
-        ):
+        with refused(ValueError, "ensure_weight_tying LoRA model.embed_tokens lm_head"):
             reader()
 
 
@@ -217,25 +214,25 @@ def test_tied_factors_are_not_trained(tmp_path: Path) -> None:
     in_memory = get_peft_model(from_base(base), LoraConfig(r=2, task_type="CAUSAL_LM", **TIED_LORA))
     settings = LoraSettings(rank=2, target_modules=tuple(BOTH), options={"ensure_weight_tying": True})
     for model, lora in ((base, settings), (base, adapter), (in_memory, None)):
-        with pytest.raises(ValueError, match="which the walk cannot train as one; leave ensure_weight_tying out"):
+        with refused(ValueError, "ensure_weight_tying"):
             Walker(model, method("plain"), lora=lora, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        ({"target_modules": ["q_proj", "vproj"]}, "lora.target_modules has 'vproj', .*did you mean 'v_proj'"),
-        ({"target_modules": ["qproj"]}, "lora.target_modules has 'qproj', .*linear layers are down_proj, gate_proj"),
-        ({"target_modules": "layers.*q_prj"}, "lora.target_modules is 'layers.*q_prj', a pattern for whole names"),
-        ({"options": {"exclude_modules": ["down_prj"]}}, "lora.options.exclude_modules has 'down_prj'"),
-        ({"options": {"layers_to_transform": [0, 9]}, "target_modules": ["q_proj"]}, "layers_to_transform has 9"),
-        ({"options": {"rank_pattern": {"q_prj": 2}}}, "lora.options.rank_pattern has 'q_prj'"),
-        ({"options": {"alpha_pattern": {"lm_head": 2}}}, "lora.options.alpha_pattern has 'lm_head'"),
+        ({"target_modules": ["q_proj", "vproj"]}, "lora.target_modules vproj v_proj"),
+        ({"target_modules": ["qproj"]}, "lora.target_modules qproj down_proj gate_proj"),
+        ({"target_modules": "layers.*q_prj"}, "lora.target_modules layers.*q_prj"),
+        ({"options": {"exclude_modules": ["down_prj"]}}, "lora.options.exclude_modules down_prj"),
+        ({"options": {"layers_to_transform": [0, 9]}, "target_modules": ["q_proj"]}, "layers_to_transform 9"),
+        ({"options": {"rank_pattern": {"q_prj": 2}}}, "lora.options.rank_pattern q_prj"),
+        ({"options": {"alpha_pattern": {"lm_head": 2}}}, "lora.options.alpha_pattern lm_head"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused(lora: dict[str, Any], words: str) -> None:
     """Oracle: PEFT passes over it, and trains another number of adapters than was meant."""
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, words):
         Walker(tiny_model("llama"), method("plain"), lora=lora, device="cpu")
 
 
@@ -250,9 +247,9 @@ def test_names_that_peft_renames_mean_something() -> None:
 def test_dropout_under_zeroth_order_is_refused() -> None:
     for name in ("mezo", "zo2"):
         lora = LoraSettings(rank=2, dropout=0.1)
-        with pytest.raises(ValueError, match=r"lora.dropout is 0.1, and method .* set lora.dropout: 0"):
+        with refused(ValueError, "lora.dropout 0.1 method 0"):
             Walker(tiny_model("llama"), method(name), lora=lora, device="cpu")
-        with pytest.raises(ValueError, match=r"lora.dropout is 0.1"):
+        with refused(ValueError, "lora.dropout 0.1"):
             RunConfig("model", plan=method(name), lora=lora)
 
 
@@ -260,12 +257,12 @@ def test_lora_bias_without_a_bias_is_told(tmp_path: Path) -> None:
     base = base_in(tmp_path)
     adapter, expected = saved_by_peft(base, lora_bias=True)
     assert walked(base, adapter, random_batch()) == pytest.approx(expected, abs=2e-6)
-    with pytest.raises(ValueError, match=r"has lora_bias, a bias for model.layers.0.self_attn.q_proj, which has none"):
+    with refused(ValueError, "lora_bias model.layers.0.self_attn.q_proj"):
         merge(base, adapter, tmp_path / "merged")
 
 
 def test_the_folder_of_a_run_is_told_from_its_adapter(tmp_path: Path) -> None:
     base = base_in(tmp_path)
     adapter, _ = saved_by_peft(base)
-    with pytest.raises(ValueError, match=f"did you mean {adapter}"):
+    with refused(ValueError, f"{adapter}"):
         walked(base, tmp_path, random_batch())

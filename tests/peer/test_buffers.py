@@ -19,6 +19,7 @@ from blockwalk.engine.pack import pack
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.placement import Codec
 from tests.models import random_batch
+from tests.support.messages import refused, warned
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -172,7 +173,7 @@ def test_what_a_model_in_memory_does_not_train(frozen: str, tmp_path: Path) -> N
         assert walker.gradients(random_batch()).keys() == walker.engine.trained.masters.keys() == expected
     if frozen != "device":
         model.register_parameter("added", nn.Parameter(torch.zeros(2)))
-        with pytest.raises(ValueError, match=r"makes no added from its configuration"), pytest.warns(match="added"):
+        with refused(ValueError, "added"), warned(Warning, "added"):
             Walker(model, method("plain", frozen=frozen), workdir=tmp_path, device="cpu")
 
 
@@ -202,8 +203,8 @@ def test_a_buffer_that_does_not_fit(tmp_path: Path) -> None:
     buffers = make("gemma4_text", tmp_path / "model")
     file, name = tmp_path / "model" / "model.safetensors", next(iter(buffers))
     tensors = load_file(file)
-    for changes, reason in (({name: torch.ones(2)}, r"1 misshaped \("), ({name: None}, r"1 missing \(")):
+    for changes, reason in (({name: torch.ones(2)}, "1 misshaped"), ({name: None}, "1 missing")):
         kept = {n: t for n, t in {**tensors, **changes}.items() if t is not None}
         save_file(kept, file, {"format": "pt"})
-        with pytest.raises(ValueError, match=reason + name):
+        with refused(ValueError, reason, name):
             Walker(tmp_path / "model", METHODS["plain"], workdir=tmp_path / "work", device="cpu")

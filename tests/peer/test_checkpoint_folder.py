@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from blockwalk.cutting.shrink import shrink
 from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from blockwalk.tiers.model_folder.safetensors import read_header
+from tests.support.messages import refused, says, warned
 
 SIZES = {
     "vocab_size": 96,
@@ -170,14 +170,14 @@ def test_what_does_not_fit_is_named_before_any_work(tmp_path: Path) -> None:
         "model.layers.1.mlp.up_proj.weight (model (48, 32), checkpoint (5, 32))",
         "1 unknown to the model (vision.patch)",
     ):
-        assert part in str(error.value)
+        says(str(error.value), part)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     """Oracle: the one expert that the test removed."""
     folder = save_model("mixtral", tmp_path / "model")
     rewrite(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"))
-    with pytest.raises(ValueError, match=r"1 misshaped \(model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+    with refused(ValueError, "1 model.layers.1.mlp.experts.gate_up_proj"):
         CheckpointFolder(folder, build_skeleton(folder))
 
 
@@ -186,7 +186,7 @@ def test_tensors_that_the_model_does_not_use_are_a_warning(tmp_path: Path) -> No
     folder = save_model("llama", tmp_path / "model")
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(folder, lambda tensors: tensors.update({"extra": torch.zeros(1), inv_freq: torch.zeros(4)}))
-    with pytest.warns(UserWarning, match=r"has 1 tensors that LlamaForCausalLM does not use: extra"):
+    with warned(UserWarning, "1 LlamaForCausalLM extra"):
         CheckpointFolder(folder, build_skeleton(folder))
 
 
@@ -208,7 +208,7 @@ def test_a_tied_weight_under_any_of_its_names(kept: str, tmp_path: Path) -> None
 
     if kept == "both":
         rewrite(folder, lambda tensors: tensors["lm_head.weight"].add_(1))
-        with pytest.raises(ValueError, match="tie_word_embeddings"):
+        with refused(ValueError, "tie_word_embeddings"):
             CheckpointFolder(folder, build_skeleton(folder))
 
 
@@ -219,18 +219,18 @@ def test_folders_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
     data = shard.read_bytes()
     shard.write_bytes(data[:-100])
-    with pytest.raises(ValueError, match="truncated"):
+    with refused(ValueError, "truncated"):
         CheckpointFolder(folder, model)
     shard.write_bytes(b"\xff" * 64)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with refused(ValueError, "safetensors"):
         CheckpointFolder(folder, model)
     shard.unlink()
-    with pytest.raises(ValueError, match=f"incomplete: its index lists {shard.name}"):
+    with refused(ValueError, f"{shard.name}"):
         CheckpointFolder(folder, model)
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match=r"holds parts of a checkpoint, .* and 1 more, and not the index that lists them"):
+    with refused(ValueError, "1 index"):
         CheckpointFolder(folder, model)
-    with pytest.raises(ValueError, match="there is no folder"):
+    with refused(ValueError, "folder"):
         CheckpointFolder(tmp_path / "nowhere", model)
 
 
@@ -243,8 +243,7 @@ def test_codes_are_no_weights(dtype: torch.dtype, tmp_path: Path) -> None:
     for family, key in (("llama", QUERY), ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight")):
         folder = save_model(family, tmp_path / family)
         rewrite(folder, lambda tensors, key=key: tensors.update({key: tensors[key].to(dtype)}))  # type: ignore[misc]
-        text = f"model.safetensors: {key} is stored in {str(dtype)[6:]}, and model.layers"
-        with pytest.raises(ValueError, match=re.escape(text)):
+        with refused(ValueError, f"model.safetensors {key} {str(dtype)[6:]}"):
             CheckpointFolder(folder, build_skeleton(folder))
 
 
@@ -253,10 +252,10 @@ def test_a_scale_beside_a_weight_is_no_spare_tensor(scale: str, tmp_path: Path) 
     """Oracle: the scale that the test added; one of a module that is not the model's is a warning still."""
     folder, key = save_model("llama", tmp_path / "model"), QUERY.replace("weight", scale)
     rewrite(folder, lambda tensors: tensors.update({"vision.norm.scale": torch.ones(2)}))
-    with pytest.warns(UserWarning, match=r"vision\.norm\.scale"):
+    with warned(UserWarning, "vision.norm.scale"):
         CheckpointFolder(folder, build_skeleton(folder))
     rewrite(folder, lambda tensors: tensors.update({key: torch.ones(1)}))
-    with pytest.raises(ValueError, match=re.escape(f"{key} (float32) scales {QUERY}, which would be read without it")):
+    with refused(ValueError, f"{key} float32 {QUERY}"):
         CheckpointFolder(folder, build_skeleton(folder))
 
 

@@ -11,6 +11,7 @@ import blockwalk
 from blockwalk.cli import main
 from tests.conftest import TinyRun
 from tests.models import tiny_model
+from tests.support.messages import refused
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "opt"])
@@ -40,9 +41,9 @@ def test_stop_ids_and_sampling() -> None:
         draws = [walker.generate(prompt_BS, 6, temperature=1.0, seed=seed)[0].tolist() for seed in (0, 0, 1)]
         assert draws[0] == draws[1] != draws[2]
         assert walker.generate(prompt_BS, 6, temperature=1e-6)[0].tolist() == greedy, "cold draws are greedy"
-        with pytest.raises(ValueError, match="at least one token"):
+        with refused(ValueError, "token"):
             walker.generate(prompt_BS[:, :0], 1)
-        with pytest.raises(ValueError, match=r"must be a tensor .*, not list"):
+        with refused(ValueError, "tensor"):
             walker.generate([[5, 6]], 1)  # type: ignore[arg-type]
 
 

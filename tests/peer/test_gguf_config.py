@@ -14,6 +14,7 @@ from benchmarks import gguf_metadata
 from blockwalk.models import gguf
 from blockwalk.models.folder import model_folder
 from tests.support import gguf_files
+from tests.support.messages import refused
 
 pytest.importorskip("gguf", reason="needs the gguf package")
 
@@ -48,7 +49,7 @@ def test_a_key_that_is_not_read_is_refused_by_its_name(
         if case.family == family and "output bias" not in name and "rope_freqs" not in name:
             model = gguf_files.tiny(case.family, **case.changes)
             path = gguf_files.write(tmp_path / "tiny.gguf", model, "F32", vectors=case.vectors, **case.keys)
-            with pytest.raises(ValueError, match=r"^model: .*tiny\.gguf(:| has| lacks) ") as error:
+            with refused(ValueError, "model tiny.gguf") as error:
                 model_folder(path)
             assert case.refusal in str(error.value), name
     assert not list(tmp_path.rglob("config.json"))
@@ -64,7 +65,7 @@ def test_a_key_of_another_kind_is_one_line_with_the_file(
     """Oracle: the value that the test wrote, which is no such number."""
     monkeypatch.setenv("BLOCKWALK_CACHE", str(tmp_path / "cache"))
     path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32", **{key: value})
-    with pytest.raises(ValueError, match=r"^model: .*tiny\.gguf"):
+    with refused(ValueError, "model tiny.gguf"):
         model_folder(path)
 
 
@@ -132,15 +133,15 @@ def _altered(path: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"start": b"version https://git-lfs.github.com/spec/v1\n"}, "is a git-lfs pointer, not the file: run git lfs pull"),
-        ({"start": b"GGUF" + struct.pack(">I", 3)}, "is big-endian GGUF, for other processors"),
-        ({"architecture": "llama", "kind": "adapter"}, "is no model: its general.type is 'adapter' .*name the file of"),
-        ({"architecture": "clip", "kind": "mmproj"}, "is no model: its general.type is 'mmproj'"),
+        ({"start": b"version https://git-lfs.github.com/spec/v1\n"}, "git-lfs pull"),
+        ({"start": b"GGUF" + struct.pack(">I", 3)}, "big-endian"),
+        ({"architecture": "llama", "kind": "adapter"}, "model general.type adapter"),
+        ({"architecture": "clip", "kind": "mmproj"}, "model general.type mmproj"),
     ],
 )  # fmt: skip
 def test_another_kind_of_file_is_called_by_its_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     """Oracle: the kind of file that the test made."""
     path = gguf_files.write(tmp_path / "tiny.gguf", gguf_files.tiny("llama"), "F32")
     _altered(path, **changes)
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, words):
         model_folder(path)

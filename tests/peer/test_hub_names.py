@@ -26,6 +26,7 @@ from tests.conftest import TinyRun
 from tests.models import tiny_model
 from tests.support import gguf_files
 from tests.support.hub import COMMITS, Hub, serving
+from tests.support.messages import refused
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,7 @@ def test_an_adapter_names_the_revision_of_its_base(hub: Hub, tmp_path: Path) -> 
 
 def test_a_token_opens_what_its_owners_gated(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the server's refusal without the token, and the folder with it."""
-    with pytest.raises(ValueError, match=r"ours/gated, .* accept their terms at .*/ours/gated, .* HF_TOKEN$"):
+    with refused(ValueError, "ours/gated /ours/gated HF_TOKEN"):
         model_folder("ours/gated")
     monkeypatch.setenv("HF_TOKEN", "hf_known")
     require_weights("ours/gated")
@@ -159,11 +160,8 @@ def test_a_token_opens_what_its_owners_gated(hub: Hub, monkeypatch: pytest.Monke
 
 def test_what_the_hub_does_not_have(hub: Hub) -> None:
     """Oracle: the server's answers; one line each."""
-    for name, message in (
-        ("ours/absent", "as a name of the hub: http://127.0.0.1:.* has none, or it is private"),
-        ("ours/parts@absent", "it has no revision absent; its branches and tags stand at"),
-    ):
-        with pytest.raises(ValueError, match=message) as error:
+    for name, message in (("ours/absent", "http://127.0.0.1"), ("ours/parts@absent", "revision absent")):
+        with refused(ValueError, message) as error:
             require_config(name)
         assert "\n" not in str(error.value)
 
@@ -181,8 +179,6 @@ def test_without_a_network_the_cache_is_read(
     assert weights_digest("ours/parts") == weights_digest(repos["ours/parts"]["main"])
     assert require_config("ours/pickled").is_dir()
     for name in ("ours/gated", "ours/pickled"):
-        with pytest.raises(
-            ValueError, match=r"http://127.0.0.1:9 cannot be reached: .* the cache does not have all of it"
-        ) as error:
+        with refused(ValueError, "http://127.0.0.1:9 cache") as error:
             require_weights(name)
         assert "\n" not in str(error.value)

@@ -12,6 +12,7 @@ from blockwalk.cli import main
 from blockwalk.models import hub as hub_files
 from tests.conftest import TinyRun
 from tests.support.hub import Hub, serving
+from tests.support.messages import says
 
 
 @pytest.fixture
@@ -62,9 +63,9 @@ def test_a_ledger_on_the_hub_is_weights(tiny_run: TinyRun, hub: Hub, tmp_path: P
 @pytest.mark.parametrize(
     ("token", "endpoint", "words"),
     [
-        ("", "", "no token was found; run hf auth login, or set HF_TOKEN"),
+        ("", "", "token hf auth login HF_TOKEN"),
         ("hf_other", "", "401"),
-        ("hf_known", "http://127.0.0.1:9", "ours/adapter cannot be written at http://127.0.0.1:9: "),
+        ("hf_known", "http://127.0.0.1:9", "ours/adapter http://127.0.0.1:9"),
     ],
 )
 def test_nobody_trains_for_a_hub_that_refuses(
@@ -85,6 +86,6 @@ def test_nobody_trains_for_a_hub_that_refuses(
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     assert main.main(["train", *tiny_run.arguments(tmp_path / "out"), "--push_to_hub", "ours/adapter"]) == 2
     error = capsys.readouterr().err.strip()
-    assert words in error
+    says(error, words)
     assert "\n" not in error
     assert not (tmp_path / "out").exists()

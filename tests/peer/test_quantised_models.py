@@ -24,6 +24,7 @@ from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from tests.conftest import TinyRun
 from tests.models import random_batch
 from tests.support import quantised_files
+from tests.support.messages import refused, says
 from tests.support.quantised_files import KINDS
 
 Folders = Callable[..., tuple[Path, Any]]
@@ -210,7 +211,7 @@ def test_one_command_trains_and_the_others_take_the_folder(
 
     assert main.main(["merge", str(folder), str(adapter), str(tmp_path / "merged")]) == 2
     asked = capsys.readouterr().err
-    assert f"is in {lies_in(folder)}, and a sum of weights and adapter is not: say with --dtype" in asked
+    says(asked, f"{lies_in(folder)} --dtype")
     assert not (tmp_path / "merged").exists()
     command(capsys, "merge", folder, adapter, tmp_path / "merged", "--dtype", "float32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
@@ -227,17 +228,14 @@ def test_nothing_is_rounded_again(
     folder, model = made("awq")
     train = ["train", *tiny_run.arguments(tmp_path / "run"), "--model", folder]
     for arguments, message in (
-        (
-            [*train, "--frozen", "disk × int4"],
-            "is in awq already, and the plan asks for int4, which would round it again; set frozen to 'disk × raw'",
-        ),
-        ([*train, "--lora", "false"], "keeps weights in awq, and without adapters every weight is trained"),
-        ([*train, "--frozen", "disk × awq"], "awq is read from files that have it, and not written: set raw"),
+        ([*train, "--frozen", "disk × int4"], "awq int4 frozen disk raw"),
+        ([*train, "--lora", "false"], "awq adapters"),
+        ([*train, "--frozen", "disk × awq"], "awq raw"),
     ):
         capsys.readouterr()
         assert main.main([str(part) for part in arguments]) == 2
         error = capsys.readouterr().err
-        assert message in error
+        says(error, message)
         assert error.count("\n") == 1, error
     command(capsys, "pack", folder, tmp_path / "store", "--codec", "int8")
     assert "quantization_config" not in (tmp_path / "store" / "config.json").read_text()
@@ -267,32 +265,32 @@ UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.down_proj"
 NOTE = ".weight.quant_state.bitsandbytes__nf4"
 INT4, ONE = "compressed-tensors int4", r"compressed-tensors fp8"
 WRONG: list[tuple[str, dict[str, Any] | tuple[str, Callable[[torch.Tensor], torch.Tensor | None]], str]] = [
-    ("awq", {"quant_method": "quark"}, r"config.json: .*quant_method quark.*, which is not read; read are fp8, .* GGUF files"),
-    ("awq", {"quant_method": ["awq"]}, "config.json is damaged"),
-    ("awq", {"version": "gemv"}, "config.json: the weights are quantised with version gemv; read is gemm"),
-    ("awq", {"group_size": "many"}, "config.json is damaged"),
-    ("awq", {"group_size": 64}, r"_proj.qzeros is int32 \(4, 16\); read is int32 \(2, 16\)"),
-    ("awq", (".scales", lambda t: None), rf"{UP}.scales is missing, and codes cannot be read without it"),
-    ("awq", (".scales", lambda t: t.int()), rf"{UP}.scales is int32 \(4, 128\); read is float32 or"),
-    ("gptq", {"bits": 3}, "quantised with bits 3; read is 2, 4, 8"),
-    ("gptq", (".qweight", lambda t: None), rf"1 missing \({UP}.weight\)"),
-    ("gptq", (".g_idx", lambda t: t + 1), rf"{UP}.g_idx names groups 1 to 4 of 4"),
-    ("gptq", (".qweight", lambda t: t[0]), rf"{UP}.qweight is int32 \(128,\); read is int32 \(any, any\)"),
-    ("fp8", (".weight_scale_inv", lambda t: None), rf"{UP}.weight_scale_inv is missing"),
-    ("fp8", (".weight_scale_inv", lambda t: t[:1]), rf"{UP}.weight_scale_inv is float32 \(1, 4\); read is .* \(2, 4\)"),
-    ("fp8", {"weight_block_size": [0, 32]}, "config.json is damaged"),
-    ("fp8", {"weight_block_size": 128}, "config.json is damaged"),
-    ("bitsandbytes", (NOTE, lambda t: None), rf"1 misshaped \({UP}.weight|stored in uint8"),
-    ("bitsandbytes", (NOTE, lambda t: t[:-9]), "safetensors is damaged"),
-    ("bitsandbytes", (NOTE, lambda t: said(t, shape=[1 << 40, 64])), f"{UP}.weight is 8192 bytes, and 10995"),
-    ("bitsandbytes", (NOTE, lambda t: said(t, blocksize="64")), "safetensors is damaged: TypeError"),
-    ("bitsandbytes nested", (".weight.absmax", lambda t: t.float()), r"absmax is float32 \(256,\); read is uint8"),
-    (INT4, {"format": "marlin-24"}, "quantised with format marlin-24; read is"),
-    (INT4, (".weight_shape", lambda t: t * 0 - 1), rf"{UP}.weight_packed is \(128, 16\)"),
-    (INT4, (".weight_scale", lambda t: t[:3]), rf"{UP}.weight_scale is float32 \(3, 4\)"),
-    (ONE, (".weight_scale", lambda t: None), rf"{UP}.weight_scale is missing"),
-    ("mxfp4", ("_scales", lambda t: None), f"{DOWN}_scales is missing"),
-    ("mxfp4", ("_blocks", lambda t: t[..., :8]), rf"{DOWN}_blocks is uint8 \(4, 64, 3, 8\); read is .* \(any, any, any, 16\)"),
+    ("awq", {"quant_method": "quark"}, "config.json quant_method quark fp8 GGUF"),
+    ("awq", {"quant_method": ["awq"]}, "config.json damaged"),
+    ("awq", {"version": "gemv"}, "config.json version gemv gemm"),
+    ("awq", {"group_size": "many"}, "config.json damaged"),
+    ("awq", {"group_size": 64}, "_proj.qzeros int32 (4, 16) (2, 16)"),
+    ("awq", (".scales", lambda t: None), f"{UP}.scales missing"),
+    ("awq", (".scales", lambda t: t.int()), f"{UP}.scales int32 (4, 128) float32"),
+    ("gptq", {"bits": 3}, "bits 3 2 4 8"),
+    ("gptq", (".qweight", lambda t: None), f"1 missing {UP}.weight"),
+    ("gptq", (".g_idx", lambda t: t + 1), f"{UP}.g_idx 1 4"),
+    ("gptq", (".qweight", lambda t: t[0]), f"{UP}.qweight int32 (128,) (any, any)"),
+    ("fp8", (".weight_scale_inv", lambda t: None), f"{UP}.weight_scale_inv missing"),
+    ("fp8", (".weight_scale_inv", lambda t: t[:1]), f"{UP}.weight_scale_inv float32 (1, 4) (2, 4)"),
+    ("fp8", {"weight_block_size": [0, 32]}, "config.json damaged"),
+    ("fp8", {"weight_block_size": 128}, "config.json damaged"),
+    ("bitsandbytes", (NOTE, lambda t: None), f"{UP}.weight misshaped|uint8"),
+    ("bitsandbytes", (NOTE, lambda t: t[:-9]), "safetensors damaged"),
+    ("bitsandbytes", (NOTE, lambda t: said(t, shape=[1 << 40, 64])), f"{UP}.weight 8192"),
+    ("bitsandbytes", (NOTE, lambda t: said(t, blocksize="64")), "safetensors damaged TypeError"),
+    ("bitsandbytes nested", (".weight.absmax", lambda t: t.float()), "absmax float32 (256,) uint8"),
+    (INT4, {"format": "marlin-24"}, "format marlin-24"),
+    (INT4, (".weight_shape", lambda t: t * 0 - 1), f"{UP}.weight_packed (128, 16)"),
+    (INT4, (".weight_scale", lambda t: t[:3]), f"{UP}.weight_scale float32 (3, 4)"),
+    (ONE, (".weight_scale", lambda t: None), f"{UP}.weight_scale missing"),
+    ("mxfp4", ("_scales", lambda t: None), f"{DOWN}_scales missing"),
+    ("mxfp4", ("_blocks", lambda t: t[..., :8]), f"{DOWN}_blocks uint8 (4, 64, 3, 8) (any, any, any, 16)"),
 ]  # fmt: skip
 
 
@@ -310,7 +308,7 @@ def test_what_cannot_be_read_gets_one_line(kind: str, spoil: Any, message: str, 
         configure(folder, **spoil)
     else:
         change(folder, (DOWN if kind == "mxfp4" else UP) + spoil[0], spoil[1])
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(ValueError, message) as error:
         CheckpointFolder(folder, build_skeleton(folder))
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
@@ -324,6 +322,6 @@ def test_a_file_that_was_cut_off(made: Folders, tmp_path: Path, capsys: pytest.C
     path.write_bytes(path.read_bytes()[:-4])
     assert main.main(["pack", str(folder), str(tmp_path / "out"), "--codec", "int8"]) == 2
     assert re.search(rf"{path} is truncated: .*\n$", capsys.readouterr().err)
-    with pytest.raises(ValueError, match=rf"{path} is truncated: .* ends at byte \d+, the file has \d+"):
+    with refused(ValueError, path, "truncated"):
         CheckpointFolder(folder, build_skeleton(folder))
     assert not (tmp_path / "out").exists()

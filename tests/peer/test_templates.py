@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blockwalk.data.encode import encode
 from blockwalk.data.formats import Record
+from tests.support.messages import refused
 
 WORDS = [
     "one two three four",
@@ -141,7 +142,7 @@ def test_a_turn_whose_reasoning_the_prompt_opens_and_the_template_drops(tokenize
 def test_where_nothing_is_learnt_the_reason_is_said(tokenizer: Any) -> None:
     """Oracle: the one reason there is, a turn that opens its conversation."""
     tokenizer.chat_template = unmarked(PLAIN)
-    with pytest.raises(ValueError, match=r"^none of 1 records has a token to learn: 1 assistant turns are not learnt"):
+    with refused(ValueError, "1 records|record assistant"):
         encode([Record({"messages": turns("assistant_first")[:1]}, "x")], tokenizer, max_length=512)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 import tracemalloc
 import zipfile
@@ -19,6 +18,7 @@ from blockwalk.cutting.skeleton import build_skeleton
 from blockwalk.tiers.model_folder import torch_file
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
 from tests.models import tiny_model
+from tests.support.messages import refused
 
 
 def saved(folder: Path, parts: int = 1, **options: Any) -> Path:
@@ -80,20 +80,20 @@ def with_pickle(path: Path, instructions: bytes) -> None:
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [
-        (lambda path, state: with_pickle(path, b"\x80\x02K\x01Q."), "is no file of torch.save, or truncated: saved_id"),
-        (lambda path, state: path.write_bytes(path.read_bytes()[:-300]), "is no file of torch.save, or truncated: "),
-        (lambda path, state: path.write_bytes(b"\0" * 99), "is no file of torch.save, or is in the format from before"),
-        (lambda path, state: path.write_bytes(b"XK"), "is no file of torch.save, or is in the format from before"),
-        (lambda path, state: torch.save({**state, "run": Command()}, path), "holds more than tensors, and is not read: "),
-        (lambda path, state: torch.save([*state.values()], path), "holds list, not tensors by name"),
-        (lambda path, state: torch.save({"state": state}, path), "holds dict, not tensors by name"),
+        (lambda path, state: with_pickle(path, b"\x80\x02K\x01Q."), "torch.save saved_id"),
+        (lambda path, state: path.write_bytes(path.read_bytes()[:-300]), "torch.save truncated"),
+        (lambda path, state: path.write_bytes(b"\0" * 99), "torch.save"),
+        (lambda path, state: path.write_bytes(b"XK"), "torch.save"),
+        (lambda path, state: torch.save({**state, "run": Command()}, path), "tensors"),
+        (lambda path, state: torch.save([*state.values()], path), "list tensors"),
+        (lambda path, state: torch.save({"state": state}, path), "dict tensors"),
         (
             lambda path, state: torch.save(state, path, _use_new_zipfile_serialization=False),
-            "or is in the format from before torch 1.6, which cannot be mapped: load it with AutoModelForCausalLM",
+            "1.6 AutoModelForCausalLM",
         ),
         (
             lambda path, state: torch.save({**state, "lm_head.weight": state["lm_head.weight"].t()}, path),
-            r"lm_head.weight is stored as a view with strides \(1, 32\)",
+            "lm_head.weight 1 32",
         ),
     ],
 )  # fmt: skip
@@ -105,7 +105,7 @@ def test_what_cannot_be_read_gets_one_line(
     path = folder / "pytorch_model.bin"
     monkeypatch.chdir(tmp_path)
     spoilt(path, torch.load(path, weights_only=True))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{message}") as error:
+    with refused(ValueError, f"{path} {message}") as error:
         CheckpointFolder(folder, build_skeleton(folder))
     assert "\n" not in str(error.value)
     assert not Path("made").exists()
@@ -117,7 +117,7 @@ def test_a_bare_pickle_takes_no_memory(tmp_path: Path) -> None:
     path.write_bytes(b"X" + struct.pack("<I", 1 << 30) + b"short")
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=r"before torch 1\.6"):
+        with refused(ValueError, "1.6"):
             torch_file.read_header(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:

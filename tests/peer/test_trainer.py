@@ -14,6 +14,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, defa
 import blockwalk
 from blockwalk.integrations import BlockwalkTrainer
 from tests.models import tiny_model
+from tests.support.messages import refused
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -131,11 +132,11 @@ def test_callbacks_of_transformers_and_trl(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("plan", "settings", "words"),
     [
-        ("mezo", {}, "walks first-order methods on one rank, not 'mezo'"),
-        ("plain", {"optim": "adafactor"}, "optim is adafactor"),
-        ("plain", {"torch_compile": True}, "torch_compile is True"),
+        ("mezo", {}, "rank mezo"),
+        ("plain", {"optim": "adafactor"}, "optim adafactor"),
+        ("plain", {"torch_compile": True}, "torch_compile True"),
     ],
 )
 def test_arguments_that_the_walk_does_not_follow(plan: str, settings: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, words):
         BlockwalkTrainer(tiny_model("llama"), arguments(tmp_path, **settings), plan=blockwalk.method(plan))

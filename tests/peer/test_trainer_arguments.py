@@ -17,6 +17,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import blockwalk
 from blockwalk.integrations import BlockwalkTrainer, trainer_table
 from tests.models import tiny_model
+from tests.support.messages import refused, warned
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -145,7 +146,7 @@ def test_the_table_has_every_field_and_method() -> None:
     ids=lambda more: next(iter(more)),
 )
 def test_what_is_refused_is_named_before_the_model_is_opened(more: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=next(iter(more))):
+    with refused(ValueError, next(iter(more))):
         BlockwalkTrainer("/nowhere", arguments(tmp_path, **more))
 
 
@@ -157,12 +158,12 @@ def test_a_field_that_the_table_does_not_know_is_refused(tmp_path: Path) -> None
     newer = Newer(str(tmp_path), use_cpu=True, report_to=[])
     assert trainer_table.read_arguments(newer) == []
     newer.twice_as_good = True
-    with pytest.raises(ValueError, match=r"twice_as_good is True.*does not know it"):
+    with refused(ValueError, "twice_as_good True"):
         BlockwalkTrainer("/nowhere", newer)
 
 
 def test_what_means_nothing_has_a_note(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="gradient_checkpointing means nothing here"):
+    with warned(UserWarning, "gradient_checkpointing"):
         ours = run(BlockwalkTrainer, tmp_path / "ours", gradient_checkpointing=True)
     alike(ours, run(Trainer, tmp_path / "theirs"))
 
@@ -172,13 +173,13 @@ def test_an_overridden_loss_is_refused() -> None:
         def compute_loss(self, *args: Any, **more: Any) -> Any:
             return 0
 
-    with pytest.raises(ValueError, match="Own overrides compute_loss"):
+    with refused(ValueError, "Own compute_loss"):
         Own("/nowhere")
 
 
 @pytest.mark.parametrize("name", ["optimizer_cls_and_kwargs", "compute_metrics", "preprocess_logits_for_metrics"])
 def test_what_needs_the_model_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=name):
+    with refused(ValueError, name):
         BlockwalkTrainer("/nowhere", arguments(tmp_path), **{name: (torch.optim.SGD, {})})
 
 
@@ -186,7 +187,7 @@ def test_an_unknown_column_is_refused(tmp_path: Path) -> None:
     def collator(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return {**padded(examples), "token_type_ids": torch.zeros(len(examples), 12)}
 
-    with pytest.raises(ValueError, match="token_type_ids, which BlockwalkTrainer does not follow"):
+    with refused(ValueError, "token_type_ids BlockwalkTrainer"):
         run(BlockwalkTrainer, tmp_path, collator=collator)
 
 
@@ -201,10 +202,10 @@ def test_best_weights_without_the_rest_and_a_second_run_in_the_folder(tmp_path: 
 
 def test_the_default_of_clipping_does_not_refuse_a_plan(tmp_path: Path) -> None:
     plan = blockwalk.method("plain", update={"timing": "block"})
-    with pytest.warns(UserWarning, match="nothing is clipped"):
+    with warned(UserWarning, "clipped"):
         ours = run(BlockwalkTrainer, tmp_path / "ours", plan=plan)
     alike(ours, run(Trainer, tmp_path / "theirs", max_grad_norm=0.0))
-    with pytest.raises(ValueError, match="max_grad_norm"):
+    with refused(ValueError, "max_grad_norm"):
         BlockwalkTrainer("/nowhere", arguments(tmp_path, max_grad_norm=0.7), plan=plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -18,6 +18,7 @@ from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
 from tests.support.held import masters
+from tests.support.messages import refused, says
 
 
 def walker_of(name: str, ranks_per_node: int = 2) -> Walker:
@@ -65,7 +66,7 @@ def _interrupted(rank: int, folder: Path) -> Any:
         loss = walker.step(random_batch(8, 8, seed=2)).loss
         walker.save_pretrained(folder / "model")
         after = weights(walker)
-    with pytest.raises(FileExistsError, match="save to another folder"), walker_of("hzp") as walker:
+    with refused(FileExistsError, "folder"), walker_of("hzp") as walker:
         walker.save_state(folder / "four")
     with walker_of("hzp") as again:
         again.load_state(folder / "four")
@@ -112,7 +113,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with walker_of("plain") as walker:
         walker.save_state(tmp_path / "one")
     other = Walker(tiny_model("llama", num_hidden_layers=2), method("plain"), device="cpu")
-    with other, pytest.raises(ValueError, match="is not of this model and optimizer"):
+    with other, refused(ValueError, "model optimizer"):
         other.load_state(tmp_path / "one")
 
 
@@ -134,7 +135,7 @@ def test_every_rank_hears_what_one_finds_damaged(tmp_path: Path) -> None:
     """Oracle: the one bit that was flipped."""
     certified(tiny_model("llama", tied=True, seed=3))
     for message in run_ranks(2, _damaged, tmp_path):
-        assert "two/rank-00001.safetensors is damaged" in message
+        says(message, "two/rank-00001.safetensors damaged")
 
 
 def _blind(rank: int, folder: Path) -> str:
@@ -151,14 +152,14 @@ def test_a_folder_that_not_every_rank_sees_is_refused(tmp_path: Path) -> None:
     certified(tiny_model("llama", tied=True, seed=3))
     for message in run_ranks(2, _blind, tmp_path):
         assert message.startswith("rank 1 does not see"), message
-        assert "file system that all nodes share" in message
+        says(message, "file system nodes")
     assert not (tmp_path / "here").exists()
 
 
 def test_a_folder_that_is_not_there_is_named_without_a_word_of_ranks(tmp_path: Path) -> None:
     """Closed form: one process, which has no ranks to share a file system with."""
     walker = Walker(tiny_model("llama"), method("plain"), device="cpu")
-    with pytest.raises(ValueError, match=r"gone is not there: a checkpoint of a first-order run keeps") as told:
+    with refused(ValueError, "gone") as told:
         walker.load_state(tmp_path / "gone")
     walker.close()
     assert "rank" not in str(told.value)

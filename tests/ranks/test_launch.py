@@ -25,6 +25,7 @@ from blockwalk.ranks.launch import first_failure
 from blockwalk.ranks.place import LOST, Place, place
 from tests.conftest import TinyRun
 from tests.forked import Forked
+from tests.support.messages import refused, says
 
 COMMON = "--method distzo2 --data.max_length 32 --save_every 4 --log_every 1 --resume_from_checkpoint latest"
 COMMON += " --optimizer.learning_rate 1e-3 --mesh.check_every 2 --lora false"
@@ -86,7 +87,7 @@ def test_a_killed_rank_ends_the_run_and_another_world_size_resumes_it(
     assert time.monotonic() - began < 30, errors
     assert process.returncode == 128 + signal.SIGKILL
     told, summed_up = errors.strip().splitlines()[-2:]
-    assert "rank 0 lost the connection to another rank" in told
+    says(told, "rank 0 connection")
     assert f"rank 1 (process {number}) was killed by SIGKILL" in summed_up
     assert len(re.findall(r"step +1/", out)) == 1, out
     lines = ledger.read_bytes().split(b"\n")
@@ -222,7 +223,7 @@ def test_on_a_host_with_several_interfaces_nothing_listens_beyond_loopback(
 def test_an_interface_that_is_not_there_is_named(tmp_path: Path) -> None:
     """Operating system: the interfaces that it lists."""
     joined = launch.joined(Place(1, 2, 1, 2), tmp_path, 1.0, "nowhere0")
-    with pytest.raises(ValueError, match=r"interface is 'nowhere0', and .* has .*lo"), joined:
+    with refused(ValueError, "interface nowhere0 lo"), joined:
         pass
 
 
@@ -266,8 +267,7 @@ def test_a_master_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         held.bind(("127.0.0.1", 0))  # nobody else's, as long as this one holds it
         port = held.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        said = rf"rank 1 on .* could not reach rank 0 at 127.0.0.1:{port} for 0.6 s .*refused"
-        with pytest.raises(launch_place.LostRank, match=said):
+        with refused(launch_place.LostRank, f"rank 1 0 127.0.0.1:{port} 0.6 refused"):
             launch._store(Place(1, 2, 1, 2), 0.6)
 
 
@@ -283,7 +283,7 @@ def test_places_are_read_from_torchrun_and_from_slurm() -> None:
     }
     assert place(slurm) == Place(5, 8, 1, 4)
     assert place({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place()  # a batch script is no step
-    with pytest.raises(ValueError, match="--ntasks-per-node"):
+    with refused(ValueError, "--ntasks-per-node"):
         place({**slurm, "SLURM_STEP_TASKS_PER_NODE": "4,2"})
     mpirun = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert place({**mpirun, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == Place(5, 8, 1, 4)
@@ -315,7 +315,7 @@ def test_a_variable_of_a_launcher_that_makes_no_sense_is_named(
 ) -> None:
     """Closed form: the variable that was changed, in one line."""
     name = list(launcher)[place_of_name]
-    with pytest.raises(ValueError, match=name) as told:
+    with refused(ValueError, name) as told:
         place({**launcher, name: value})
     assert "invalid literal" not in str(told.value)
 
@@ -323,28 +323,28 @@ def test_a_variable_of_a_launcher_that_makes_no_sense_is_named(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"RANK": "0"}, "RANK is '0', and WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is '2', and RANK is not set"),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is '0', and WORLD_SIZE is not set"),
-        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE is '2', and WORLD_SIZE is not set"),
-        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE is not set"),
-        ({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_RANK is not set"),
-        ({**TORCHRUN, "RANK": "4"}, "RANK is 4, and WORLD_SIZE is 4: ranks are numbered from 0 to 3"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE is 3, which does not divide WORLD_SIZE 4"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "set LOCAL_WORLD_SIZE"),
-        ({**SLURM, "RANK": "2"}, "RANK is 2, and SLURM_PROCID is 1"),
-        ({**SLURM, "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and SLURM_STEP_NUM_TASKS is 4"),
+        ({"RANK": "0"}, "RANK 0 WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 RANK"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK 0 WORLD_SIZE"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE 2 WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_RANK": "3"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_RANK"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK 4 WORLD_SIZE 0 3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE 3 WORLD_SIZE 4"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
+        ({**SLURM, "RANK": "2"}, "RANK 2 SLURM_PROCID 1"),
+        ({**SLURM, "WORLD_SIZE": "2"}, "WORLD_SIZE 2 SLURM_STEP_NUM_TASKS 4"),
         ({**SLURM, "SLURM_LOCALID": "0"}, "--distribution=block"),
         ({**SLURM, "SLURM_DISTRIBUTION": "cyclic"}, "--distribution=block"),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "and SLURM_STEP_NUM_TASKS is 4"),
-        *(({k: v for k, v in SLURM.items() if k != name}, f"{name} is not set")
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "SLURM_STEP_NUM_TASKS 4"),
+        *(({k: v for k, v in SLURM.items() if k != name}, f"{name}")
           for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpirun --map-by slot"),
+        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "--map-by slot"),
     ],
 )  # fmt: skip
 def test_variables_of_a_launcher_in_part_are_refused(changes: dict[str, str], said: str) -> None:
     """Closed form: what is missing, or contradicts another."""
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with refused(ValueError, said):
         place(changes)
 
 
@@ -352,7 +352,7 @@ def test_the_cyclic_distribution_is_refused_on_every_rank() -> None:
     """Closed form: SLURM's numbering round two nodes of two tasks, of which two ranks stand where block would have them too."""
     step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_DISTRIBUTION": "cyclic:block"}
     for rank in range(4):
-        with pytest.raises(ValueError, match="srun --distribution=block"):
+        with refused(ValueError, "--distribution=block"):
             place({**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2)})
     one_each = {**step, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "3", "SLURM_LOCALID": "0"}
     assert place(one_each) == Place(3, 4, 0, 1)
@@ -361,13 +361,13 @@ def test_the_cyclic_distribution_is_refused_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "MASTER_ADDR is not set, and there are 2 ranks"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": "29500"}, "MASTER_ADDR is set and empty"),
-        ({"MASTER_ADDR": "first"}, "MASTER_PORT is not set"),
-        *(({"MASTER_ADDR": "first", "MASTER_PORT": port}, f"MASTER_PORT has port '{port}'")
+        ({}, "MASTER_ADDR 2"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": "29500"}, "MASTER_ADDR empty"),
+        ({"MASTER_ADDR": "first"}, "MASTER_PORT"),
+        *(({"MASTER_ADDR": "first", "MASTER_PORT": port}, f"MASTER_PORT '{port}'")
           for port in ("", "http", "0", "65536", "99999", "-1")),
-        ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}, "set MASTER_ADDR to that node's name"),
-        ({"MASTER_ADDR": "first", "SLURM_JOB_ID": "job"}, "SLURM_JOB_ID is 'job'"),
+        ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}, "MASTER_ADDR"),
+        ({"MASTER_ADDR": "first", "SLURM_JOB_ID": "job"}, "SLURM_JOB_ID job"),
     ],
 )  # fmt: skip
 def test_where_rank_0_is_must_be_said(
@@ -379,7 +379,7 @@ def test_where_rank_0_is_must_be_said(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=re.escape(said)), launch.joined(Place(1, 2, 1, 2), tmp_path / "run", 1.0):
+    with refused(ValueError, said), launch.joined(Place(1, 2, 1, 2), tmp_path / "run", 1.0):
         pass
     assert not (tmp_path / "run").exists()
 
@@ -399,10 +399,10 @@ def test_a_port_of_a_program_that_says_nothing_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         began = time.monotonic()
-        with pytest.raises(launch_place.LostRank, match=rf"reached 127.0.0.1:{port}, which has not answered for 1 s"):
+        with refused(launch_place.LostRank, f"127.0.0.1:{port} 1"):
             launch.key_store("127.0.0.1", port, 1.0, False, "rank 1", "rank 0", "MASTER_PORT")
         assert time.monotonic() - began < 30
-    with pytest.raises(ValueError, match="elastic has port '99999'"):
+    with refused(ValueError, "elastic 99999"):
         launch.key_store("127.0.0.1", 99999, 1.0, True, "the host", "the host", "elastic")
 
 
@@ -420,7 +420,7 @@ def test_a_machine_without_loopback_is_told_before_ranks_are_started(tmp_path: P
         pytest.skip("a network namespace needs root and util-linux")
     code = "from blockwalk.ranks import launch; launch.start(['--version'], 2, 1)"
     done = subprocess.run(["unshare", "--net", sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "is down, and ranks that are started here talk over it: bring it up with ip link set lo up" in done.stderr
+    says(done.stderr, "ip link set lo up")
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
@@ -448,8 +448,8 @@ def test_several_nodes_get_a_command_each(capsys: pytest.CaptureFixture[str]) ->
         f" train {run}"
         for node in range(3)
     ]
-    for wrong, said in ((["--batch_size", "0"], "batch_size is 0"), (["--model", ""], "model is missing")):
+    for wrong, said in ((["--batch_size", "0"], "batch_size 0"), (["--model", ""], "model missing")):
         assert main.main([*launched, *wrong]) == main.BAD_INPUT
         out, errors = capsys.readouterr()
         assert (out, errors.count("\n")) == ("", 1)
-        assert said in errors
+        says(errors, said)

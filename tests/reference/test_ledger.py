@@ -22,6 +22,7 @@ from blockwalk.system import atomic_files
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
+from tests.support.messages import refused
 
 OPTIMIZER = {"name": "sgd", "learning_rate": 1e-2, "weight_decay": 0.1, "schedule": "linear", "total_steps": 20}
 
@@ -102,7 +103,7 @@ def test_replay_until_a_step(base: Path, tmp_path: Path) -> None:
     ledger, out = str(tmp_path / "b" / "ledger.jsonl"), str(tmp_path / "out")
     assert main(["replay", str(base), ledger, out, "--until", "3"]) == 0
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), third)
-    with pytest.raises(ValueError, match="steps 0 to 6"):
+    with refused(ValueError, "0 6"):
         replay(base, tmp_path / "b" / "ledger.jsonl", tmp_path / "other", until=7)
 
 
@@ -139,10 +140,10 @@ def test_an_exported_ledger_is_whole_or_refused(base: Path, tmp_path: Path) -> N
     assert (steps, nbytes) == (4, out.stat().st_size)
     for name in ("run", "base", "rule", "parameters"):
         assert read_ledger(out)[0][name] == read_ledger(ledger)[0][name]
-    with pytest.raises(ValueError, match="exists already"):
+    with refused(ValueError, "exists"):
         export(base, ledger, out)
     out.rename(ledger)
-    with pytest.raises(ValueError, match="no step is added to one"):
+    with refused(ValueError, "step"):
         go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 4)
     data = ledger.read_bytes()
     head, *lines = gzip.decompress(data).splitlines(keepends=True)
@@ -152,12 +153,12 @@ def test_an_exported_ledger_is_whole_or_refused(base: Path, tmp_path: Path) -> N
         gzip.compress(head + b"".join(lines[1:] + lines[:1])),
     ):
         out.write_bytes(damaged)
-        with pytest.raises(ValueError, match="is damaged"):
+        with refused(ValueError, "damaged"):
             replay(base, out, tmp_path / "out")
     out.write_bytes(data)
     told, entries = read_ledger(out)
     write_exported(out, {**told, "result": "0" * 32}, entries)
-    with pytest.raises(ValueError, match="not those that the ledger was exported with"):
+    with refused(ValueError, "ledger"):
         replay(base, out, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     other = tiny_model("opt", tied=True)
@@ -165,7 +166,7 @@ def test_an_exported_ledger_is_whole_or_refused(base: Path, tmp_path: Path) -> N
         other.get_parameter("model.decoder.layers.1.fc1.weight")[3, 4].mul_(1 + 2**-22)
     other.save_pretrained(tmp_path / "other")
     go_on(base, method("mezo", optimizer=OPTIMIZER), tmp_path / "again", 1)
-    with pytest.raises(ValueError, match="differ from those that the run began with"):
+    with refused(ValueError, "differ"):
         export(tmp_path / "other", tmp_path / "again" / "ledger.jsonl", tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 
@@ -177,12 +178,12 @@ def test_replay_refuses_another_base(base: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         other.get_parameter("model.decoder.layers.1.fc1.weight")[3, 4].mul_(1 + 2**-22)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="differ from those that the run began with"):
+    with refused(ValueError, "differ"):
         replay(tmp_path / "other", tmp_path / "run" / "ledger.jsonl", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="base is"):
+    with refused(ValueError, "base"):
         go_on(tmp_path / "other", method("mezo", optimizer=OPTIMIZER), tmp_path / "run", 3)
-    with pytest.raises(ValueError, match=r"rule\.weight_decay is 0\.1 there and 0\.0 here"):
+    with refused(ValueError, "rule.weight_decay 0.1 0.0"):
         go_on(base, method("mezo"), tmp_path / "run", 3)
 
 
@@ -192,7 +193,7 @@ def test_a_ledger_that_was_cut_is_not_taken_for_whole(base: Path, tmp_path: Path
     go_on(base, plan, tmp_path, 4)
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
-    with pytest.raises(ValueError, match=r"has 2 steps, and the weights .* have 4"):
+    with refused(ValueError, "2 weights 4"):
         go_on(base, plan, tmp_path, 5)
 
 
@@ -235,25 +236,19 @@ def test_every_torn_tail_is_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no whole line"),
-        ("{}\n", "no ledger"),
-        (json.dumps({"format": "blockwalk-ledger", "version": 9}) + "\n", "version 9"),
-        (
-            atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n",
-            "version 1; .* reads 2",
-        ),
-        ("{torn\n{}\n", "first line is not JSON"),
-        (
-            atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0] + "\n{torn\n{}\n",
-            "line 2 does not follow",
-        ),
+        ("", "line"),
+        ("{}\n", "ledger"),
+        (json.dumps({"format": "blockwalk-ledger", "version": 9}) + "\n", "9"),
+        (atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 1}))[0] + "\n", "1 2"),
+        ("{torn\n{}\n", "JSON"),
+        (atomic_files.seal(json.dumps({"format": "blockwalk-ledger", "version": 2}))[0] + "\n{torn\n{}\n", "2"),
     ],
 )
 def test_what_is_no_ledger_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     """Oracle: the format's description."""
     path = tmp_path / "ledger.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=reason):
+    with refused(ValueError, reason):
         read_ledger(path)
 
 
@@ -273,7 +268,7 @@ def test_a_changed_line_breaks_the_chain(change: str, tmp_path: Path) -> None:
         "header": (1, [lines[0].replace(b"spsa", b"fzoo")]),
     }[change]
     path.write_bytes(b"".join([*lines[: at - 1], *changed, *lines[at - 1 + max(1, len(changed)) :]]))
-    with pytest.raises(atomic_files.Damaged, match=rf"ledger\.jsonl is damaged: line {at} "):
+    with refused(atomic_files.Damaged, f"ledger.jsonl damaged {at}"):
         read_ledger(path)
 
 
@@ -290,6 +285,6 @@ def test_without_a_ledger_the_disk_keeps_nothing(base: Path, tmp_path: Path) -> 
     with Walker(base, method("zo2", trainable="disk"), workdir=tmp_path, device="cpu") as walker:
         walker.step(random_batch())
         assert list(tmp_path.glob("weights-*"))
-        with pytest.raises(ValueError, match="ledger"):
+        with refused(ValueError, "ledger"):
             walker.state_dict()
     assert not list(tmp_path.glob("weights-*"))

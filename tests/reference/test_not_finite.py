@@ -25,6 +25,7 @@ from tests.cli.test_logs_after_kills import before, child, kill
 from tests.conftest import TinyRun
 from tests.models import random_batch, tiny_model
 from tests.ranks.processes import run_ranks
+from tests.support.messages import refused, says
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {"name": "plain"},
@@ -52,12 +53,12 @@ def poison(walker: Walker, layer: int | None) -> Callable[[], None]:
     return removed
 
 
-def refused(walker: Walker, layer: int | None) -> None:
+def nothing_changes(walker: Walker, layer: int | None) -> None:
     """A poisoned step changes nothing and is named."""
     before, step = walker.state_dict(), walker.steps_done + 1
     end = poison(walker, layer)
     what = "loss" if layer is None else "gradient"
-    with pytest.raises(FloatingPointError, match=f"{what}.* not finite at step {step}: nothing was updated"):
+    with refused(FloatingPointError, f"{what} finite {step}"):
         walker.step(random_batch(seed=99))
     end()
     after = walker.state_dict()
@@ -78,7 +79,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
         ) as walker:
             walker.step(random_batch(seed=0))
             for layer in (None, 0, 1) if bad else ():
-                refused(walker, layer)
+                nothing_changes(walker, layer)
             walker.step(random_batch(seed=1))
             ends.append(walker.state_dict())
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0] if k != "steps_done")
@@ -94,7 +95,7 @@ def _on_rank(rank: int, settings: dict[str, Any], bad: bool) -> tuple[dict[str, 
         for layer in (None, 1) if bad else ():
             before = walker.state_dict()
             end = poison(walker, layer) if rank == 1 else lambda: None
-            with pytest.raises(FloatingPointError, match="not finite at step 2: nothing was updated"):
+            with refused(FloatingPointError, "finite 2"):
                 walker.step(random_batch(seed=99))
             end()
             after = walker.state_dict()
@@ -124,9 +125,9 @@ def test_weights_that_an_update_made_infinite_are_not_saved(tmp_path: Path) -> N
             for unit in range(len(walker.spec.units)):
                 walker.engine.update(unit, step=1, learning_rate=3e38)
         for save in (walker.save_pretrained, walker.save_state):
-            with pytest.raises(FloatingPointError, match="nothing was saved"):
+            with refused(FloatingPointError, "saved"):
                 save(tmp_path / "saved")
-        with pytest.raises(FloatingPointError, match="nothing was saved"):
+        with refused(FloatingPointError, "saved"):
             walker.state_dict()
     assert not (tmp_path / "saved").exists()
 
@@ -187,7 +188,7 @@ def test_batches_that_are_not_finite_are_left_out(
     bad, good = careless
     assert train("clean", good, 0) == 0
     assert train("skipped", bad, 2) == 0
-    assert "(2 of skip_nonfinite: 2)" in capsys.readouterr().out
+    says(capsys.readouterr().out, "2 skip_nonfinite")
     assert weights("skipped") == weights("clean")
     assert train("refused", bad, 1) == 1
     (*_, newest) = run_checkpoint.whole(tmp_path / "refused")

@@ -19,6 +19,7 @@ from blockwalk.plan.zeroth_order_kinds import KINDS
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
+from tests.support.messages import refused
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_rule_is_a_row_and_its_function(tmp_path: Path) -> None:
                 walker.step(random_batch(seed=step))
             weights.append({key: master.clone() for key, master in walker.engine.trained.masters.items()})
     assert_same(weights[1], weights[0])
-    with pytest.raises(AssertionError, match="differ"):
+    with refused(AssertionError, "differ"):
         assert_same(weights[2], weights[0])
 
 
@@ -68,7 +69,7 @@ def test_a_kind_is_a_row_and_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["zo.kind", "optimizer.name"])
 def test_an_unknown_word_is_an_error(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"{setting} is 'bent'; it must be one of"):
+    with refused(ValueError, f"{setting} bent"):
         method("zo2", **{setting: "bent"})
-    with pytest.raises(ValueError, match="there are spsa, fzoo, hizoo"):
+    with refused(ValueError, "spsa fzoo hizoo"):
         kind.kind_of("bent")

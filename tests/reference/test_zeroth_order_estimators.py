@@ -15,6 +15,7 @@ from blockwalk.reference.zeroth_order import fzoo_step, hizoo_step, masters_of, 
 from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import RATE, assert_same, trained
+from tests.support.messages import refused
 
 
 @pytest.mark.parametrize("name", ["mezo", "zo2"])
@@ -108,7 +109,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(name: str, bad: float, tmp_pa
                     walker.step(random_batch(seed=seed))
                     continue
                 before = path.read_bytes()
-                with pytest.raises(FloatingPointError, match=r"step 2 .* seed 0, learning rate 0\.03, epsilon 0\.001"):
+                with refused(FloatingPointError, "2 seed 0 0.03 0.001"):
                     walker.step(poisoned)
                 assert path.read_bytes() == before
                 assert walker.steps_done == 1
@@ -180,7 +181,7 @@ def test_objectives_that_rank_label_words(objective: str, loss: str, noise: str,
     plan = method("zo2", zo=zo, loss=loss, optimizer={"learning_rate": 0.0})
     with Walker(copy.deepcopy(model), plan, workdir=tmp_path, device="cpu") as walker:
         found = walker.step(examples).loss
-        with pytest.raises(ValueError, match="LabelWordBatch"):
+        with refused(ValueError, "LabelWordBatch"):
             walker.step(random_batch())
     with torch.no_grad():
         logits = model(**{k: v for k, v in examples.batch.items() if k != "labels"}).logits[:, -2].double()
@@ -216,13 +217,13 @@ def test_a_function_that_has_no_gradient_is_optimised(tmp_path: Path) -> None:
     ("settings", "reason"),
     [
         ({"zo": {"kind": "fzoo", "queries": 1}}, "standard deviation"),
-        ({"zo": {"noise": "mezo"}, "trainable": "host"}, "where they lie"),
-        ({"zo": {"noise": "mezo"}, "optimizer": {"name": "adamw"}}, "original's update"),
+        ({"zo": {"noise": "mezo"}, "trainable": "host"}, "noise|weights"),
+        ({"zo": {"noise": "mezo"}, "optimizer": {"name": "adamw"}}, "original's|mezo_original update"),
         ({"zo": {"kind": "hizoo", "hessian_codec": "fp8"}}, "hessian_codec"),
         ({"zo": {"kind": "hizoo", "hessian_alpha": 1.0}}, "hessian_alpha"),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(settings: dict[str, Any], reason: str) -> None:
     """Oracle: the rule that each breaks."""
-    with pytest.raises(ValueError, match=reason):
+    with refused(ValueError, reason):
         method("mezo", **settings)

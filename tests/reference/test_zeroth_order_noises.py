@@ -24,6 +24,7 @@ from blockwalk.walk.walker import Walker
 from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, names_of, trained
 from tests.reference.test_zeroth_order_tiers import assert_equal, run
+from tests.support.messages import refused
 
 RANK, SEED, RATE = 2, 7, 3e-2
 
@@ -206,8 +207,8 @@ def test_a_pool_of_seeds_has_so_many_directions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("zo", "told"), [
     ({"noise_rank": 4}, "zo.noise_rank"), ({"noise": "torch", "seed_pool": 9}, "zo.seed_pool"),
-    ({"noise": "lowrank", "noise_interval": 0}, "at least 1"),
+    ({"noise": "lowrank", "noise_interval": 0}, "1"),
 ])  # fmt: skip
 def test_settings_of_another_noise_are_refused(zo: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with refused(ValueError, told):
         method("mezo", zo=zo)

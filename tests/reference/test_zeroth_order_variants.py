@@ -24,6 +24,7 @@ from tests.models import random_batch, tiny_model
 from tests.reference.test_zeroth_order import assert_same, trained
 from tests.reference.test_zeroth_order_tiers import assert_equal, run
 from tests.support.codecs import decode, encode
+from tests.support.messages import refused
 
 SEED, RATE, EPSILON = 7, 1e-3, 1e-3
 
@@ -159,10 +160,10 @@ def test_stochastic_rounding_moves_weights_in_expectation() -> None:
 
 
 @pytest.mark.parametrize(("settings", "told"), [
-    ({"zo": {"target": "scales"}}, "int8, fp8, int4 or nf4"),
-    ({"zo": {"target": "scales", "noise": "lowrank"}, "trainable": "device × int4"}, "gaussian or rademacher"),
-    ({"zo": {"target": "scales"}, "trainable": "device × int4a"}, "one scale"),
+    ({"zo": {"target": "scales"}}, "int8 fp8 int4 nf4"),
+    ({"zo": {"target": "scales", "noise": "lowrank"}, "trainable": "device × int4"}, "gaussian rademacher"),
+    ({"zo": {"target": "scales"}, "trainable": "device × int4a"}, "scale"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with refused(ValueError, told):
         method("mezo", **settings)

@@ -140,7 +140,7 @@ class Ledger:
                 done = 0
                 while done < len(line):
                     done += os.write(self._fd, line[done:])
-                os.fdatasync(self._fd)
+                getattr(os, "fdatasync", os.fsync)(self._fd)  # macOS has the latter alone
         except OSError:
             os.ftruncate(self._fd, start)  # a full disk: the step does not count, and the next one starts a fresh line
             os.lseek(self._fd, start, os.SEEK_SET)

@@ -75,9 +75,10 @@ class Checkpoint:
     """The place of the ledger's last entry, of a zeroth-order run."""
 
 
-def save(output_dir: Path, made: Checkpoint, *, keep: int = 2) -> Path:
-    """Write ``checkpoint-{step}`` of one process, and remove all but the newest ``keep``. A flat tensor of ``made.walker``
-    may be what gives its rows one after the other; the rest, as ``made.data`` and ``made.config``, is what JSON can hold.
+def save(output_dir: Path, made: Checkpoint, *, keep: int = 2, best: str = "") -> Path:
+    """Write ``checkpoint-{step}`` of one process, and remove all but the newest ``keep`` and the one named ``best``. A flat
+    tensor of ``made.walker`` may be what gives its rows one after the other; the rest, as ``made.data`` and ``made.config``, is
+    what JSON can hold.
     """
     from blockwalk.checkpoints.distributed import write_folder
     from blockwalk.checkpoints.pieces import Pieces
@@ -86,7 +87,7 @@ def save(output_dir: Path, made: Checkpoint, *, keep: int = 2) -> Path:
     path = path_of(output_dir, made.step)
     held = {name: Pieces(prod(tensor.shape), {0: tensor}) for name, tensor in tensors.items()}
     write_folder(path, held, made.step, {SCALARS: scalars_text(made)})
-    prune(output_dir, keep)
+    prune(output_dir, keep, best)
     return path
 
 
@@ -109,12 +110,13 @@ def scalars_text(made: Checkpoint) -> str:
     return atomic_files.seal(json.dumps(state, indent=1))[0] + "\n"
 
 
-def prune(output_dir: Path, keep: int) -> None:
-    """Remove all whole checkpoints but the newest ``keep``, and the run that they replace. A link goes itself, and where it
-    leads stays."""
+def prune(output_dir: Path, keep: int, best: str = "") -> None:
+    """Remove all whole checkpoints but the newest ``keep`` and the one named ``best``, and the run that they replace. A link
+    goes itself, and where it leads stays."""
     found = whole(output_dir)
     for old in found[:-keep]:
-        atomic_files.discard(old)
+        if old.name != best:
+            atomic_files.discard(old)
     if found and marks.is_ours(output_dir / REPLACED):
         with atomic_files.tolerating_use(output_dir / REPLACED):
             links.remove(output_dir / REPLACED)

@@ -18,12 +18,13 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from blockwalk import __version__
-from blockwalk.models import folder
+from blockwalk.models import folder, run_folder
 from blockwalk.plan import run_config
 from blockwalk.plan.parsing import did_you_mean
 from blockwalk.plan.placement import Codec
@@ -33,10 +34,14 @@ from blockwalk.system import open_files
 from blockwalk.system.temporary import require_temporary
 from blockwalk.system.terminal import PATIENCE, one_line, say, steady
 from blockwalk.train import config
+from blockwalk.train.foreign_settings import Note
 
 FAILED, BAD_INPUT, TOO_LARGE = 1, 2, 3
 UNUSED_KERNELS = "bitsandbytes.backends.cpu.ops"
 """The log of a library that looks for kernels of its own as soon as it is imported."""
+
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that set torch's allocator of device memory; a user who has set one of them has chosen."""
 
 Option = tuple[str, dict[str, Any]]
 """An argument of a subcommand, as ``ArgumentParser.add_argument`` takes it."""
@@ -55,7 +60,11 @@ def _choice(name: str, choices: Sequence[Any], help: str, **more: Any) -> Option
 
 
 _CONFIG = _value("config", "RUN.yaml", "settings; see the list of flags", nargs="?")
-_ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model")
+_ADAPTER = _value("--adapter", "DIR", "a trained adapter to put on the model; or a run, or one of its checkpoints")
+_RUN = _value("config", "RUN", "a run's folder or YAML file, a model's folder or a GGUF file", nargs="?")
+_OWN_ADAPTER = _value("--adapter", "DIR", "an adapter, a run or a checkpoint; none; default: what RUN has trained")
+_SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
+_TEMPERATURE = _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0)
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
 _JSON = _switch("--json", "print JSON")
 _AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
@@ -156,14 +165,30 @@ COMMANDS = (
     Command(
         "generate",
         "continue a prompt",
-        "blockwalk.cli.run:generate",
+        "blockwalk.cli.generate:generate",
         (
-            _CONFIG,
-            _ADAPTER,
-            _value("--prompt", "TEXT", "text to continue; - reads standard input", required=True),
+            _RUN,
+            _OWN_ADAPTER,
+            _value("--prompt", "TEXT", "text to continue; - reads standard input"),
             _switch("--chat", "the prompt is a user's turn in the model's chat template"),
+            _SYSTEM,
+            _value("--messages", "FILE", "a conversation to answer: a JSON list of turns with role and content"),
             _value("--max_new_tokens", "N", "default: 64", type=int, default=64),
-            _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0),
+            _TEMPERATURE,
+        ),
+        takes_settings=True,
+        answers=True,
+    ),
+    Command(
+        "chat",
+        "talk with a model, or with what a run has trained",
+        "blockwalk.cli.chat:chat",
+        (
+            _RUN,
+            _OWN_ADAPTER,
+            _SYSTEM,
+            _value("--max_new_tokens", "N", "most tokens of an answer; default: 512", type=int, default=512),
+            _TEMPERATURE,
         ),
         takes_settings=True,
         answers=True,
@@ -281,6 +306,9 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     # Before torch is imported: libgomp's threads wait 14 ms for one another before they sleep, and where another program has
     # a core, every operator does; half a millisecond bridges the pauses between operators as well.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Likewise: batches of many lengths leave holes among a GPU's blocks of fixed sizes, which segments that grow do not have.
+    if not any(name in os.environ for name in ALLOCATORS):
+        os.environ[ALLOCATORS[0]] = "expandable_segments:True"
     arguments = all_arguments
     open_files.raise_limit()
     here = place.Place()
@@ -288,7 +316,8 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
     try:
         given: list[tuple[str, Any]] = []
         if command is not None and command.takes_settings:
-            given, arguments = config.split_flags(arguments)
+            taken = {"device", "help", "version", *(name.removeprefix("--") for name, _ in command.options)}
+            given, arguments = config.split_flags(arguments, taken)
         values, unknown = commands.parse_known_args(arguments)
         if command is None:
             commands.print_help()
@@ -323,11 +352,15 @@ def _configured(
     command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]], *, runs_here: bool = True
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
-    run = config.load(values.config, overrides)
+    values.config, model = _file_of(values.config)
+    overrides = [*model, *overrides]
+    with _notes_printed():
+        run = config.load(values.config, overrides, as_flags=True)
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
     for name in command.needs:
-        if not operator.attrgetter(name)(run) and not (name.startswith("data.") and run.data.task):
+        instead = name.startswith("data.") and (run.data.task or (name == "data.eval" and run.data.evaluates))
+        if not operator.attrgetter(name)(run) and not instead:
             raise ValueError(f"{name} is missing; give it in the YAML file or as --{name}")
     if not runs_here:
         return run
@@ -336,6 +369,41 @@ def _configured(
     elif not os.path.isfile(run.model):  # a config.json is enough
         folder.require_config(run.model)
     return run
+
+
+@contextmanager
+def _notes_printed() -> Iterator[None]:
+    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", Note)
+            yield
+    finally:
+        notes = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, Note))
+        for note in notes if place.place().rank == 0 else ():
+            say(f"note: {one_line(note)}", file=sys.stderr)
+        for each in caught:
+            if not issubclass(each.category, Note):
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+
+
+def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
+    """The YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
+
+    Raises:
+        ValueError: a folder that is neither.
+    """
+    if given is None or (not os.path.isdir(given) and not given.endswith(".gguf")):
+        return given, []
+    settings = os.path.join(given, run_folder.SETTINGS)
+    if os.path.isfile(settings) and not run_folder.is_model(given):
+        return settings, [("output_dir", given)]  # it may have been moved
+    if given.endswith(".gguf") or run_folder.is_model(given):
+        return None, [("model", given)]
+    raise ValueError(
+        f"{given} is a folder with neither a run ({run_folder.SETTINGS}) nor a model (config.json): give a YAML file, or"
+        " --model with the folder of a model"
+    )
 
 
 def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:

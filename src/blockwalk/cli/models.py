@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from blockwalk.cli.adapters import opened_adapter
+from blockwalk.models import saved_template
+from blockwalk.models.run_folder import adapter_of
 from blockwalk.plan.placement import Codec
 from blockwalk.program.program import human_bytes
 from blockwalk.system.terminal import is_terminal, say
@@ -37,8 +40,10 @@ def merge(arguments: argparse.Namespace) -> None:
     """Write merged safetensors."""
     from blockwalk.convert import merge as packing
 
-    with _bar("merging") as progress:
-        packing.merge(arguments.model, arguments.adapter, arguments.out, dtype=arguments.dtype, progress=progress)
+    with _bar("merging") as progress, opened_adapter(arguments.adapter, arguments.model) as adapter:
+        if adapter is None:
+            raise ValueError("merge needs an adapter: its folder, a run's, or one of its checkpoints")
+        packing.merge(arguments.model, adapter, arguments.out, dtype=arguments.dtype, progress=progress)
     say(f"merged {arguments.adapter} into {arguments.model}: {arguments.out}")
 
 
@@ -47,13 +52,17 @@ def gguf(arguments: argparse.Namespace) -> None:
     from blockwalk.convert import to_gguf
     from blockwalk.system import own_text
 
-    out, adapter = Path(arguments.out), arguments.adapter
+    out = Path(arguments.out)
+    adapter = adapter_of(arguments.adapter) if arguments.adapter else None
     own_text.refuse_foreign(out.with_name("Modelfile"))
-    with _bar("writing") as progress:
-        to_gguf.convert(arguments.model, out, adapter=adapter, dtype=arguments.dtype, progress=progress)
+    with _bar("writing") as progress, opened_adapter(arguments.adapter, arguments.model) as opened:
+        to_gguf.convert(arguments.model, out, adapter=opened, dtype=arguments.dtype, progress=progress)
     base = None if adapter is None else arguments.base or f"./{Path(arguments.model).name}.gguf"
     own_text.write(out.with_name("Modelfile"), to_gguf.modelfile(out, base), "# {}")
     files = ["-m", str(out)] if base is None else ["-m", base, "--lora", str(out)]
+    template = Path(adapter or "") / saved_template.FILE
+    if adapter is not None and template.is_file():  # a file of an adapter has no place for it
+        files += ["--jinja", "--chat-template-file", str(template)]
     run = shlex.join(["llama-cli", *files])
     create = shlex.join(["ollama", "create", out.stem, "-f", str(out.with_name("Modelfile"))])
     say(f"written to {out}; run it with: {run}")

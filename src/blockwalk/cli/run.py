@@ -9,9 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-from blockwalk.checkpoints import run_checkpoint
+from blockwalk.cli.adapters import opened_adapter
+from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.folder import model_folder
-from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.program.launches import of_block
@@ -22,7 +22,7 @@ from blockwalk.report import advice, card, html
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
 from blockwalk.report.room import check_budget
 from blockwalk.simulate import hardware, planner, timeline
-from blockwalk.system import cache, own_text
+from blockwalk.system import own_text
 from blockwalk.system.terminal import say
 from blockwalk.train import config, outlook
 
@@ -82,98 +82,37 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
     adapter, over these as they are as well: what ``merge`` deploys."""
     from blockwalk.cutting.skeleton import vocabulary_rows
     from blockwalk.cutting.verify import require_borders
-    from blockwalk.data.encode import load_tokenizer, require_rows
+    from blockwalk.data.encode import require_rows, tokenizer_of
     from blockwalk.tiers.block_store.store import is_store
     from blockwalk.train.evaluation import HeldOut
-    from blockwalk.train.ready import eval_batch_size
     from blockwalk.walk.walker import Walker
 
-    tokenizer, rows = load_tokenizer(run.model), eval_batch_size(run)
-    held_out = HeldOut.read(run.data, tokenizer, batch_size=rows, batches=run.eval_batches)
-    require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
-    for note in held_out.notes():
-        say(f"note: {note}", file=sys.stderr)
-    if run.data.packing:
-        require_borders(run.model)
-    plans = [run.plan if arguments.as_trained else _plan_to_read(run, arguments)]
-    codec = plans[0].frozen.codec
-    if codec.encoded and not is_store(model_folder(run.model)):
-        both = not arguments.as_trained
-        more = ", then over the model's own; --as-trained leaves these out" if both else " alone (--as-trained)"
-        say(f"note: over weights in {codec}{more}", file=sys.stderr)
-        plans += [override(run.plan, {"frozen": "disk"})] * both
-    found = []
-    for plan in plans:
-        with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:
-            found.append(held_out.evaluate(walker))
+    with opened_adapter(arguments.adapter, run.model) as adapter:
+        own_template = "data.chat_template" in arguments.named
+        tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
+        held_out = HeldOut.of_run(run, tokenizer)
+        require_rows(held_out.encoded.report.largest, tokenizer, vocabulary_rows(run.model), "data.eval")
+        for note in held_out.notes():
+            say(f"note: {note}", file=sys.stderr)
+        if run.data.packing:
+            require_borders(run.model)
+        plans = [run.plan if arguments.as_trained else plan_to_read(run, adapter, arguments)]
+        codec = plans[0].frozen.codec
+        if codec.encoded and not is_store(model_folder(run.model)):
+            both = not arguments.as_trained
+            more = ", then over the model's own; --as-trained leaves these out" if both else " alone (--as-trained)"
+            say(f"note: over weights in {codec}{more}", file=sys.stderr)
+            plans += [override(run.plan, {"frozen": "disk"})] * both
+        found = []
+        for plan in plans:
+            with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
+                found.append(held_out.evaluate(walker))
     if arguments.json:
         values = [dataclasses.asdict(each) for each in found]
         say(json.dumps({**values[0], **({"unrounded": values[1]} if values[1:] else {})}))
     else:
         over = [f"   over weights in {codec}", "   over the model's own, as merge deploys them"]
         say("\n".join(f"{each}{what if plans[1:] else ''}" for each, what in zip(found, over, strict=False)))
-
-
-def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print the continuation of a prompt."""
-    from blockwalk.cutting.skeleton import vocabulary_rows
-    from blockwalk.data.chat_template import render_chat
-    from blockwalk.data.encode import load_tokenizer, require_rows
-    from blockwalk.data.formats import half_character
-    from blockwalk.models.stops import stop_ids
-    from blockwalk.tiers.block_store.store import is_store
-    from blockwalk.walk.walker import Walker
-
-    tokenizer = load_tokenizer(run.model)
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if half_character(text):
-        raise ValueError(
-            "--prompt holds bytes that are no UTF-8, or half a character (a lone surrogate): write it whole"
-        )
-    if arguments.chat:
-        if not tokenizer.chat_template:
-            raise ValueError(f"{run.model} has no chat template; leave --chat out")
-        turns = [{"role": "user", "content": text}]
-        text = render_chat(tokenizer, turns, add_generation_prompt=True)
-    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids = tokenizer(text, add_special_tokens=not (arguments.chat or begun), return_tensors="pt")["input_ids"]
-    require_rows((int(ids.max()) if ids.numel() else -1, "prompt"), tokenizer, vocabulary_rows(run.model), "--prompt")
-    stops = stop_ids(run.model, tokenizer, arguments.adapter)
-    plan = _plan_to_read(run, arguments)
-    if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
-        say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
-    with Walker(_packed(run, plan), plan, lora=arguments.adapter, training=False) as walker:
-        written = walker.generate(
-            ids, arguments.max_new_tokens, temperature=arguments.temperature, stop_ids=stops, seed=plan.seed
-        )
-    say(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True))
-
-
-def _plan_to_read(run: RunConfig, arguments: argparse.Namespace) -> Plan:
-    """The plan for a model that is read and not trained. Without an adapter that learnt over rounded weights there is no reason
-    to round them: they are read raw from disk, unless the command line itself names their place or codec."""
-    named = {"frozen", "frozen.codec"} & arguments.named
-    rounds = run.plan.frozen.codec.encoded
-    return override(run.plan, {"frozen": "disk"}) if rounds and not arguments.adapter and not named else run.plan
-
-
-def _packed(run: RunConfig, plan: Plan) -> str | Path:
-    """The model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there, else one
-    that stays in the cache folder until the model's weights change."""
-    from blockwalk.cutting.skeleton import build_skeleton
-    from blockwalk.engine import open_model as opening
-    from blockwalk.tiers.block_store.store import is_store
-
-    path = model_folder(run.model).resolve()
-    if is_store(path) or not plan.frozen.codec.encoded:
-        return run.model
-    try:
-        packs = cache.folder() / "packed" / cache.key(os.fsencode(path))
-        packs.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a read-only home directory: packed for this time alone
-        return run.model
-    scratch = Path(run.output_dir) / run_checkpoint.SCRATCH
-    return opening.packed(path, plan.frozen.codec, build_skeleton(path), scratch, packs)
 
 
 def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
@@ -184,28 +123,34 @@ def plan_for(run: RunConfig, arguments: argparse.Namespace) -> None:
     """
     machine, shape = hardware.load(arguments.hardware), Shape(run.micro_batch_rows, run.data.max_length)
     steps = run.plan.gradient_accumulation_steps
+    mark = "" if machine.measured else hardware.SIMULATED
+
+    def tell(*lines: str) -> None:
+        say(*(f"{line}  {mark}".rstrip() for line in lines))
+
     task = advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget, micro_batches=steps)
     trained = "every parameter" if run.adapters is None else str(run.adapters)
     nodes = f"{machine.nodes} × {machine.devices_per_node} devices" if machine.world > 1 else "one device"
-    say(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
+    tell(f"{run.model} on {machine.name} ({nodes}): {trained}, {shape.batch} × {shape.sequence} tokens a rank")
     ranking = planner.rank(task)
-    say("\n".join(ranking.lines()))
+    tell(*ranking.lines())
     if arguments.largest_batch:
-        say("-- most sequences of a micro-batch that fit")
+        tell("-- most sequences of a micro-batch that fit")
         for label, plan in planner.candidates(task):
-            say(f"{label:<34} {planner.largest_batch(task, plan):>8}")
+            tell(f"{label:<34} {planner.largest_batch(task, plan):>8}")
     best = ranking.best
     if best is None or best.simulation is None:
         raise DoesNotFit(f"no plan of this model fits {machine.name}; the reasons stand beside each")
     for what, found in (("best of them", best), ("larger step", ranking.larger)):
         if found is not None:
             file = config.as_yaml(advice.recommended(run, found.plan))
-            say(f"\nthe {what} as a file (run.yaml):\n\n{file}", end="")
+            title = f"{mark} the {what} as a file (run.yaml):".lstrip()
+            say(f"\n{title}\n\n{file}", end="")
     if arguments.trace:
         timed = [(span.op, span.began, span.ended) for span in best.simulation.spans]
         events = timeline.events(best.simulation.program, [timed], process=f"simulated: {best.label}")
         timeline.write(arguments.trace, events)
-        say(f"timeline of {best.label}: {arguments.trace}")
+        tell(f"timeline of {best.label}: {arguments.trace}")
 
 
 def report(arguments: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import ast
 import fnmatch
 import functools
 import inspect
+import keyword
 import re
 import shutil
 import textwrap
@@ -23,15 +24,16 @@ from blockwalk.plan.parsing import READERS, flat, hints_of
 from blockwalk.plan.plan import CHOICES, Plan
 from blockwalk.train import config
 
-_ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate"), ("train", "plan", "eval"), ("train", "plan")
+_ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate", "chat"), ("train", "plan", "eval"), ("train", "plan")
 GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("model and method", "model method frozen trainable compute_dtype prefetch resident compile loss seed", _ALL),
     ("training data", "data.train data.weights data.train_split data.shuffle data.show_first", _TRAIN),
+    ("chats", "data.chat_template data.chat_template_arguments", _ALL),
     (
         "held-out data, and how records become tokens",
-        "data.eval data.eval_split data.subset data.format data.columns data.task* data.shots data.template data.label_words"
-        " data.label_field data.label_scores data.max_length data.packing data.padding_multiple eval_batch_size"
-        " eval_batches",
+        "data.eval data.eval_split data.eval_share data.subset data.format data.columns data.prompt data.task* data.shots"
+        " data.template data.label_words data.label_field data.label_scores data.max_length data.allow_truncation"
+        " data.packing data.padding_multiple eval_batch_size eval_batches",
         _EVAL,
     ),
     ("adapters", "lora lora.* prefix.*", _TRAIN),
@@ -42,8 +44,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ranks", "mesh.* start_timeout interface elastic", _TRAIN),
     (
         "run",
-        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints skip_nonfinite log_every"
-        " report_to push_to_hub eval_every eval_first data.eval_limit",
+        "output_dir overwrite_output_dir resume_from_checkpoint save_every keep_checkpoints keep_best"
+        " early_stopping skip_nonfinite log_every report_to run_name push_to_hub eval_every eval_first data.eval_limit",
         _TRAIN,
     ),
 )
@@ -87,7 +89,8 @@ def settings_of(names: str) -> Iterator[str]:
 
 def described(name: str) -> tuple[str, str]:
     """One word for the values that a setting takes, and the sentence of its field."""
-    section, _, field = name.rpartition(".")
+    section, _, setting = name.rpartition(".")
+    field = f"{setting}_" if keyword.iskeyword(setting) else setting
     (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
     hint = bool if name == "lora" else hints_of(cls)[field]
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.cli import settings_help
+from blockwalk.plan.parsing import flat
+from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
 from blockwalk.report import advice
-from blockwalk.simulate import hardware, planner
+from blockwalk.report.machine import this_machine
+from blockwalk.simulate import planner
 from blockwalk.system import atomic_files
 from blockwalk.system.terminal import is_terminal, say
 from blockwalk.train import config
@@ -37,19 +40,36 @@ def init(arguments: argparse.Namespace) -> None:
         **({"budget": arguments.budget} if arguments.budget else {}),
     }
     run = config.from_mapping({**given, "output_dir": f"runs/{Path(given['model']).name}"})
-    machine = hardware.of_this_machine(chosen().type)
+    machine = this_machine(chosen().type)
     shape = Shape(run.micro_batch_rows, run.data.max_length)
     found = planner.rank(advice.task(run.model, run.adapters, machine, shape, budget=run.plan.budget))
     best = next(iter(found.first_order), None)
     if best is None:
         raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")
-    held = best.peaks[Pool.DEVICE] + best.peaks[Pool.HOST]
     facts = [
-        f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {human_bytes(held)} of tensors in a step.",
+        f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {_held(best)} of tensors in a step.",
+        *_of_little_memory(found, best),
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",
     ]
-    atomic_files.write_bytes(out, "\n".join(_file(facts, advice.recommended(run, best.plan))).encode())
+    settings = advice.recommended(run, best.plan)
+    if settings.get("resident") == 0:  # as without the setting: none are kept, or as many as a budget has room for
+        del settings["resident"]
+    atomic_files.write_bytes(out, "\n".join(_file(facts, settings, run)).encode())
     say(f"written to {out} ({best.label}); next: blockwalk train {out} --dry-run")
+    say(*_of_little_memory(found, best))
+
+
+def _held(candidate: planner.Candidate) -> str:
+    """The tensors that a plan holds in a step, as text."""
+    return human_bytes(candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
+
+
+def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iterator[str]:
+    """A line on the memory that method mebp would take, where it was not chosen."""
+    mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
+    if mebp and best.plan.method != "mebp":
+        least = min(mebp, key=lambda candidate: candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
+        yield f"method: mebp would take {_held(least)} instead of {_held(best)}, and more time: weights come from disk."
 
 
 def _examples() -> None:
@@ -70,15 +90,50 @@ def _ask(name: str, what: str) -> str:
     return answer
 
 
-def _file(facts: list[str], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of a YAML file, with the sentence of each setting above it."""
+EDITED = {
+    "data.max_length": "tokens of a record; longer ones are cut",
+    "data.eval_share": "share of the records that is held out, such as 0.05",
+    "lora.rank": "size of the adapters",
+    "batch_size": "sequences of a step",
+    "epochs": "times that every record is seen; parts too",
+    "eval_every": "steps between evaluations; 0: before and after alone",
+    "save_every": "steps between checkpoints; 0: at the end alone",
+    "optimizer.learning_rate": "the highest",
+    "optimizer.schedule": "or linear, cosine: how the rate falls",
+    "optimizer.warmup_steps": "steps in which the rate rises",
+}
+"""The settings that people edit, each with a few words; a run's file has them all, with its values or the defaults."""
+
+
+def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
+    """Lines of a YAML file: what was chosen, with the sentence of each setting above it, then those that people edit."""
+    values = flat(run.to_mapping())
+    left_out = {"data.eval_share"} if run.data.eval else set()
+    if run.lora is None:
+        left_out.add("lora.rank")
+    edited = {name: values[name] for name in EDITED if name not in left_out}
     yield from (f"# {fact}" for fact in facts)
-    for name, value in settings.items():
-        if not isinstance(value, Mapping):
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in {**flat(settings), **edited}.items():
+        head, _, inner = name.partition(".")
+        if inner:
+            sections.setdefault(head, {})[inner] = value
+        elif name not in edited:
             sentence = settings_help.described(name)[1]
             yield from ["", *textwrap.wrap(sentence, 110, initial_indent="# ", subsequent_indent="# ")]
-        yield config.as_yaml({name: value}).rstrip()
+            yield config.as_yaml({name: value}).rstrip()
     yield ""
+    yield from (_commented(name, value) for name, value in edited.items() if "." not in name)
+    for head, section in sections.items():
+        yield f"{head}:"
+        yield from ("  " + _commented(f"{head}.{inner}", value) for inner, value in section.items())
+    yield ""
+
+
+def _commented(name: str, value: Any) -> str:
+    """A setting's line of YAML, with its few words behind it where it has some."""
+    line = config.as_yaml({name.rpartition(".")[2]: value}).rstrip()
+    return f"{line:<28}# {EDITED[name]}" if name in EDITED else line.replace("\n", "\n  ")
 
 
 def complete(arguments: argparse.Namespace) -> None:

@@ -23,6 +23,8 @@ from blockwalk.engine.open_model import open_source
 from blockwalk.engine.pack import CHUNK_ELEMENTS, Progress
 from blockwalk.models.folder import lies_in
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
+from blockwalk.models.saved_template import FILE as TEMPLATE
+from blockwalk.models.saved_template import saved_with
 from blockwalk.models.stops import GENERATION, learnt_stops, with_stops
 from blockwalk.numerics.codecs.weights import DenseWeight
 from blockwalk.plan.sizes import spans
@@ -84,6 +86,8 @@ def merge(
 
         with atomic_files.atomic_folder(out_dir) as folder:
             copy_model_files(model, folder)
+            if template := saved_with(adapter_dir):
+                atomic_files.write_bytes(folder / TEMPLATE, template.encode())
             if stops := learnt_stops(adapter_dir):
                 atomic_files.write_bytes(folder / GENERATION, with_stops(folder, stops))
             config = atomic_files.read_json(folder / "config.json")

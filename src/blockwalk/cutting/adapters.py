@@ -28,7 +28,7 @@ from blockwalk.numerics.codecs.weights import DenseWeight, LowRankSum, Value, We
 from blockwalk.numerics.lazy_linear import lora_linear, unread
 from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.plan.choices import OF_PEFT, Adapters, LoraSettings, PrefixSettings
-from blockwalk.plan.parsing import adapter_settings, did_you_mean
+from blockwalk.plan.parsing import LOOSE, adapter_settings, did_you_mean
 from blockwalk.plan.sizes import DECODE_BYTES, spans
 from blockwalk.system.atomic_files import reading
 from blockwalk.system.lfs import refuse_pointer
@@ -114,7 +114,9 @@ def lora_config(
     known = [field.name for field in dataclasses.fields(LoraConfig)]
     for name in settings:
         if name not in known:
-            raise ValueError(f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known)}")
+            raise ValueError(
+                f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known, LOOSE)}"
+            )
     targets = (target_modules if isinstance(target_modules, str) else list(target_modules)) or DUMMY_TARGET_MODULES
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -183,7 +185,9 @@ def _train_in_place(wrapped: Any, saved: str) -> None:
         setattr(modules[parent], leaf, module.original_module.requires_grad_(True))
     asked = wrapped.active_peft_config.modules_to_save or ()
     if none := [leaf for leaf in asked if not any(name.endswith(leaf) for name in copied)]:
-        raise ValueError(f"modules_to_save has {none[0]}, and no module's name ends so{did_you_mean(none[0], leaves)}")
+        raise ValueError(
+            f"modules_to_save has {none[0]}, and no module's name ends so{did_you_mean(none[0], leaves, LOOSE)}"
+        )
     for name, param in wrapped.named_parameters(remove_duplicate=False):
         theirs = ".lora_" in name or name.startswith(tuple(f"{module}." for module in copied))
         if param.requires_grad and not theirs:
@@ -353,8 +357,9 @@ def _require_matches(config: Any, places: _Places) -> None:
         for end in sorted(wanted):
             if not any(name == end or name.endswith(f".{end}") for name in names):
                 leaves = {name.rpartition(".")[2] for name in names}
+                hint = did_you_mean(end, sorted(leaves), LOOSE)
                 raise ValueError(
-                    f"{section}.{field} has {end!r}, and no name in the model ends so{did_you_mean(end, sorted(leaves))};"
+                    f"{section}.{field} has {end!r}, and no name in the model ends so{hint};"
                     f" its linear layers are {', '.join(places.linears)}"
                 )
     numbers = getattr(config, "layers_to_transform", None)
@@ -586,7 +591,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], 
     except SafetensorError as error:
         refuse_pointer(path)
         raise ValueError(f"{path} is no safetensors file, or truncated: {error}") from None
-    _refuse_saved(folder, config)
+    refuse_saved(folder, config)
     config.inference_mode = config.prefix_projection = False
     begun = getattr(config, "init_lora_weights", True)
     if begun not in _STARTS:
@@ -633,7 +638,7 @@ def _where_it_is(folder: Path) -> str:
     return ""
 
 
-def _refuse_saved(folder: str | Path, config: Any) -> None:
+def refuse_saved(folder: str | Path, config: Any) -> None:
     """Raise ValueError for a saved adapter that changes the model itself, with the way to use it all the same."""
     if getattr(config, "bias", "none") != "none":
         raise ValueError(

@@ -13,13 +13,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockwalk.cutting.anatomy import Anatomy, canonical_name, head_spec
+from blockwalk.cutting.batch_facts import answered
 from blockwalk.cutting.by_part import ByPart, NotByPart
 from blockwalk.cutting.calls import BlockCall, BlockResult, Handed, Prologue, containers_of, rebuild, tensors_of
 from blockwalk.cutting.decay import spared_by_decay
@@ -77,10 +77,6 @@ def refuse_settings(base: Any) -> None:
             "output_router_logits = True adds a loss that reads every layer's router; set it to False "
             "(the auxiliary loss is then 0)"
         )
-
-
-_HIDES_NOTHING = "_blockwalk_hides_nothing"
-"""The attribute of a mask on an accelerator that says whether it hides nothing, for those who know its values."""
 
 
 class CutModel:
@@ -261,26 +257,6 @@ class CutModel:
                 else:
                     module.__dict__["forward"] = forward
 
-    def note_mask(self, mask: Tensor, *, hides_nothing: bool) -> None:
-        """Say of a mask on an accelerator what models ask of it: they would wait for the device to find out."""
-        if not is_cpu(self.device):
-            setattr(mask, _HIDES_NOTHING, hides_nothing)
-
-    @contextmanager
-    def _mask_known(self, batch: Batch) -> Iterator[None]:
-        """Let transformers know whether the batch's mask hides nothing, as it was noted."""
-        masks: Any = import_module("transformers.masking_utils")
-        noted = getattr(batch.get("attention_mask"), _HIDES_NOTHING, None)
-        own = getattr(masks, "fast_all", None)
-        if noted is None or own is None:
-            yield
-            return
-        masks.fast_all = lambda _: noted
-        try:
-            yield
-        finally:
-            masks.fast_all = own
-
     @contextmanager
     def _zeros_in_prologue(self) -> Iterator[None]:
         """Let prologue parameters that are not bound read as zeros (of one element of memory) for the time of a pass.
@@ -398,7 +374,7 @@ class CutModel:
         with ExitStack() as stack:
             stack.enter_context(self._seeded(seed))
             stack.enter_context(self._forwards(stubs))
-            stack.enter_context(self._mask_known(batch))
+            stack.enter_context(answered(batch))
             for name, module in self._prologue_pieces:
                 stack.callback(module.register_forward_hook(note(name)).remove)
             try:
@@ -518,7 +494,7 @@ class CutModel:
         replaced += [(module, piece_stub(name)) for name, module in self._prologue_pieces if name in queues]
         if not head:
             replaced.append((self.base.get_output_embeddings(), head_stub))
-        passing = (self._seeded(seed), self._forwards(replaced), self._zeros_in_prologue(), self._mask_known(batch))
+        passing = (self._seeded(seed), self._forwards(replaced), self._zeros_in_prologue(), answered(batch))
         with ExitStack() as stack, narrow_products(hidden_BSD):
             for each in passing:
                 stack.enter_context(each)

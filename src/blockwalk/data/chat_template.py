@@ -6,8 +6,8 @@ The kernel's limit on the address space holds for every operation of a template 
 
 from __future__ import annotations
 
+import inspect
 import json
-import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from blockwalk.system.process_limits import UNLIMITED, limit, set_limit
 from blockwalk.system.process_memory import address_space_bytes
 
 LEAST_BOUND = 64 << 20
@@ -25,6 +26,10 @@ SECONDS = 60.0
 """Seconds after which a template counts as one without an end."""
 COPIES = 4
 """Copies of a text that are held while it is joined, and room for what else the interpreter needs meanwhile."""
+
+ARGUMENTS = "chat_template_arguments"
+"""The attribute of a tokenizer that holds the arguments of ``data.chat_template_arguments``, with which each conversation is
+written unless its record sets them."""
 
 
 class Endless(Exception):
@@ -39,8 +44,8 @@ _bound: ContextVar[tuple[int, str] | None] = ContextVar("bound", default=None)
 def chat_bounds(tokenizer: Any, record: Any) -> Iterator[None]:
     """Bounds for all renderings of one ``record``, any value of JSON: to set them takes a quarter of what one rendering does.
 
-    Memory and time are bounded in the main thread, and memory where the system has a ``/proc``: a limit is the whole process's,
-    and another thread's work is not to fail by it. The text is bounded everywhere.
+    Memory and time are bounded in the main thread of a system with signals (not Windows), and memory where there is a
+    ``/proc``: a limit is the whole process's, and another thread's work is not to fail by it. The text is bounded everywhere.
     """
     characters = len(json.dumps(record, ensure_ascii=False, default=str))
     bound = max(LEAST_BOUND, TIMES * (characters + len(str(tokenizer.chat_template))))
@@ -65,7 +70,8 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
             return render_chat(tokenizer, messages, **options)
     bound, of_what = bounds
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        arguments = {**getattr(tokenizer, ARGUMENTS, {}), **options}
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
     except MemoryError:
         raise ValueError(f"the chat template takes more memory than {COPIES * bound / 1e6:,.0f} MB {of_what}") from None
     except Endless:
@@ -73,6 +79,12 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
     if len(text) > bound:
         raise ValueError(f"the chat template writes {len(text):,} characters {of_what}")
     return text
+
+
+def reserved(tokenizer: Any) -> set[str]:
+    """Names of the arguments of a rendering that neither a record nor a setting may set."""
+    named = inspect.signature(tokenizer.apply_chat_template).parameters
+    return {*named, "tokenizer", "messages"} - {"tools"}
 
 
 @contextmanager
@@ -83,13 +95,13 @@ def _bounded(nbytes: int) -> Iterator[None]:
         MemoryError: more was wanted.
         Endless: it took longer.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = limit("RLIMIT_AS")
     if held := address_space_bytes():
-        limits = [limit for limit in (soft, hard, held + nbytes) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        bounds = [bound for bound in (soft, hard, held + nbytes) if bound != UNLIMITED]
+        set_limit("RLIMIT_AS", min(bounds), hard)
     before = signal.signal(signal.SIGALRM, _stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -97,7 +109,7 @@ def _bounded(nbytes: int) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        set_limit("RLIMIT_AS", soft, hard)
 
 
 def _stop(*_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer, encode, 
 from blockwalk.data.formats import Format, Record, Template
 from blockwalk.data.sources import INSTALL, read_records
 from blockwalk.data.tasks import TASKS, Task, demonstrations, part_of
-from blockwalk.plan.parsing import did_you_mean
+from blockwalk.plan.data_source import joined, listed
+from blockwalk.plan.parsing import LOOSE, did_you_mean
 from blockwalk.plan.run_config import DataSettings
 
 
@@ -33,23 +35,54 @@ def training_set(
             "zo.objective ranks label words: set data.template and data.label_words, or data.task, and data.packing: false"
         )
     parts: list[Any] = []
-    for source, records in _found(settings, "train"):
+    held_out = eval_numbers(settings, seed)
+    numbers = itertools.count()
+    for source, read, records in _found(settings, "train"):
         named = f"{source} (data.train)"
+        kept = (record for record in records if next(numbers) not in held_out) if held_out else records
         if every_word and asks is not None:
-            parts.append(encode_choices(records, tokenizer, asks, max_length=settings.max_length, source=named))
+            parts.append(encode_choices(kept, tokenizer, asks, max_length=settings.max_length, source=named))
         else:
-            parts.append(_learnt(settings, records, tokenizer, named))
+            parts.append(_learnt(read, kept, tokenizer, named))
     whole = _joined(parts)
-    if settings.weights:
-        whole = whole.select(mixture([len(part) for part in parts], settings.weights, seed))
+    if settings.shares:
+        whole = whole.select(mixture([len(part) for part in parts], settings.shares, seed))
     return _packed(settings, whole)  # type: ignore[no-any-return]
 
 
-def held_out_set(settings: DataSettings, tokenizer: Tokenizer, limit: int) -> tuple[Encoded | Choices | Answers, int]:
+def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
+    """The numbers of the records of ``data.train`` that ``data.eval_share`` holds out, over all sources: drawn by ``seed``.
+
+    Raises:
+        ValueError: the share leaves no record to train on.
+    """
+    if not settings.eval_share:
+        return frozenset()
+    count = sum(1 for _, _, records in _found(settings, "train") for _ in records)
+    chosen = max(1, round(settings.eval_share * count))
+    if chosen >= count:
+        raise ValueError(
+            f"data.eval_share is {settings.eval_share}: {chosen} of {count} records are held out, and none is left to train on"
+        )
+    return frozenset(random.Random(seed).sample(range(count), chosen))
+
+
+def held_out_set(
+    settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int = 0
+) -> tuple[Encoded | Choices | Answers, int]:
     """The held-out records as tokens, with every candidate where these are ranked, and the number of all: ``limit`` of them (0:
-    all) are taken, drawn at random, the same in every run."""
+    all) are taken, drawn at random, the same in every run. ``seed`` draws those of ``data.eval_share``."""
     asks = asks_of(settings)
-    found = [list(records) for _, records in _found(settings, settings.task_part if settings.task else "test")]
+    name = "data.eval"
+    if share := eval_numbers(settings, seed):
+        name = f"data.eval_share of {joined(settings.train)}"
+        order = itertools.count()
+        parts_of_train = _found(settings, "train")
+        read = [(each, [record for record in records if next(order) in share]) for _, each, records in parts_of_train]
+    else:
+        part = settings.task_part if settings.task else "test"
+        read = [(each, list(records)) for _, each, records in _found(settings, part)]
+    found = [records for _, records in read]
     count = sum(map(len, found))
     chosen = set(range(count))
     if 0 < limit < count:
@@ -57,14 +90,16 @@ def held_out_set(settings: DataSettings, tokenizer: Tokenizer, limit: int) -> tu
     numbers = itertools.count()
     kept = [[record for record in records if next(numbers) in chosen] for records in found]
     if not any(kept):
-        raise ValueError(f"{settings.eval}: the data set is empty: no record was found (data.eval)")
+        raise ValueError(f"{joined(settings.eval)}: the data set is empty: no record was found (data.eval)")
     if asks is None or settings.format not in ("", Format.CLASSIFICATION):
-        named = f"{settings.eval} (data.eval)"
-        parts = [_learnt(settings, part, tokenizer, named) for part in kept if part]
+        named = name if share else f"{joined(settings.eval)} ({name})"
+        parts = [
+            _learnt(each, records, tokenizer, named) for (each, _), records in zip(read, kept, strict=True) if records
+        ]
         return _packed(settings, _joined(parts)), count
     before = ""
     if settings.shots:
-        known = itertools.chain.from_iterable(records for _, records in _found(settings, "known"))
+        known = itertools.chain.from_iterable(records for _, _, records in _found(settings, "known"))
         before = demonstrations([asks.question(record) for record in itertools.islice(known, settings.shots)])
     records = [record for part in kept for record in part]
     encoder: Any = encode_answers if asks.question(records[0]).answers else encode_choices
@@ -82,16 +117,11 @@ def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> li
 def asks_of(settings: DataSettings) -> Template | Task | None:
     """The template or the task that makes a question of each record, if the settings name one."""
     if settings.task and settings.task not in TASKS:
-        hint = did_you_mean(settings.task, list(TASKS))
+        hint = did_you_mean(settings.task, list(TASKS), LOOSE)
         raise ValueError(f"data.task is {settings.task!r}{hint}; known: {', '.join(TASKS)}")
     if settings.task:
         return TASKS[settings.task]
     return Template(settings.template, settings.label_words, settings.label_field) if settings.template else None
-
-
-def sources(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of the sources that ``data.train`` or ``data.eval`` holds."""
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
@@ -112,9 +142,10 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
     return list(mixed["row"])
 
 
-def _found(settings: DataSettings, part: str) -> Iterator[tuple[str, Iterable[Record]]]:
-    """Each source and its records of a part: train, test, or dev and known (what demonstrations are taken of) out of
-    ``data.train``. A task draws them, from its data set on the hub unless a source is given."""
+def _found(settings: DataSettings, part: str) -> Iterator[tuple[str, DataSettings, Iterable[Record]]]:
+    """Each source, the settings that it is read with, and its records of a part: train, test, or dev and known (what
+    demonstrations are taken of) out of ``data.train``. A task draws them, from its data set on the hub unless a source is
+    given."""
     task = TASKS.get(settings.task)
     given, split = (settings.eval, settings.eval_split) if part == "test" else (settings.train, settings.train_split)
     subset = settings.subset
@@ -122,10 +153,11 @@ def _found(settings: DataSettings, part: str) -> Iterator[tuple[str, Iterable[Re
         given, subset = task.hub, subset or task.subset
         if part == "test" and split == DataSettings().eval_split:
             split = task.held_out
-    for source in sources(given):
-        records = read_records(source, split=split, subset=subset or None, columns=settings.columns)
+    for source in listed(given):
+        own = replace(settings, **{"subset": subset, **source.changes()})
+        records = read_records(source.path, split=source.split or split, subset=own.subset or None, columns=own.columns)
         drawn = task is not None or part == "known"
-        yield source, part_of(list(records), settings, part, source) if drawn else records
+        yield source.path, own, part_of(list(records), settings, part, source.path) if drawn else records
 
 
 def _learnt(settings: DataSettings, records: Iterable[Record], tokenizer: Tokenizer, source: str) -> Encoded:
@@ -133,7 +165,8 @@ def _learnt(settings: DataSettings, records: Iterable[Record], tokenizer: Tokeni
     if asks is not None and settings.format in ("", Format.CLASSIFICATION):
         return encode_choices(records, tokenizer, asks, max_length=settings.max_length, source=source).answered()
     length = None if settings.packing else settings.max_length  # a packed record goes on in another row
-    return encode(records, tokenizer, max_length=length, format=settings.format or None, source=source)
+    kind = settings.format or None
+    return encode(records, tokenizer, max_length=length, format=kind, source=source, prompts=settings.prompt)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -28,14 +28,18 @@ import numpy as np
 import numpy.typing as npt
 
 from blockwalk.data.formats import Format, Record, Template, detect_format, half_character
+from blockwalk.data.given_template import set_template
 from blockwalk.data.render import Rendered, render, render_pair
 from blockwalk.data.render import Tokenizer as Tokenizer
 from blockwalk.data.tasks import Task
 from blockwalk.models.folder import require_config
+from blockwalk.models.saved_template import saved_with
 from blockwalk.models.stops import end_note, texts_of_stops
+from blockwalk.plan.run_config import DataSettings
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
 from blockwalk.system.lfs import refuse_pointers
+from blockwalk.system.paths import StrPath
 
 Ids = npt.NDArray[np.int32]
 """Token ids, or positions of tokens."""
@@ -52,6 +56,20 @@ CHUNK, CHUNK_CHARACTERS = 256, 1 << 19
 
 TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json")
 """The files that a tokenizer's vocabulary may lie in."""
+
+
+def tokenizer_of(model: str | Path, settings: DataSettings, adapter: StrPath | None = None) -> Tokenizer:
+    """The tokenizer of a model as a run uses it: with the chat template that was saved with the adapter, else the one that the
+    settings name, and with the settings' arguments.
+
+    Raises:
+        ValueError: there is no tokenizer, or no such template.
+    """
+    tokenizer = load_tokenizer(model)
+    set_template(tokenizer, settings.chat_template, settings.chat_template_arguments)
+    if template := saved_with(adapter):
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -342,10 +360,12 @@ def encode(
     max_length: int | None,
     format: Format | str | None = None,
     source: str = "",
+    prompts: Sequence[str] = (),
 ) -> Encoded:
     """Encode records of one format but classification (``None``: that of the first record) for training.
 
-    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error.
+    ``max_length`` is in tokens; None cuts nothing. ``source`` names the records in an error. ``prompts`` are those of
+    ``data.prompt``, see :func:`blockwalk.data.render.render`.
     Raises ``ValueError``, naming file, line and field, where a record lacks
     what its format needs, and where nothing is left to learn from; what was cut or dropped is counted in ``Encoded.report``.
     """
@@ -364,7 +384,7 @@ def encode(
     def rendered() -> Iterator[Rendered]:
         for record in records:
             digest.update(json.dumps(record.fields, default=str).encode())
-            yield render(record, kind, tokenizer, stops)
+            yield render(record, kind, tokenizer, stops, prompts)
 
     ids, masks = [], []
     for row, mask in _tokenize(rendered(), tokenizer, report):

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from blockwalk.plan.parsing import fields_of
+
 
 class Format(StrEnum):
     """The shape of a data set's records."""
@@ -42,6 +44,8 @@ COLUMNS: dict[Format, tuple[str, ...]] = {
     Format.TEXT: ("text",),
 }
 """The columns that a format is known by, in the order in which formats are tried."""
+PAIRS = (("question", "answer"), ("query", "response"))
+"""Other data sets' names of ``instruction`` and ``output``."""
 ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "bot", "chatgpt", "ai", "model", "function_call"), "assistant"),
@@ -137,14 +141,7 @@ class Template:
         Raises:
             ValueError: braces that do not close, or with more in them than a name.
         """
-        try:
-            parts = list(string.Formatter().parse(self.text))
-            for _, name, form, conversion in parts:
-                if form or conversion:
-                    raise ValueError(f"{{{name}}} takes a field's name alone, without what follows it (! or :)")
-            return [name for _, name, _, _ in parts if name is not None]
-        except ValueError as error:
-            raise ValueError(f"template {self.text!r}: {error}") from None
+        return fields_of(self.text, "template")
 
     def _parts(self) -> list[tuple[str, str | None]]:
         """(literal, field) pairs up to the label."""
@@ -217,10 +214,13 @@ def detect_format(record: Record) -> Format:
         )
     if found is not None:
         return found
+    if any(fields.keys() >= set(pair) for pair in PAIRS):
+        return Format.ALPACA
     partly = [kind for kind, names in COLUMNS.items() if fields.keys() & set(names)]
     if len(partly) == 1:
         return partly[0]  # whatever lacks of it is named where it is read
     known = "; ".join(f"{', '.join(map(repr, names))} ({kind})" for kind, names in COLUMNS.items())
+    known += "".join(f"; {question!r}, {answer!r} ({Format.ALPACA})" for question, answer in PAIRS)
     raise ValueError(
         f"{record.where}: expected the fields of a format: {known}; found {record.names}."
         " data.columns names columns that hold them, as in [prompt=question, completion=answer]"
@@ -352,8 +352,7 @@ def _alpaca(record: Record) -> list[dict[str, Any]]:
     history = record.fields.get("history") or []
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
         raise ValueError(f"{record.where}: field 'history' must be a list of [instruction, output] pairs")
-    asked = alpaca_prompt(record)
-    for user, assistant in [*history, (asked, record.text("output"))]:
+    for user, assistant in [*history, (alpaca_prompt(record), record.text(alpaca_columns(record)[1]))]:
         turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return _with_system(record, turns)
 
@@ -361,7 +360,32 @@ def _alpaca(record: Record) -> list[dict[str, Any]]:
 def alpaca_prompt(record: Record) -> str:
     """The instruction, and below it the input where there is one."""
     given = record.text("input") if record.fields.get("input") is not None else ""
-    return "\n".join(part for part in (record.text("instruction"), given) if part)
+    return "\n".join(part for part in (record.text(alpaca_columns(record)[0]), given) if part)
+
+
+def alpaca_columns(record: Record) -> tuple[str, str]:
+    """The columns of a record's instruction and output, whatever they are called."""
+    own = COLUMNS[Format.ALPACA]
+    names = record.fields.keys()
+    first, second = next((pair for pair in (own, *PAIRS) if names >= set(pair)), own)
+    return first, second
+
+
+def answer_column(kind: Format, record: Record) -> str:
+    """The column that holds what is learnt of a record with one answer.
+
+    Raises:
+        ValueError: records of the format have no such column.
+    """
+    if kind is Format.COMPLETION:
+        return COLUMNS[kind][1]
+    if kind is Format.ALPACA:
+        return alpaca_columns(record)[1]
+    raise ValueError(
+        f"{record.where}: data.prompt is the text before an answer, and records of the format {kind} have no column for one:"
+        f" leave data.prompt out, or give {', '.join(map(repr, COLUMNS[Format.ALPACA]))} or"
+        f" {', '.join(map(repr, COLUMNS[Format.COMPLETION]))} (data.columns)"
+    )
 
 
 def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

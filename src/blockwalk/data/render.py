@@ -11,25 +11,29 @@ text              yes, yes           all of it                           cut on 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import json
 import re
+import string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockwalk.data.chat_template import chat_bounds, render_chat
+from blockwalk.data.chat_template import chat_bounds, render_chat, reserved
 from blockwalk.data.formats import (
     MARKS,
     Format,
     Record,
+    alpaca_columns,
     alpaca_prompt,
+    answer_column,
     is_learnt,
     record_is_learnt,
     template_options,
     turns_of,
 )
+from blockwalk.data.named_templates import TEMPLATES
+from blockwalk.plan.parsing import fields_of
 
 Tokenizer = Any
 """A fast tokenizer of transformers (``PreTrainedTokenizerFast``); named so that importing this stays light."""
@@ -52,27 +56,54 @@ class Rendered:
     """Roles of turns whose content, or learnt turns whose reasoning, is not in the text: the template dropped it."""
 
 
-def render(record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Rendered:
+def render(
+    record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[str] = (), prompts: Sequence[str] = ()
+) -> Rendered:
     """A record of any format but classification, of which the template says what it becomes.
 
-    ``stops`` are the texts of the tokens that generation stops at: a turn is learnt as far as the first of them.
+    ``prompts`` are texts with columns in braces (``data.prompt``), of which one stands before the answer. ``stops`` are the
+    texts of the tokens that generation stops at: a turn is learnt as far as the first of them.
 
     Raises:
         ValueError: it lacks what its format needs, or needs a chat template that the tokenizer has not.
     """
+    if prompts:
+        answer = answer_column(kind, record)
+        return render_pair(_filled(prompts, record, answer), record.text(answer), record.where)
     if kind is Format.TEXT:
         return render_pair("", record.text("text"), record.where)
     if kind is Format.COMPLETION:
         return render_pair(record.text("prompt"), record.text("completion"), record.where)
     if not getattr(tokenizer, "chat_template", None):
         if kind is Format.ALPACA:
-            return render_pair(alpaca_prompt(record) + "\n", record.text("output"), record.where)
+            return render_pair(alpaca_prompt(record) + "\n", record.text(alpaca_columns(record)[1]), record.where)
         raise ValueError(
-            f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: give records with"
-            " 'prompt' and 'completion', or 'text', instead, or put a chat_template.jinja into the model's folder"
+            f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: set data.chat_template to"
+            f" one of {', '.join(TEMPLATES)} or to a file, or give records with 'prompt' and 'completion', or 'text'"
         )
     with chat_bounds(tokenizer, record.fields):
         return _render_turns(record, kind, tokenizer, stops)
+
+
+def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:
+    """The first of the prompts whose columns the record fills, with its values; the last one where none is.
+
+    Raises:
+        ValueError: a column is missing, or is the answer itself.
+    """
+    for prompt in prompts:
+        names = fields_of(prompt, "data.prompt")
+        if answer in names:
+            raise ValueError(f"{record.where}: data.prompt names {{{answer}}}, which is the answer that is learnt")
+        if prompt == prompts[-1] or all(record.fields.get(name) for name in names):
+            break
+    if missing := [name for name in names if name not in record.fields]:
+        raise ValueError(
+            f"{record.where}: data.prompt names {', '.join(map(repr, missing))}, and the record has {record.names}"
+        )
+    values = {name: "" if record.fields[name] is None else record.text(name) for name in names}
+    parts = string.Formatter().parse(prompt)
+    return "".join(literal + (values[name] if name is not None else "") for literal, name, _, _ in parts)
 
 
 def render_pair(prompt: str, completion: str, where: str, *, end: bool = True) -> Rendered:
@@ -93,8 +124,8 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
     """
     turns = turns_of(record, kind)
     options = template_options(record)
-    if reserved := next((name for name in options if name in _taken(tokenizer)), None):
-        raise ValueError(f"{record.where}: field 'chat_template_kwargs' may not set {reserved!r}")
+    if taken := next((name for name in options if name in reserved(tokenizer)), None):
+        raise ValueError(f"{record.where}: field 'chat_template_kwargs' may not set {taken!r}")
     messages = _as_the_template_takes(turns, options, tokenizer, record.where)
 
     def render(shown: Sequence[dict[str, Any]], *, ask: bool = False) -> str:
@@ -152,12 +183,6 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
         turns_marked=marked,
         unwritten=unwritten,
     )
-
-
-def _taken(tokenizer: Tokenizer) -> set[str]:
-    """Names of the arguments of a rendering that are not the record's to set."""
-    named = inspect.signature(tokenizer.apply_chat_template).parameters
-    return {*named, "tokenizer", "messages"} - {"tools"}
 
 
 def _reasoning(turn: dict[str, Any]) -> str:

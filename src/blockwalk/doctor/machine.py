@@ -23,18 +23,15 @@ from blockwalk.doctor import rates as probe_rates
 from blockwalk.doctor import walks as probe_walk
 from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
 from blockwalk.numerics.codecs.layout import Layout, name_of
-from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.numerics.device import chosen, is_cpu, left_on
 from blockwalk.numerics.noise.key import NoiseKey
 from blockwalk.numerics.noise.noise import perturbed
 from blockwalk.numerics.row_tiles import multiplied_in
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import ByDevice
-from blockwalk.simulate.hardware import Hardware, Link, kind_of
+from blockwalk.simulate.hardware import BLOCK_OPS, MEASURED, Hardware, Link, kind_of
 from blockwalk.system.paths import StrPath
 from blockwalk.system.process_memory import COUNTED, host_memory
-
-BLOCK_OPS = 60
-"""PyTorch operations that a block's forward starts, about: an op's launches cost so many times one launch."""
 
 _MATRIX = ByDevice(cpu=768, cuda=8192)
 _COPY = ByDevice(cpu=128 << 20, cuda=1 << 30)
@@ -157,7 +154,7 @@ def measure(
         inter=inter or intra or Link(bandwidth),
         devices_per_node=per_node,
         nodes=nodes,
-        source="measured by blockwalk doctor",
+        source=f"{MEASURED} blockwalk doctor",
         flops={name_of(dtype): _flops(device, dtype) for dtype in dtypes},
         **found,
     )
@@ -207,15 +204,6 @@ def _copy_rate() -> float:
         return source.numel() / _best(lambda: target.copy_(source), source.device)
     finally:
         torch.set_num_threads(threads)
-
-
-def left_on(device: torch.device) -> int:
-    """Bytes of an accelerator that a step's tensors may take: what the driver's context, loaded kernels, communicators and
-    other processes leave; 0 on a CPU."""
-    if is_cpu(device):
-        return 0
-    free, _ = torch.accelerator.get_memory_info(device)
-    return int(free + torch.accelerator.memory_reserved(device))
 
 
 def _launch(device: torch.device) -> float:

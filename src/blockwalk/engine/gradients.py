@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.engine.spread import SpreadPart
-from blockwalk.numerics.device import is_cpu, sent
+from blockwalk.numerics.device import host_buffers, is_cpu, recorded, sent
 from blockwalk.numerics.updates import norm_of_sums, square_sums, sum_of_squares
 from blockwalk.plan.mesh import reach
 from blockwalk.plan.model_spec import ParamSpec
@@ -66,6 +66,7 @@ class NamedGradients:
         masters: the trainables by name.
         device: where blocks compute.
         maps: the file maps that they lie in, where they are not on the device.
+        landings: bytes of the places in host memory where updates read them, behind an accelerator.
         ends: whether updates use gradients up before the step's end; their squares are then kept until it.
         clips: whether their norm is asked for.
     """
@@ -76,6 +77,7 @@ class NamedGradients:
         device: torch.device,
         maps: GradientMaps | None,
         *,
+        landings: Sequence[int] = (),
         ends: bool,
         clips: bool = True,
     ) -> None:
@@ -88,11 +90,15 @@ class NamedGradients:
         self._squares: dict[str, Tensor] = {}
         self._chunk_sums: dict[str, Tensor] = {}
         """Sums that the norm is made of, for gradients that are complete and went to the disk."""
+        self._places = [place_P.view(torch.float32) for place_P in host_buffers(landings, device)]
+        self._landed: dict[str, Tensor] = {}
+        """The gradients that came to a place, until an update uses them up."""
 
     def begin(self) -> None:
         self.sums.clear()
         self._squares.clear()
         self._chunk_sums.clear()
+        self._landed.clear()
         if self._maps is not None:
             self._maps.clear()
 
@@ -122,8 +128,31 @@ class NamedGradients:
 
     gather = reduce
 
+    def land(self, names: Iterable[str], place: int) -> None:
+        """Bring complete gradients to a place in host memory, side by side, and free them on the device when they are there."""
+        coming = [name for name in names if name in self.sums]
+        landed: dict[str, Tensor] = {}
+        start = 0
+        for name in coming:
+            gradient = self.sums[name]
+            if self._ends:
+                self._squares[name] = sum_of_squares(gradient)
+            part_P = self._places[place][start : start + gradient.numel()]
+            landed[name] = part_P.view(gradient.shape).copy_(gradient, non_blocking=True)
+            start += gradient.numel()
+        recorded(self._device).synchronize()
+        for name in coming:
+            del self.sums[name]
+        self._landed |= landed
+
+    def waits(self, name: str) -> bool:
+        """Whether a gradient is there for an update."""
+        return name in self.sums or name in self._landed
+
     def use_up(self, name: str) -> Tensor:
         """A gradient that an update takes over."""
+        if name in self._landed:
+            return self._landed.pop(name)
         gradient = self.sums.pop(name)
         if self._ends:
             self._squares[name] = sum_of_squares(gradient)

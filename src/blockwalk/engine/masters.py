@@ -12,11 +12,12 @@ from torch import Tensor
 from blockwalk.checkpoints.pieces import Pieces
 from blockwalk.engine.gradients import GradientMaps, NamedGradients
 from blockwalk.engine.home import Change, Work
+from blockwalk.engine.master_copies import MasterCopies
 from blockwalk.engine.opened_model import OpenedModel
-from blockwalk.engine.slots import Slots
 from blockwalk.numerics.codecs.layout import dtype_of
 from blockwalk.numerics.device import is_cpu
 from blockwalk.plan.placement import StateKind, Tier
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import Op, OpKind, Pool
 from blockwalk.program.residency import gradient_pool
 from blockwalk.tiers.scratch_maps import ScratchMaps
@@ -25,12 +26,16 @@ from blockwalk.tiers.scratch_maps import ScratchMaps
 class Masters:
     """The home of a first-order run's trainables on one process (a :class:`~blockwalk.engine.home.Differentiated`).
 
-    On a CPU, what is on the disk tier is updated in its file maps; a GPU keeps it on the device.
+    A processor updates what is on the disk tier in its file maps. Behind an accelerator masters and optimizer states are on the
+    device, or both in host memory and file maps, where the processor updates them beside the walk.
     """
 
     def __init__(self, model: OpenedModel, scratch: ScratchMaps) -> None:
         self._model, self._scratch, plan = model, scratch, model.plan
-        self.slots: Slots | None = None
+        places = Placements(plan, model.spec, model.device.type)
+        self._places = places
+        self._copies = MasterCopies(model, places, scratch) if places.updates_on_host else None
+        self.slots = None if self._copies is None else self._copies.slots
         self._reads = model.reads[True]
         self.masters: dict[str, Tensor] = {}
         self.moments: dict[str, dict[str, Tensor]] = {}
@@ -39,7 +44,8 @@ class Masters:
             kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
                 p.name: (p.shape, dtype_of(plan.trainable.codec.dtype_of(p.dtype))) for p in params
             }
-            self.masters |= self._allocate(plan.trainable.tier, kept, unit)
+            copies = self._copies
+            self.masters |= self._allocate(plan.trainable.tier, kept, unit) if copies is None else copies.masters(unit)
             for p in params:
                 model.read_into(p.name, self.masters[p.name])
                 model.held.pop(p.name, None)
@@ -47,6 +53,8 @@ class Masters:
             for key, tensor in self._allocate(plan.optimizer_state.tier, states, ("optimizer", unit)).items():
                 name, _, state = key.partition("\0")
                 self.moments.setdefault(name, {})[state] = tensor
+        if self._copies is not None:
+            self._copies.refresh()
         self._gradient_maps: GradientMaps | None = None
         if gradient_pool(plan, model.device.type) is Pool.MAPPED:
             self._gradient_maps = GradientMaps(scratch, [unit.part(True) for unit in model.spec.units])
@@ -54,6 +62,7 @@ class Masters:
             self.masters,
             model.device,
             self._gradient_maps,
+            landings=places.landings,
             ends=plan.update.at_turn,
             clips=plan.optimizer.max_grad_norm > 0,
         )
@@ -63,16 +72,23 @@ class Masters:
     ) -> dict[str, Tensor]:
         """Zeros on a tier, by name; in file maps those of a group together."""
         device = self._model.device
-        if tier is Tier.DISK and is_cpu(device):
+        if self._places.states_on_disk or (tier is Tier.DISK and is_cpu(device)):
             return self._scratch.zeros(shapes, group)
-        where = torch.device("cpu") if tier is Tier.HOST else device
+        where = torch.device("cpu") if self._copies is not None else device
         return {name: torch.zeros(shape, dtype=dtype, device=where) for name, (shape, dtype) in shapes.items()}
 
     # ---- residency --------------------------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
         """FETCH: make the pages of a unit's masters, optimizer states or gradients resident. STORE: hand them, written in
-        place, to the kernel."""
+        place, to the kernel. Behind an accelerator FETCH copies masters to the device, and STORE gradients from there."""
+        if self._copies is not None:
+            if op.kind is OpKind.FETCH:
+                return self._copies.fetch(op.unit, op.slot)
+            if op.kind is OpKind.STORE:
+                names = [p.name for p in self._model.spec.units[op.unit].part(True)]
+                return partial(self.gradients.land, names, op.slot)
+            return lambda: None
         move = {OpKind.FETCH: self._scratch.will_need, OpKind.STORE: self._scratch.dont_need}.get(op.kind)
         if move is None:
             return lambda: None
@@ -104,13 +120,13 @@ class Masters:
         return {p.name: self.value(p.name).to(used_as(p.name)) for p in self._reads[unit]}
 
     def value(self, name: str) -> Tensor:
-        return self.masters[name].detach().to(self._model.device)
+        return (self.masters if self._copies is None else self._copies.values)[name].detach()
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
     def changes(self, unit: int) -> Iterator[Change]:
         for param in self._model.spec.units[unit].params:
-            if (name := param.name) in self.gradients.sums:
+            if self.gradients.waits(name := param.name):
                 gradient = self.gradients.use_up(name)
                 moments = self.moments.get(name, {})
                 yield Change(name, self.masters[name], gradient, moments, ((0, name),))
@@ -119,8 +135,13 @@ class Masters:
         """Let go of the gradients that a unit's update has used up; parameters are bound from the masters every time."""
         if self._gradient_maps is not None:
             self._gradient_maps.drop(unit)
+        if self._places.masters_on_disk or self._places.states_on_disk:
+            for group in (unit, ("optimizer", unit), ("before", unit)):
+                self._scratch.dont_need(group)
 
     def masters_changed(self) -> frozenset[int]:
+        if self._copies is not None:
+            self._copies.refresh()
         return frozenset()
 
     # ---- what outlives a step ---------------------------------------------------------------------------------------
@@ -140,4 +161,6 @@ class Masters:
         return found
 
     def close(self) -> None:
-        """Do nothing: scratch maps go with their last tensor."""
+        """Let go of threads: scratch maps go with their last tensor."""
+        if self._copies is not None:
+            self._copies.close()

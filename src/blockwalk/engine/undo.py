@@ -13,7 +13,8 @@ _LARGE = 1 << 20
 
 
 class Undo:
-    """Copies of what a step that may still be refused has changed: in file maps, or on an accelerator beside it.
+    """Copies of what a step that may still be refused has changed: in file maps where a processor computes or the values lie in
+    some, else beside them, on the accelerator or in host memory.
 
     Args:
         scratch: where maps are made, in the group ``("before", unit)``.
@@ -32,7 +33,8 @@ class Undo:
         kept = self._before.get(unit, [])
         if [t.shape for t in kept] != [t.shape for t in tensors]:
             shapes = {str(k): (tuple(t.shape), t.dtype) for k, t in enumerate(tensors)}
-            maps = is_cpu(self._device) and self._scratch.zeros(shapes, group=("before", unit))
+            mapped = is_cpu(self._device) or self._scratch.holds(tensors[0])
+            maps = mapped and self._scratch.zeros(shapes, group=("before", unit))
             kept = self._before[unit] = [*maps.values()] if maps else [torch.empty_like(t) for t in tensors]
         torch._foreach_copy_(kept, tensors)
         self._changed[unit] = tensors
@@ -41,9 +43,8 @@ class Undo:
         """Keep the changes of a step that counts. Large file maps of what was before go: those of the next step need not be
         read before they are overwritten."""
         self._changed.clear()
-        if not is_cpu(self._device):
-            return
-        for unit in [unit for unit, kept in self._before.items() if sum(t.nbytes for t in kept) >= _LARGE]:
+        large = [unit for unit, kept in self._before.items() if sum(t.nbytes for t in kept) >= _LARGE]
+        for unit in [unit for unit in large if self._scratch.holds(self._before[unit][0])]:
             self._scratch.forget(("before", unit))
             del self._before[unit]
 

@@ -15,8 +15,9 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from blockwalk.cutting.skeleton import build_skeleton
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.encode import tokenizer_of
 from blockwalk.plan.methods import method as plan_of
+from blockwalk.plan.run_config import DataSettings
 from blockwalk.walk.walker import Walker
 
 Request = tuple[Any, list[int], list[int]]
@@ -44,7 +45,7 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         settings.pop("max_batch_size", None)
         plan = plan_of(method, **{"frozen": "disk", **settings})
         self.walker = Walker(model, plan, lora=adapter, device=device, training=False, objective=self._score)
-        skeleton, tokenizer = build_skeleton(model), load_tokenizer(model)
+        skeleton, tokenizer = build_skeleton(model), tokenizer_of(model, DataSettings(), adapter)
         super().__init__(pretrained=skeleton, tokenizer=tokenizer, batch_size=batch_size, **own)
         self._device = torch.device("cpu")
         self._due: list[tuple[int, list[int]]] = []

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from blockwalk.system.card import Card
+
 PIECE = 32 << 30
 """Bytes of host memory that are registered at once, at most: drivers refuse 512 GiB in small pages."""
 
@@ -58,7 +60,8 @@ def described(device: torch.device) -> str:
     if device.type in BY_NAME:
         return f"{device}; {BY_NAME[device.type]}"
     if not is_cpu(device):
-        return ", ".join(filter(None, (str(device), model_of(device))))
+        rocm = "; ROCm: our kernels compile for it, and nothing was tried on it" if torch.version.hip else ""
+        return ", ".join(filter(None, (str(device), model_of(device)))) + rocm
     if os.environ.get("BLOCKWALK_DEVICE"):  # by its user's wish
         return str(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -76,6 +79,28 @@ def model_of(device: torch.device) -> str:
     """The name of an accelerator's model; empty where torch's module of its type does not tell it."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return "" if name is None else str(name(device))
+
+
+def left_on(device: torch.device) -> int:
+    """Bytes of an accelerator that a step's tensors may take: what the driver's context, loaded kernels, communicators and
+    other processes leave; 0 on a CPU, and where torch does not tell it."""
+    if is_cpu(device):
+        return 0
+    try:
+        free, _ = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):
+        return 0
+    return int(free + torch.accelerator.memory_reserved(device))
+
+
+def card_of(device: torch.device) -> Card:
+    """The facts of an accelerator that torch tells, as plain values; of a processor none."""
+    if is_cpu(device):
+        return Card()
+    free = left_on(device)
+    _, memory = torch.accelerator.get_memory_info(device) if free else (0, 0)
+    bfloat16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return Card(model_of(device), memory, free, bfloat16)
 
 
 def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:

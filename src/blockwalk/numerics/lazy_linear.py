@@ -22,6 +22,7 @@ from blockwalk.numerics.codecs.codecs import has_kernel
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import EncodedWeight, Experts, LowRankSum, Weight
 from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.fused_rows import fused_rows
 from blockwalk.numerics.operators import register
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import DECODE_BYTES
@@ -30,10 +31,11 @@ _ALIGN = 64
 """Chunks are multiples of this many output features for each thread: narrower products are up to a third slower."""
 
 
-FUSED_ROWS = 512
-"""Rows of the input up to which an accelerator decodes inside the product. By arithmetic (not measured yet): decoded apart, an
-element of 16 bits is written and read once more, 4 bytes, which an H200 moves in 1 ps; its products take 2 ps at 1,000 rows,
-and a library's are a third faster than ours."""
+FUSED_ROWS = 128
+"""Rows of the input up to which an accelerator decodes inside the product: a guess until it is measured. Inside, the matrix is
+decoded anew for every 64 rows; before, it is decoded once, written and read once more. By the instructions of the compiled
+kernels inside is the cheaper up to 190 rows on an H100 and to 300 on an RTX 4090, were there no waits for memory. It waits
+more than a decoded product, and at 512 rows it takes twice as long, so the number is below both."""
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
 """Weights, by identity, whose products' values nobody reads for now: those of the thread that recomputes, and of no other."""
@@ -209,7 +211,7 @@ def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -
     if (
         isinstance(weight, EncodedWeight)
         and weight.shape == weight.layout.shape  # not one of a layer's experts
-        and a_PI.shape[0] <= FUSED_ROWS
+        and a_PI.shape[0] <= fused_rows(weight.layout.codec, a.device, FUSED_ROWS)
         and weight.layout.order is None  # its rows lie in their order
         and has_kernel(weight.layout, weight.buffer)
     ):

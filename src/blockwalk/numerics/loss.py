@@ -29,9 +29,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from blockwalk.numerics import row_tiles
+from blockwalk.numerics import row_tiles, wide_products
 from blockwalk.numerics.codecs.weights import Weight
-from blockwalk.numerics.device import sent
+from blockwalk.numerics.device import is_cpu, sent
 from blockwalk.numerics.scratch import ScratchArena
 from blockwalk.plan.sizes import LIFT, LOSS_BUDGET, chunk_sizes, spans
 
@@ -96,6 +96,11 @@ class _Head:
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
+    def multiplies_wide(self) -> bool:
+        """True where the device makes the wide results of products in the compute dtype by itself."""
+        return not is_cpu(self.device) and wide_products.has(self.device, self.weight.dtype)
+
+    @property
     def edges(self) -> list[int]:
         """The vocabulary rows at which its chunks begin, and its size."""
         return [*range(0, self.weight.shape[0], self.vocab_chunk or self.chunks(1)[1]), self.weight.shape[0]]
@@ -129,6 +134,8 @@ class _Head:
         l_nv = self.scratch.take("logits", *shape, like=h_fD, dtype=self.wide)
         if narrow == self.wide:
             torch.mm(h_fD, weight_vD.t(), out=l_nv)
+        elif self.multiplies_wide:
+            wide_products.mm(h_fD, weight_vD.t(), l_nv)
         else:  # the products in the compute dtype, everything after them in float32: as the models' own losses have it
             narrow_fv = self.scratch.take("narrow", len(h_fD), len(weight_vD), like=h_fD, dtype=narrow)
             row_tiles.mm(h_fD, weight_vD.t(), narrow_fv)
@@ -153,10 +160,13 @@ class _Head:
         if left.dtype == self.wide:
             into.addmm_(left, right, alpha=alpha)
             return
+        if self.multiplies_wide:
+            wide_products.add_product(into, left, right, alpha)
+            return
         product = self.scratch.take("product", len(left), into.shape[1], like=into, dtype=left.dtype)
         row_tiles.mm(left, right, product)
         # an add_ of mixed dtypes would allocate a float32 copy of the whole product
-        rows = max(1, LIFT // into.shape[1])
+        rows = max(1, LIFT[self.device.type] // into.shape[1])
         for onto, part in zip(torch.split(into, rows), torch.split(product[: len(into)], rows), strict=True):
             onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
 
@@ -355,7 +365,7 @@ def _finish(layer: _Head, part: _Tokens, sum_nD: Tensor, grad_scale: float) -> N
     if layer.soft_cap is not None:
         label_n = label_n * (1.0 - (part.label_logit_n.double() / layer.soft_cap) ** 2)
     label_n = label_n.to(layer.wide)
-    step = max(1, LIFT // sum_nD.shape[1])
+    step = max(1, LIFT[layer.device.type] // sum_nD.shape[1])
     parts = (torch.split(each, step) for each in (part.labels_n, label_n, sum_nD))
     for labels_n, factor_n, onto_nD in zip(*parts, strict=True):
         onto_nD.addcmul_(layer.weight.gather(labels_n).to(layer.wide), factor_n.unsqueeze(1))

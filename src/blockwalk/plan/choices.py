@@ -27,6 +27,9 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer that text passes but the
     head, experts and routers; [] for none: ``lora.options.modules_to_save`` alone are trained, such as the head."""
+    from_: str = ""
+    """The folder of a trained adapter, or of its run, that training goes on from; its rank, alpha, dropout, modules and options
+    are those of the run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 
@@ -107,13 +110,19 @@ class OptimizerSettings:
     """First order: the parameters that ``weight_decay`` reaches: matrices (all but norms and biases, as in transformers'
     Trainer) or all. Zeroth order spares the original's names: those with bias, layer_norm or layernorm in them."""
     schedule: str = "constant"
-    """The learning rate's way after ``warmup_steps``: it stays, or falls along a line or half a cosine."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate climbs from 0 to its highest."""
+    """The learning rate's way after ``warmup_steps``, by transformers' names: it stays (constant), or falls."""
+    warmup_steps: int | float = 0
+    """Steps over which the learning rate climbs from 0 to its highest; below 1, a share of ``total_steps``."""
     total_steps: int = 0
     """Steps that the schedule spans; 0: those of the run."""
     min_ratio: float = 0.0
     """The learning rate at the schedule's end, as a share of the highest."""
+    cycles: int = 1
+    """cosine_with_restarts: the times that the rate falls from its highest."""
+    power: float = 1.0
+    """polynomial: the power of the share of steps that are left."""
+    cooldown_steps: int | float = 0.1
+    """warmup_stable_decay: the last steps, in which the rate falls along half a cosine; below 1, a share of ``total_steps``."""
     max_grad_norm: float = 0.0
     """The global norm that the gradient is clipped to, with zeroth order the magnitude of each projected gradient; 0 switches
     clipping off."""

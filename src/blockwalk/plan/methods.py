@@ -31,7 +31,7 @@ from blockwalk.plan.choices import (
     UpdateSettings,
     ZerothOrderSettings,
 )
-from blockwalk.plan.parsing import did_you_mean, flat
+from blockwalk.plan.parsing import LOOSE, coerce, did_you_mean, flat
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.settings import override
@@ -43,7 +43,8 @@ def plain() -> Plan:
 
 
 def mebp() -> Plan:
-    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time.
+    """Exact gradients with frozen 4-bit weights mapped from disk and one block's activations in memory at a time. A run on an
+    accelerator begins from the host instead, where it has room (:mod:`blockwalk.program.settling`).
 
     Source: Song and Tang, "Memory-Efficient Backpropagation for Fine-Tuning LLMs on Resource-Constrained Mobile
     Devices" (2025).
@@ -168,7 +169,9 @@ def method(name: str, **settings: Any) -> Plan:
         2
     """
     if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: {', '.join(METHODS)}")
+        raise ValueError(
+            f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: {', '.join(METHODS)}"
+        )
     row, rest = _on_mesh(METHODS[name](), settings)
     plan = override(row, _settled(row, rest))
     if plan.sharded and not row.sharded:
@@ -206,11 +209,15 @@ def _on_mesh(row: Plan, settings: dict[str, Any]) -> tuple[Plan, dict[str, Any]]
 def _share_passes(plan: Plan, mesh: dict[str, Any]) -> None:
     """Give a zeroth-order mesh the axes that it does not name: neighbours share the forwards as far as these divide evenly,
     the others cut the batch."""
-    world, node = int(mesh["world"]), int(mesh["ranks_per_node"])
+    for axis in ("world", "ranks_per_node", "data", "perturb"):
+        if axis in mesh:
+            mesh[axis] = coerce(f"mesh.{axis}", mesh[axis], int)
+    world = mesh["world"]
+    node = mesh["ranks_per_node"]
     if "perturb" not in mesh:
         together = 1 if plan.zo.noise == "mezo" else math.gcd(node, plan.forward_passes)
-        mesh["perturb"] = world // max(int(mesh["data"]), 1) if "data" in mesh else together
-    mesh.setdefault("data", max(1, world // max(int(mesh["perturb"]), 1)))
+        mesh["perturb"] = world // max(mesh["data"], 1) if "data" in mesh else together
+    mesh.setdefault("data", max(1, world // max(mesh["perturb"], 1)))
 
 
 def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +227,8 @@ def _settled(row: Plan, settings: dict[str, Any]) -> dict[str, Any]:
     if not row.update.at_turn or "update.timing" in given:
         return settings
     by_micro_batch = given.get("accumulation_order", row.accumulation_order) == "micro_batch"
-    accumulates = int(given.get("gradient_accumulation_steps", row.gradient_accumulation_steps)) > 1
-    if float(given.get("optimizer.max_grad_norm", 0)) > 0 or (accumulates and by_micro_batch):
+    steps, norm = "gradient_accumulation_steps", "optimizer.max_grad_norm"
+    accumulates = coerce(steps, given.get(steps, row.gradient_accumulation_steps), int) > 1
+    if coerce(norm, given.get(norm, 0), float) > 0 or (accumulates and by_micro_batch):
         return {**settings, "update.timing": Timing.STEP}
     return settings

@@ -7,14 +7,22 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping
+import string
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
+from blockwalk.plan import data_source
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.data_source import Source
+from blockwalk.plan.foreign_names import SETTINGS, find
 from blockwalk.plan.placement import NOBODY, NODE, WORLD, Codec, Placement, Tier
+
+
+class Refused(ValueError):
+    """A value that its setting does not take, with a message of its own."""
 
 
 def adapter_settings(given: Mapping[str, Any]) -> Adapters:
@@ -25,7 +33,7 @@ def adapter_settings(given: Mapping[str, Any]) -> Adapters:
         ValueError: an unknown name, or a value that makes no sense.
     """
     cls, name = (PrefixSettings, "prefix") if "num_virtual_tokens" in given else (LoraSettings, "lora")
-    names = [f"{name}.{f.name}" for f in dataclasses.fields(cls)]
+    names = [f"{name}.{setting_of(f.name)}" for f in dataclasses.fields(cls)]
     for key in given:
         if f"{name}.{key}" not in names:
             raise ValueError(f"unknown setting '{name}.{key}'{did_you_mean(f'{name}.{key}', names)}")
@@ -33,26 +41,58 @@ def adapter_settings(given: Mapping[str, Any]) -> Adapters:
     return found
 
 
+WHOLE = ("data.train", "data.eval", "data.columns")
+"""Settings that may be given as a mapping, which is one value."""
+OPEN = ("lora.options", "data.chat_template_arguments")
+"""Settings whose parts have names that are not ours: those of a library, or of a template."""
+
+
+def is_open(key: str) -> bool:
+    """Whether a dotted name is a part of one of :data:`OPEN`."""
+    return key.startswith(tuple(f"{name}." for name in OPEN))
+
+
+def setting_of(field: str) -> str:
+    """The name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
+    return field.removesuffix("_")
+
+
 def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
     """Take the settings of one section out of ``settings`` and build its value."""
-    hints = hints_of(cls)
+    hints = {setting_of(name): hint for name, hint in hints_of(cls).items()}
     given: dict[str, Any] = {}
     for key in [k for k in settings if k.startswith(f"{name}.")]:
-        value, short = settings.pop(key), key.removeprefix(f"{name}.")
-        if short.startswith("options."):  # one option as a flag: read as YAML, for PEFT's types are not ours to know
-            typed = yaml.load(value, Loader=Loader) if isinstance(value, str) else value
-            given["options"] = {**given.get("options", {}), short.removeprefix("options."): typed}
+        value = settings.pop(key)
+        short = key.removeprefix(f"{name}.")
+        field, _, option = short.partition(".")
+        if option and f"{name}.{field}" in OPEN:  # one as a flag: read as YAML, for its type is not ours to know
+            typed = _as_yaml(key, value) if isinstance(value, str) else value
+            given[field] = {**given.get(field, {}), option: typed}
         else:
             given[short] = coerce(key, value, hints[short])
-    return cls(**given)
+    return cls(**{f.name: given[setting_of(f.name)] for f in dataclasses.fields(cls) if setting_of(f.name) in given})
+
+
+def _as_yaml(key: str, text: str) -> Any:
+    """A text as YAML.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError:
+        raise ValueError(f"{key} is {text!r}, which is not valid YAML; put quotes around it") from None
 
 
 def plain_values(value: Any) -> Any:
     """Dataclasses, enumerations and tuples as the types that YAML has."""
     if isinstance(value, Placement):
         return str(value)
+    if isinstance(value, Source):
+        return data_source.plain(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {setting_of(f.name): plain_values(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, StrEnum):
         return str(value)
     if isinstance(value, list | tuple):
@@ -132,18 +172,24 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 Loader.yaml_implicit_resolvers = _resolvers()
 
 
-_SHORT = {"lr": "learning_rate", "eps": "epsilon", "rank": "lora.rank", "accumulation": "gradient_accumulation_steps"}
-"""Short names that others have, and what our settings' names end in."""
+NEAR = 0.84
+"""The least similarity (difflib's ratio) at which a setting is guessed by spelling. 0.6 leads 31 of 108 names of other tools to
+a wrong setting, 0.8 two, this none; and one wrong letter in a name of ours is still found 96 times of 100."""
+
+LOOSE = 0.6
+"""The least similarity for short words, such as those of methods and machines: their lists are short, and printed."""
 
 
-def did_you_mean(key: str, known: list[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest known name, or nothing."""
-    last = key.rpartition(".")[2]
-    if last in _SHORT:
-        near = [name for name in known if name.endswith(_SHORT[last])]
-    else:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        near = near or [name for name in known if name.rpartition(".")[2] == last]
+def did_you_mean(key: str, known: list[str], cutoff: float = NEAR) -> str:
+    """``"; did you mean 'x'?"`` for the known name that does what ``key`` does in another tool, or for the nearest one; or
+    nothing."""
+    match = find(key)
+    if match is not None and not SETTINGS.isdisjoint(known):
+        return f"; did you mean {match.row.ours!r}?" if match.row.ours in known else ""
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
+    if not near and "." not in key:  # the section is missing
+        near = [leaves[leaf] for leaf in difflib.get_close_matches(key, leaves, n=1, cutoff=cutoff)]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -193,6 +239,8 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
         _, wanted, read = READERS[hint]
     try:
         return read(value)
+    except Refused:
+        raise
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{key} is {value!r}; it takes {wanted}") from None
 
@@ -225,7 +273,15 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _steps(value: Any) -> int | float:
+    """A number of steps, or a share of them; a whole number is an int."""
+    number = _number(value)
+    return int(number) if number.is_integer() else number
+
+
 def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, Mapping):  # data.columns
+        return tuple(map(_text, data_source.columns_of(value)))
     return tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else tuple(map(_text, value))
 
 
@@ -233,6 +289,64 @@ def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
     """Names with commas between them are a list, as in every other setting; a pattern stays one text."""
     several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
     return _texts(value) if several else str(value)
+
+
+def _sources(value: Any) -> str | tuple[str | Source, ...]:
+    """A source, or several; each a text, or a mapping of the fields of :class:`Source`."""
+    if isinstance(value, str):
+        return _pattern_or_texts(value)
+    listed = [value] if isinstance(value, Mapping) else value
+    return tuple(_source(each) if isinstance(each, Mapping) else _text(each) for each in listed)
+
+
+def _source(settings: Mapping[str, Any]) -> Source:
+    """Build a source of its settings.
+
+    Raises:
+        Refused: one of them is unknown, or of the wrong type.
+    """
+    hints = hints_of(Source)
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        key = f"data.train.{name}"
+        if name not in hints:
+            raise Refused(
+                f"a source in data.train or data.eval has {name!r}, which it cannot set{did_you_mean(str(name), list(hints))};"
+                f" it takes {', '.join(hints)}"
+            )
+        if name == "prompt":
+            values[name] = _prompts(value)
+        elif name == "weight":
+            values[name] = coerce(key, value, float)
+        else:
+            values[name] = coerce(key, value, hints[name])
+    if "path" not in values:
+        raise Refused(
+            f"a source in data.train or data.eval has {', '.join(map(str, settings))} and no path: give path, a file or a hub"
+            " name"
+        )
+    return Source(**values)
+
+
+def _prompts(value: Any) -> tuple[str, ...]:
+    """A text with commas in it is one prompt; a list is several."""
+    return (value,) if isinstance(value, str) and value else tuple(map(_text, value))
+
+
+def fields_of(text: str, setting: str) -> list[str]:
+    """Names in braces, in order.
+
+    Raises:
+        ValueError: braces that do not close, or with more in them than a name.
+    """
+    try:
+        parts = list(string.Formatter().parse(text))
+        for _, name, form, conversion in parts:
+            if form or conversion:
+                raise ValueError(f"{{{name}}} takes a field's name alone, without what follows it (! or :)")
+        return [name for _, name, _, _ in parts if name is not None]
+    except ValueError as error:
+        raise ValueError(f"{setting} {text!r}: {error}") from None
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
@@ -279,11 +393,18 @@ READERS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     bool: ("true|false", "true or false", _boolean),
     int: ("N", "a whole number", _integer),
     float: ("X", "a number", _number),
+    int | float: ("N|SHARE", "a number of steps, or a share of them below 1, such as 0.03", _steps),
     int | None: ("SIZE", "a size, such as 18GB, 512MiB or a number of bytes", _size),
     tuple[float, float]: ("X,X", "two numbers, such as [0.9, 0.95]", _pair),
     tuple[float, ...]: ("X,...", "a list of numbers, such as [0.7, 0.3]", _numbers),
     tuple[str, ...]: ("TEXT,...", "a list of texts, such as [yes, no]", _texts),
     str | tuple[str, ...]: ("TEXT,...", "a text, or a list of texts", _pattern_or_texts),
+    str | tuple[str | Source, ...]: (
+        "DATA,...",
+        "a file or a hub name, a list of them, or of {path: ..., weight: ...}",
+        _sources,
+    ),
+    Sequence[str]: ("TEXT", "a text with columns in braces, or a list of such texts", _prompts),
     Mapping[str, Any]: ("{NAME: VALUE}", "a mapping", _mapping),
     Placement: ("TIER×CODEC×GROUP", f"tier × codec × group: {_PLACES}", _placement),
 }

@@ -6,13 +6,15 @@ import dataclasses
 import math
 import operator
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings
+from blockwalk.plan.data_source import Source, Sources, listed, weights_of
 from blockwalk.plan.methods import method
 from blockwalk.plan.noise_kinds import NOISES
-from blockwalk.plan.parsing import host_and_port, plain_values
+from blockwalk.plan.parsing import fields_of, host_and_port, plain_values
 from blockwalk.plan.plan import Plan, beyond, by_name, refuse_dropout
 
 
@@ -20,13 +22,16 @@ from blockwalk.plan.plan import Plan, beyond, by_name, refuse_dropout
 class DataSettings:
     """The data sets, and how records become tokens (``data.*``)."""
 
-    train: str | tuple[str, ...] = ""
-    """JSON (lines, or an array), CSV, Parquet or text file, a folder of them, or a hub name; or a list of such sources."""
-    eval: str | tuple[str, ...] = ""
+    train: str | tuple[str | Source, ...] = ""
+    """JSON (lines, or an array), CSV, Parquet or text file, a folder of them, or a hub name; or a list of such sources. A
+    source may be a mapping with settings of its own: ``{path: a.jsonl, weight: 2, columns: {prompt: question}}``."""
+    eval: str | tuple[str | Source, ...] = ""
     """Held-out records in the same form; empty: no evaluation."""
     weights: tuple[float, ...] = ()
     """Shares of the sources of ``data.train`` in a mixture, one for each: records are drawn by them until every source has been
     seen whole, a short one again and again; empty: every record once."""
+    eval_share: float = 0.0
+    """The share of the records of ``data.train`` that is held out for evaluation, such as 0.05, drawn by ``seed``; 0: none."""
     eval_limit: int = 200
     """Records of ``data.eval`` that a training run evaluates, drawn at random once; 0: all, as ``blockwalk eval`` does."""
     subset: str = ""
@@ -39,6 +44,9 @@ class DataSettings:
     """messages, sharegpt, alpaca, completion, classification or text; empty: by the columns of each source's first record."""
     columns: tuple[str, ...] = ()
     """Fields that a format asks for, and the columns that hold them, as in ``[prompt=question, completion=answer]``."""
+    prompt: Sequence[str] = ()
+    """The text before each answer, with the record's columns in braces, in place of a chat template; of several texts the
+    first whose columns are all filled is taken."""
     task: str = ""
     """A task of MeZO's by name (sst2, sst5, rte, cb, boolq, wsc, wic, multirc, copa, record, trec, squad, drop): prompt,
     candidates, metric, and a data set on the hub where ``data.train`` or ``data.eval`` is empty."""
@@ -63,8 +71,15 @@ class DataSettings:
     label_scores: str = "mean"
     """Classification: the score that ranks label words, in evaluation and by ``zo.objective``: the mean of the
     log-probabilities of a word's tokens (as MeZO does), or their sum."""
+    chat_template: str = ""
+    """The chat template that conversations are written with: a file, or chatml, llama3, gemma, phi3 or mistral; empty: the
+    tokenizer's own. It is saved with what is trained."""
+    chat_template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``{enable_thinking: false}``."""
     max_length: int = 512
     """Tokens of a sequence at most; longer records are cut, and counted."""
+    allow_truncation: bool = False
+    """Whether a run may begin where more than half of its records are longer than ``max_length``, and are cut."""
     packing: bool = False
     """Whether a row of ``max_length`` tokens holds several records, each by itself: positions begin anew, attention does not
     cross from one to the next, and nothing is cut away."""
@@ -79,9 +94,35 @@ class DataSettings:
     def __post_init__(self) -> None:
         for name in ("train", "eval"):
             object.__setattr__(self, name, _sources(getattr(self, name)))
+        object.__setattr__(self, "prompt", (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt))
+        for prompt in (*self.prompt, *(text for source in (self.train, self.eval) for text in _prompts(source))):
+            if not fields_of(prompt, "data.prompt"):
+                raise ValueError(
+                    f"data.prompt {prompt!r} names no column of the records in braces, as {{instruction}} does"
+                )
+        if self.weights and weights_of(self.train):
+            raise ValueError(
+                "data.weights is given, and sources of data.train have weights of their own: leave one out"
+            )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out records."""
+        return bool(self.eval or self.eval_share or self.task)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The weights of the sources of ``train``, however they are given; empty: every record once."""
+        return self.weights or weights_of(self.train)
 
 
-def _sources(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _prompts(sources: Sources) -> Iterator[str]:
+    """The prompts that sources have of their own."""
+    for source in listed(sources):
+        yield from source.prompt
+
+
+def _sources(names: Sources) -> Sources:
     """Several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
     if not isinstance(names, str) or "," not in names or os.path.exists(os.path.expanduser(names)):
         return names
@@ -119,6 +160,10 @@ class RunConfig:
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
     """Whether there is an evaluation before the first step."""
+    keep_best: str = ""
+    """Score of the evaluation whose checkpoint is kept beside the newest ones: loss or accuracy; empty: none is."""
+    early_stopping: int = 0
+    """Evaluations without a better one, in a row, after which the run ends; by ``keep_best``, else by loss; 0: never."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and when a signal ends the run."""
     keep_checkpoints: int = 2
@@ -137,7 +182,10 @@ class RunConfig:
     """Zeroth order: the address (``host:port``, on one machine such as 127.0.0.1:29600) at which this run takes in ranks that
     come and go: ``blockwalk train run.yaml --join``, as often and whenever you like; empty: none."""
     report_to: tuple[str, ...] = ()
-    """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names)."""
+    """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names); all: those
+    that are installed; none: none. WANDB_PROJECT, or such, names the project; without, it is blockwalk."""
+    run_name: str = ""
+    """The run's name at trackers; empty: the name of ``output_dir``."""
     push_to_hub: str = ""
     """A repository of the hub (``owner/name``) that is given what was trained, with a model card; where there is none, one
     is made, private, before the run."""
@@ -149,6 +197,9 @@ class RunConfig:
     place until the new ones are."""
     resume_from_checkpoint: str = ""
     """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
+    named: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """The settings of its plan that a file or a flag gave, no setting itself; None: whoever made the plan chose all of it. The
+    machine decides some of the others (:func:`blockwalk.program.settling.settle`)."""
 
     def __post_init__(self) -> None:
         for name in PATHS:
@@ -166,6 +217,14 @@ class RunConfig:
             raise ValueError(
                 f"data.eval_limit is {self.data.eval_limit}; it must be at least 0, which evaluates all records"
             )
+        if not 0 <= self.data.eval_share < 1:
+            raise ValueError(
+                f"data.eval_share is {self.data.eval_share}; it must be at least 0 and below 1, such as 0.05"
+            )
+        if self.data.eval_share and (other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""):
+            raise ValueError(f"data.eval_share and {other} both say what is evaluated; leave one of them out")
+        if self.keep_best not in ("", "loss", "accuracy"):
+            raise ValueError(f"keep_best is {self.keep_best!r}; it must be loss or accuracy")
         if self.data.label_scores not in ("mean", "sum"):
             raise ValueError(f"data.label_scores is {self.data.label_scores!r}; it must be mean or sum")
         if self.data.task and (self.data.template or self.data.format or self.data.packing):
@@ -185,10 +244,10 @@ class RunConfig:
         refuse_dropout(self.plan, self.adapters)
         if self.prefix and self.data.packing:
             raise ValueError("data.packing begins positions anew in a row, which no prefix allows; leave one out")
-        sources = 1 if isinstance(self.data.train, str) else len(self.data.train)
-        if self.data.weights and (len(self.data.weights) != sources or min(self.data.weights) <= 0):
+        sources, shares = len(listed(self.data.train)), self.data.shares
+        if shares and (len(shares) != sources or not all(0 < share < math.inf for share in shares)):
             raise ValueError(
-                f"data.weights is {list(self.data.weights)}; data.train has {sources} sources, and each needs a weight above 0"
+                f"data.weights is {list(shares)}; data.train has {sources} sources, and each needs a weight above 0"
             )
         if bool(self.data.template) != bool(self.data.label_words):
             raise ValueError("classification needs both data.template and data.label_words; one of them is missing")
@@ -234,6 +293,11 @@ class RunConfig:
         return self.lora or self.prefix or None
 
     @property
+    def adapters_at_start(self) -> Adapters | str | None:
+        """The adapters as a walker takes them: the folder of those that are gone on from, else the settings of new ones."""
+        return self.lora.from_ if self.lora is not None and self.lora.from_ else self.adapters
+
+    @property
     def micro_batch_rows(self) -> int:
         """Rows that one rank walks at once in training: its part of a micro-batch, with every label word of each sequence where
         ``zo.objective`` ranks them."""
@@ -243,7 +307,7 @@ class RunConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora")]
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")]
         own = {name: plain_values(getattr(self, name)) for name in names}
         lora = False if self.lora is None else plain_values(self.lora)
         plan = {f.name: plain_values(getattr(self.plan, f.name)) for f in dataclasses.fields(Plan)}
@@ -263,7 +327,7 @@ PATHS = ("model", "output_dir", "resume_from_checkpoint")
 they are read."""
 
 LEAST = by_name(
-    (0, "eval_batch_size max_steps eval_every save_every skip_nonfinite"),
+    (0, "eval_batch_size max_steps eval_every early_stopping save_every skip_nonfinite"),
     (1, "batch_size eval_batches keep_checkpoints log_every data.padding_multiple"),
     (0, "data.task_train data.task_dev data.task_eval data.task_seed data.shots prefix.num_virtual_tokens"),
     (2, "data.max_length"),

@@ -50,8 +50,9 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
 def setting_names(plan: Plan | None = None) -> list[str]:
     """Every dotted name that :func:`override` takes, in the order of the dataclass."""
     names: list[str] = []
+    values = plan or Plan()
     for f in dataclasses.fields(Plan):
-        current = getattr(plan or Plan(), f.name)
+        current = getattr(values, f.name)
         if dataclasses.is_dataclass(current):
             names += [f"{f.name}.{inner.name}" for inner in dataclasses.fields(current)]
         else:

@@ -62,6 +62,8 @@ class _Backprop:
     """The backwards that used one."""
     complete: dict[int, int] = field(default_factory=dict)
     """The op after which each unit's gradients are complete."""
+    leaving: list[tuple[int, int]] = field(default_factory=list)
+    """Units whose complete gradients are to leave the device for host memory, each with the op after which they may."""
 
     def __post_init__(self) -> None:
         self.reductions = Reductions(self.b)
@@ -93,6 +95,7 @@ class _Backprop:
             self.coming = [(i, m) for i in blocks if i not in self.keep for m in group]
         if places.maps_gradients:
             after = [*after, *self._fetch_gradients(unit, group)]
+        after = [*after, *self._leave(places.plan.prefetch)]
         for m in group:
             deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
             if block and not kept:
@@ -145,12 +148,26 @@ class _Backprop:
             self.complete[unit] = [done, *reduced][-1]
         if not (self.at_turn and complete and b.places.model.units[unit].numel(trainable=True)):
             return []
+        if b.places.updates_on_host:
+            self.leaving.append((unit, done))
+            return []
         updated = b.update(unit, [done, *reduced[-1:]])
         return [] if sharded else updated  # over ranks no slot is read or written
+
+    def _leave(self, most: int) -> list[int]:
+        """Let gradients leave the device until those of at most so many units are on it, and update their units; the answer is
+        the ops that bring them to host memory, which the next compute op waits for: no update is among them."""
+        b, landed = self.b, list[int]()
+        while len(self.leaving) > most:
+            unit, done = self.leaving.pop(0)
+            landed.append(b.land(unit, [done]))
+            b.update_on_host(unit, landed[-1])
+        return landed
 
     def judge(self, *, update: bool) -> list[int]:
         """Add up the losses of all ranks; decide whether a step that updates counts: its loss and gradients must be finite.
         Without an update one rank has nothing to decide, and its caller takes the gradients over."""
+        self._leave(0)
         b, ops, deps = self.b, self.b.draft.ops, list(self.complete.values())
         if b.places.sharded:
             deps.append(max(op.index for op in ops if op.lane is Lane.COMPUTE))
@@ -158,6 +175,7 @@ class _Backprop:
         elif update and self.at_turn:  # a step that counts lets go of what these hand to the disk
             parts = (StateKind.TRAINABLE, StateKind.OPTIMIZER)
             deps += [op.index for op in ops if op.kind is OpKind.STORE and op.part in parts]
+            deps += [op.index for op in ops if op.lane is Lane.UPDATE]
         elif not update:
             ops[-1] = replace(ops[-1], frees=(*ops[-1].frees, *b.places.accumulated()))
             return []

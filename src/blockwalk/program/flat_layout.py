@@ -124,7 +124,7 @@ def hosts_node_slice(plan: Plan) -> bool:
     return has_node_slice(plan) and plan.cache.tier == "host"
 
 
-def sharded_resident(plan: Plan, model: ModelSpec) -> Counter[Pool]:
+def sharded_resident(plan: Plan, model: ModelSpec, device: str) -> Counter[Pool]:
     """Bytes of one rank between steps, without slots and gradient buffers.
 
     On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/o + 4n/g + 2n/p, spread over o, g and p ranks.
@@ -144,7 +144,8 @@ def sharded_resident(plan: Plan, model: ModelSpec) -> Counter[Pool]:
             held[Pool.DEVICE] += size * flat.numel // plan.optimizer_ranks
         held[POOLS[plan.optimizer_state.tier]] += states * flat.numel // plan.optimizer_ranks
         if plan.update.at_turn:  # what a step that is refused goes back to
-            held[Pool.DISK] += states * flat.numel // plan.optimizer_ranks
+            beside = Pool.DISK if device == "cpu" else POOLS[plan.optimizer_state.tier]
+            held[beside] += states * flat.numel // plan.optimizer_ranks
         held[Pool.DEVICE] += 4 * flat.numel // (plan.gradient_ranks if in_place else plan.optimizer_ranks)
         if accumulates(plan) and not in_place:
             held[Pool.HOST] += 4 * flat.numel // plan.gradient_ranks

@@ -59,8 +59,9 @@ class ChunkedLoss:
         wide = max(size, 4)
         narrow = size if size < wide else 0
         rows = max(n, v if self.trains_head else 0)
-        product, lift = rows * width * narrow, min(LIFT, rows * width) * wide if narrow else 0
-        labels = 0 if self.trains_head else min(n, max(1, LIFT // width)) * width * (wide + narrow)
+        at_once = LIFT[self.device]
+        product, lift = rows * width * narrow, min(at_once, rows * width) * wide if narrow else 0
+        labels = 0 if self.trains_head else min(n, max(1, at_once // width)) * width * (wide + narrow)
         copies, added, of_head = (
             widened_bytes(*sides) if self.widened else 0 for sides in ((n, width, v), (n, v, width), (v, n, width))
         )

@@ -97,7 +97,7 @@ class Builder:
             yield k
 
     def _needs(self, turn: Turn) -> tuple[int, ...]:
-        resident = turn.updates and not self.places.streams(turn.unit, StateKind.TRAINABLE)
+        resident = turn.updates and not self.places.rewritten(turn.unit)
         return () if resident else self.places.needs(turn.unit)
 
     def _slot_key(self, unit: int) -> tuple[int, ...]:
@@ -138,7 +138,9 @@ class Builder:
 
     def update(self, unit: int, after: Sequence[int]) -> list[int]:
         """Update a unit, which uses its accumulated gradients up; where its trainables are in a slot, write them back."""
-        lane = Lane.STORE if self.places.updates_behind else Lane.COMPUTE
+        if self.places.updates_on_host:
+            return self.update_on_host(unit, self.land(unit, after))
+        lane = self.places.update_lane
         frees = () if self.places.plan.zeroth_order else self.places.accumulated(unit)
         done = self.op(
             OpKind.UPDATE, unit, lane, [*after, *self._fetch_states(unit)], part=StateKind.TRAINABLE, frees=frees
@@ -147,6 +149,32 @@ class Builder:
         if has_node_slice(self.places.plan):
             self.residency = self.residency.updated(unit)
         return [done, *self.store(unit, [done])]
+
+    def land(self, unit: int, after: Sequence[int]) -> int:
+        """Bring a unit's complete gradients to a place in host memory, and free them on the device. Where places are fewer than
+        units, it is that of an update before."""
+        places, before = self.places, len(self.updates)
+        count = len(places.landings)
+        own = count == len(places.trained)
+        details = {
+            "part": StateKind.GRADIENT,
+            "nbytes": 4 * places.model.units[unit].numel(trainable=True),
+            "slot": places.trained.index(unit) if own else before % count,
+            "last": True,
+            "frees": places.accumulated(unit),
+        }
+        waits = self.updates[before - count :][:1] if before >= count else []
+        return self.op(OpKind.STORE, unit, Lane.STORE, [*after, *waits], **details)
+
+    def update_on_host(self, unit: int, landed: int) -> list[int]:
+        """Let the processor update a unit. Where the device has a copy that stays, bring it up to date."""
+        lane = self.places.update_lane
+        ops = [self.op(OpKind.UPDATE, unit, lane, [landed], part=StateKind.TRAINABLE)]
+        if not self.places.streams(unit, StateKind.TRAINABLE):
+            nbytes = self.places.part_bytes(self.places.model.units[unit], StateKind.TRAINABLE)
+            ops.append(self.op(OpKind.FETCH, unit, lane, ops, part=StateKind.TRAINABLE, nbytes=nbytes))
+        self.updates.append(ops[0])
+        return ops
 
     def _fetch_states(self, unit: int) -> list[int]:
         """Bring the optimizer states that an update reads, and gradients that wait for it, where they are in file maps: no
@@ -170,7 +198,7 @@ class Builder:
         """Write a streamed unit's trainables back, and optimizer states in file maps, with what an update has copied."""
         places = self.places
         stores = list[int]()
-        if places.streams(unit, StateKind.TRAINABLE):
+        if places.rewritten(unit):
             nbytes = places.part_bytes(places.model.units[unit], StateKind.TRAINABLE)
             stores.append(self.op(OpKind.STORE, unit, Lane.STORE, after, part=StateKind.TRAINABLE, nbytes=nbytes))
         if places.maps_states and places.state_bytes(unit):
@@ -200,7 +228,7 @@ class Builder:
             shape=self.shape,
             unit_names=("prologue", *(f"block {i}" for i in range(len(model.blocks))), "epilogue"),
             streamed=streamed,
-            written=frozenset(u for u in streamed if places.streams(u, StateKind.TRAINABLE)),
+            written=frozenset(u for u in streamed if places.rewritten(u)),
             ops=tuple(self.draft.ops),
             static=tuple(static.items()),
             slots=len(slots),

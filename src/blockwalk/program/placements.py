@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from blockwalk.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
-from blockwalk.plan.placement import DTYPE_BYTES, StateKind, Tier
+from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.plan.plan import Plan
 from blockwalk.program.flat_layout import PARTS, Buffers, FlatLayout, buffer_pools, part_layout, sharded_resident
-from blockwalk.program.program import POOLS, Bytes, Pool
+from blockwalk.program.program import POOLS, Bytes, Lane, Pool
 from blockwalk.program.residency import (
     bucket_bytes,
     compute_dtype,
@@ -19,6 +19,7 @@ from blockwalk.program.residency import (
     gradient_pool,
     maps_graphs,
     slice_bytes,
+    updates_on_host,
 )
 
 
@@ -43,6 +44,8 @@ class Placements:
     """True where optimizer states come and go with their unit's update, in file maps. Those of adapters stay: a page or two."""
     maps_gradients: bool = field(init=False)
     """True where gradients wait for the step's end in file maps."""
+    updates_on_host: bool = field(init=False)
+    """True where the processor behind an accelerator updates the trainables, beside the walk."""
     _parts: list[list[StateKind]] = field(init=False)
     _layouts: dict[tuple[int, StateKind], FlatLayout] = field(init=False, default_factory=dict)
 
@@ -54,6 +57,8 @@ class Placements:
         alone = not (self.plan.zeroth_order or self.sharded)
         self.maps_states = alone and self.plan.optimizer_state.on_disk and self.device == "cpu" and not self.adapters
         self.maps_gradients = alone and gradient_pool(self.plan, self.device) is Pool.MAPPED
+        self.updates_on_host = updates_on_host(self.plan, self.device)
+        self._refuse_apart()
         self._parts = [[part for part in PARTS if self._arrives(u, part)] for u in range(self.last + 1)]
 
     @property
@@ -130,6 +135,55 @@ class Placements:
     def needs(self, unit: int) -> tuple[int, ...]:
         """The units that must be there at a unit's turn. Over ranks a tied head is read where the prologue's bucket lies."""
         return (unit, 0) if self.sharded and unit == self.last and self.model.tied else (unit,)
+
+    def _refuse_apart(self) -> None:
+        """Raise ValueError for masters behind an accelerator that no update there could read and write."""
+        plan = self.plan
+        if self.device == "cpu" or plan.zeroth_order or self.sharded or self.adapters:
+            return
+        if not (self.updates_on_host or plan.trainable.on_device):
+            tier, beside = plan.trainable.tier, plan.optimizer_state
+            raise ValueError(
+                f"plan {plan.method!r}: trainable is {plan.trainable} and optimizer_state {beside}, and on an accelerator an"
+                f" update needs both in one place: set optimizer_state: {tier} × fp32, or trainable: device × raw"
+            )
+
+    # ---- updates by the processor behind an accelerator -------------------------------------------------------------
+
+    @property
+    def masters_on_disk(self) -> bool:
+        """True where the processor behind an accelerator updates masters in file maps: their tier, or that of the states beside
+        them. Adapters, which are few, are in host memory all the same, with their states."""
+        plan = self.plan
+        placed = plan.optimizer_state if plan.trainable.on_device else plan.trainable
+        return self.updates_on_host and placed.on_disk and not self.adapters
+
+    @property
+    def states_on_disk(self) -> bool:
+        """True where it updates optimizer states in file maps."""
+        return self.updates_on_host and self.plan.optimizer_state.on_disk and not self.adapters
+
+    @property
+    def landings(self) -> list[int]:
+        """Bytes of the places in host memory where its gradients come to: one for each unit, so that none waits for an update;
+        where state is on disk, for host memory would not hold it, a few of the largest's size."""
+        if not self.updates_on_host:
+            return []
+        sizes = [4 * self.model.units[unit].numel(trainable=True) for unit in self.trained]
+        if self.masters_on_disk or self.states_on_disk:
+            return [max(sizes, default=0)] * min(len(sizes), self.plan.prefetch + 2)
+        return sizes
+
+    def rewritten(self, unit: int) -> bool:
+        """True where an update changes a unit's trainables where they come to at its turn, so that they are written back."""
+        return self.streams(unit, StateKind.TRAINABLE) and not self.updates_on_host
+
+    @property
+    def update_lane(self) -> Lane:
+        """The lane of updates."""
+        if self.updates_on_host:
+            return Lane.UPDATE
+        return Lane.STORE if self.updates_behind else Lane.COMPUTE
 
     @property
     def updates_behind(self) -> bool:
@@ -260,7 +314,7 @@ class Placements:
     def resident(self) -> Counter[Pool]:
         """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
         if self.sharded:
-            return sharded_resident(self.plan, self.model)
+            return sharded_resident(self.plan, self.model, self.device)
         held: Counter[Pool] = Counter()
         for index, unit in enumerate(self.model.units):
             for part, placement in zip(PARTS, (self.plan.frozen, self.plan.trainable), strict=True):
@@ -272,16 +326,40 @@ class Placements:
                     held[Pool.MAPPED] += nbytes
                 else:
                     held[Pool.DEVICE] += nbytes
-                    if placement.on_disk:
+                    if placement.on_disk and (part is StateKind.FROZEN or self.plan.zeroth_order):
                         held[Pool.DISK] += nbytes
         if not self.plan.zeroth_order:  # else buckets hold what the rule keeps
-            tier, cpu = self.plan.optimizer_state.tier, self.device == "cpu"
-            moments = len(self.plan.update_rule.states) * 4 * self.model.numel(trainable=True)
-            held[Pool.MAPPED if tier is Tier.DISK and cpu else POOLS[tier]] += moments
-            if self.plan.update.at_turn:  # what a step that is refused goes back to
-                masters = sum(unit.nbytes(self.plan.trainable.codec, trainable=True) for unit in self.model.units)
-                held[Pool.MAPPED if cpu else Pool.DISK] += masters + moments
+            held += self._beside_parameters()
         return +held
+
+    def _beside_parameters(self) -> Counter[Pool]:
+        """Bytes of what a first-order run of one process holds beside its parameters."""
+        plan, trained = self.plan, self.model.numel(trainable=True)
+        sizes = [unit.nbytes(plan.trainable.codec, trainable=True) for unit in self.model.units]
+        moments = len(plan.update_rule.states) * 4 * trained
+        undone = sum(sizes) + moments if plan.update.at_turn else 0  # what a step that is refused goes back to
+        held: Counter[Pool] = Counter()
+        if self.device == "cpu":
+            held[Pool.MAPPED if plan.optimizer_state.on_disk else POOLS[plan.optimizer_state.tier]] += moments
+            held[Pool.MAPPED] += undone
+            return held
+        if not self.updates_on_host:
+            held[Pool.DEVICE] += moments + undone
+            return held
+        masters = Pool.DISK if self.masters_on_disk else Pool.HOST
+        stay = sum(size for u, size in enumerate(sizes) if not self.streams(u, StateKind.TRAINABLE))
+        held[Pool.DISK if self.states_on_disk else Pool.HOST] += moments
+        held[masters] += stay + undone
+        held[Pool.HOST] += sum(self.landings)
+        return held
+
+    def bytes_in_maps(self) -> int:
+        """Bytes of the file maps that masters, optimizer states and copies of both lie in, behind an accelerator."""
+        held = self._beside_parameters()[Pool.DISK] if self.updates_on_host else 0
+        if self.masters_on_disk:
+            travel = [unit for u, unit in enumerate(self.model.units) if self.streams(u, StateKind.TRAINABLE)]
+            held += sum(unit.nbytes(self.plan.trainable.codec, trainable=True) for unit in travel)
+        return held
 
 
 def evenly(count: int) -> list[int]:

@@ -73,11 +73,13 @@ class Lane(StrEnum):
     INTER = "inter-node"
     INTER_SUMS = "inter-sums"
     """Reductions between nodes, where gathers have the other lane to themselves; they share its link."""
+    UPDATE = "update"
+    """Updates by the processor behind an accelerator, and new masters on their way back, by the link of fetches."""
 
     @property
     def link(self) -> Lane:
         """The lane that a link is named for: this one, or the one that it shares its link with."""
-        return Lane.INTER if self is Lane.INTER_SUMS else self
+        return {Lane.INTER_SUMS: Lane.INTER, Lane.UPDATE: Lane.FETCH}.get(self, self)
 
 
 class Pool(StrEnum):

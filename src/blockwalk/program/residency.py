@@ -76,6 +76,13 @@ def gradient_pool(plan: Plan, device: str) -> Pool:
     return Pool.MAPPED if on_disk else Pool.DEVICE
 
 
+def updates_on_host(plan: Plan, device: str) -> bool:
+    """Whether the processor behind an accelerator updates one process's trainables: where their optimizer states, or without
+    any they themselves, are not on the device. Masters and states then lie together, and the device has copies of masters."""
+    updated = plan.optimizer_state if plan.update_rule.states else plan.trainable
+    return device != "cpu" and not (plan.zeroth_order or plan.sharded or updated.on_device)
+
+
 def maps_graphs(plan: Plan, device: str) -> bool:
     """Whether what a graph saves goes to file maps: where activations do, on a CPU; a compiled block keeps its own."""
     return activation_pool(plan, device) is Pool.MAPPED and not plan.compile and not plan.sharded

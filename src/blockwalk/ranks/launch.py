@@ -94,10 +94,11 @@ def _require_loopback() -> None:
 
 def _ends_with(launcher: int) -> Callable[[], None]:
     """Run in a rank before its program: the kernel sends it SIGTERM when its launcher is gone, however that ended."""
-    prctl = ctypes.CDLL(None).prctl
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux's alone
 
     def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:
             os._exit(LOST)
 
@@ -358,6 +359,8 @@ def have_their_own(store: Any, here: Place, own: str) -> bool:
 def bind_to_gpu(properties: Any) -> set[int]:
     """Keep this process, and the threads that it starts from here on, on the cores beside a CUDA device, as far as it may use
     them; answers the cores that it has then."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
     cores = cores_beside(address) & allowed

@@ -5,7 +5,7 @@ Importing this imports no torch; asking does."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings
@@ -15,7 +15,8 @@ from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
-from blockwalk.simulate import hardware, planner
+from blockwalk.report.machine import this_machine
+from blockwalk.simulate import planner
 from blockwalk.simulate.hardware import Hardware
 from blockwalk.simulate.planner import Task
 
@@ -36,18 +37,26 @@ def task(
     return Task(model_spec(model, costs), costs, machine, shape, budget, micro_batches)
 
 
-def next_plan(run: RunConfig, room: int, shape: Shape, *, device: str) -> str:
-    """The fastest plan for one rank that needs less than ``room`` bytes of memory, in words; empty where none is known.
-    ``shape`` is that of a micro-batch."""
+def next_plan(run: RunConfig, room: int | None, shape: Shape, *, device: str, host: int | None = None) -> str:
+    """The fastest plan for one rank that fits, in words; empty where none is known. ``shape`` is that of a micro-batch.
+
+    Args:
+        room: bytes of the device's memory that it may need; None: as many as a plan of this machine may.
+        host: bytes of the host's memory that it may need beside an accelerator; None: those of this machine.
+    """
     try:
-        machine, steps = hardware.of_this_machine(device), run.plan.gradient_accumulation_steps
+        machine, steps = this_machine(device), run.plan.gradient_accumulation_steps
+        if host is not None:
+            machine = replace(machine, host_bytes=host)
         found = planner.rank(task(run.model, run.adapters, machine, shape, budget=room, micro_batches=steps))
     except ValueError:  # a model that is no folder, or adapters that cannot be made anew
         return ""
     fits = (c for c in found.ranked if c.plan.mesh.world == 1 and c.plan != run.plan)
     if (best := next(fits, None)) is None:
         alone = ", or train adapters (lora.rank: 8)" if run.adapters is None else ""
-        return f"; no plan of this model fits {human_bytes(room)}: lower batch_size or data.max_length{alone}"
+        most = human_bytes(machine.usable_bytes if room is None else room)
+        beside = "" if host is None else f" beside {human_bytes(host)} of the host's"
+        return f"; no plan of this model fits {most}{beside}: lower batch_size or data.max_length{alone}"
     held = best.peaks[Pool.DEVICE] + (best.peaks[Pool.HOST] if device == "cpu" else 0)
     return f"; the next plan that fits: {settings_of(best.plan)} ({best.label}), {human_bytes(held)} of tensors"
 
@@ -77,7 +86,7 @@ def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
 
     given, default = run.to_mapping(), RunConfig().to_mapping()
     given["batch_size"] = -(-run.batch_size // run.plan.cuts) * plan.cuts
-    names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model")]
+    names = [each.name for each in fields(RunConfig) if each.name not in ("plan", "model", "named")]
     own = changed({name: given[name] for name in names}, default)
     optimizer = {} if run.plan.estimator is not plan.estimator else changed(given["optimizer"], default["optimizer"])
     nested = {"data": changed(given["data"], default["data"]), "lora": given["lora"], "optimizer": optimizer}

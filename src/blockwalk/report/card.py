@@ -16,6 +16,7 @@ from blockwalk.checkpoints.run_checkpoint import CHANGED, RESULTS
 from blockwalk.models import hub
 from blockwalk.models.folder import repository
 from blockwalk.models.places import model_paths, refuse_overlap
+from blockwalk.plan.data_source import shown
 from blockwalk.plan.parsing import Loader, adapter_settings
 from blockwalk.report.html import curves, figures
 from blockwalk.system import own_text
@@ -68,7 +69,8 @@ def write(folder: str | Path) -> Path:
         refuse_overlap(trained / "README.md", {"the model": model_paths(resolved["model"])}, "output_dir")
     what = f"{adapter_settings(settings['lora'] or settings['prefix'])} for" if adapter else "All parameters of"
     rows = "\n".join(f"| {escaped(name)} | {escaped(value)} |" for name, value in figures(run))
-    sources = ", ".join(code(source) for source in ([train] if isinstance(train, str) else train))
+    listed = [train] if isinstance(train, str) else train
+    sources = ", ".join(code(source["path"] if isinstance(source, Mapping) else source) for source in listed)
     fence = "`" * (_longest_ticks(text, least=2) + 1)
     again = f"{_repeatable(run)}\n\n{fence}yaml\n{text.rstrip()}\n{fence}"
     if (run / LEDGER).is_file():
@@ -107,9 +109,12 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a run's settings without this machine's folders: of a local path its last part stays."""
     data = dict(settings["data"])
     for name in {"train", "eval"} & data.keys():
-        sources = data[name]
-        data[name] = _named(sources) if isinstance(sources, str) else [_named(source) for source in sources]
+        data[name] = shown(data[name], _named)
+    if template := data.get("chat_template"):
+        data["chat_template"] = _named(template) if Path(template).is_file() else template
     shared = {**settings, "model": _named(settings["model"]), "data": data}
+    if isinstance(shared.get("lora"), Mapping) and shared["lora"].get("from"):
+        shared["lora"] = {**shared["lora"], "from": _named(shared["lora"]["from"])}
     for name in ("output_dir", "resume_from_checkpoint", "overwrite_output_dir"):
         shared.pop(name, None)
     for name in ("lora", "prefix"):

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockwalk.plan.choices import Adapters, LoraSettings, PrefixSettings, Timing
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
+from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, Program, Shape, StepKind, human_bytes
-from blockwalk.program.residency import gradient_pool
+from blockwalk.program.residency import compute_dtype, gradient_pool
+from blockwalk.program.settling import BUDGET, settle
+from blockwalk.report import machine
 from blockwalk.simulate import hardware, process_memory
 from blockwalk.simulate.seconds import NO_COSTS
 from blockwalk.simulate.simulator import Simulation, simulate
-from blockwalk.system.process_memory import page_cache, process_bytes
+from blockwalk.system.card import Card
+from blockwalk.system.process_memory import process_bytes
 
 if TYPE_CHECKING:
     from blockwalk.plan.run_config import RunConfig
@@ -56,6 +61,12 @@ class Forecast:
     """The measured costs that the programs were compiled with."""
     visit: Program | None = None
     """The largest visit of held-out data: all its batches at each unit's turn."""
+    settled: tuple[str, ...] = ()
+    """Names of the settings that this machine decided."""
+    notes: tuple[str, ...] = ()
+    """Sentences on the tiers among them, and on the card."""
+    device_free: int = 0
+    """Bytes that are free on the accelerator; 0: there is none, or they are not known."""
 
     @property
     def program(self) -> Program:
@@ -68,7 +79,7 @@ class Forecast:
 
     def simulated(self) -> Simulation | None:
         """The step on this machine; None where doctor has not measured it."""
-        here = hardware.of_this_machine(self.device)
+        here = machine.this_machine(self.device)
         if here.name == hardware.UNMEASURED:
             return None
         return simulate(self.programs, self.plan, self.model, here, self.costs)
@@ -81,7 +92,7 @@ class Forecast:
     def process_bytes(self, before: int, opened: int | None = None) -> int:
         """Bytes of the whole process at its peak, on a processor, where it held ``before`` without the model and ``opened``
         with it."""
-        here = hardware.of_this_machine(self.device)
+        here = machine.this_machine(self.device)
         most = process_memory.process_peak(self.fullest, self.plan, here, self.model, process=before)
         if opened is not None:
             opened += process_memory.step_growth(self.fullest, self.plan, here, self.model)
@@ -111,7 +122,8 @@ class Forecast:
         """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
         plan, model = self.plan, self.model
         frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
-        stays = Placements(plan, model, self.device).stays
+        places = Placements(plan, model, self.device)
+        stays = places.stays
         trainable = replace(plan.trainable, tier=Tier.DEVICE, group=NOBODY) if stays else plan.trainable
         small = f", fewer than a block's: they stay there, not on the {plan.trainable.tier}" if stays else ""
         rows = [
@@ -130,6 +142,8 @@ class Forecast:
             codecs = [codec for codec, _ in states_beside(plan.zo, plan.optimizer).values()]
             states = sum(encoded_nbytes((trained,), "float32", codec) for codec in codecs)
             beside = replace(trainable, codec=next(iter(codecs), Codec.FP32))
+        elif places.updates_on_host and not places.states_on_disk:
+            beside = replace(beside, tier=Tier.HOST)
         rows.append(Row("optimizer", beside, states, plan.optimizer.name))
         saved = sum(nbytes for op in self.program.ops if op.kind is OpKind.SAVE for _, nbytes in op.takes)
         if not plan.zeroth_order:
@@ -160,7 +174,9 @@ class Forecast:
         whose = "a step" if self.fullest is self.program else "an evaluation"
         yield f"  tensors at {whose}'s peak: {', '.join(self.pools())}"
         if plan.budget is not None:
-            yield f"  budget: {human_bytes(plan.budget)}" + (" on the device" if self.device != "cpu" else "")
+            on = " on the device" if self.device != "cpu" else ""
+            yield f"  budget: {human_bytes(plan.budget)}{on}{self._share()}"
+        yield from (f"  {note}" for note in self.notes)
 
     def pools(self) -> Iterator[str]:
         """The tensors' bytes at the peak, by where they lie: a processor's device and host are one memory."""
@@ -173,17 +189,32 @@ class Forecast:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def check(self, otherwise: Callable[[], str] = lambda: "") -> None:
-        """Refuse a plan that is above its own budget.
+    def choices(self) -> dict[str, Any]:
+        """The settings that this machine decided, by name, in plain types."""
+        return {name: plain_values(attrgetter(name)(self.plan)) for name in self.settled}
+
+    def device_peak(self) -> int:
+        """Bytes of tensors on the device at the peak: of a step, and on an accelerator of an evaluation as well."""
+        programs = (self.program, self.visit) if self.device != "cpu" else (self.program,)
+        return max(each.peaks()[Pool.DEVICE] for each in programs if each is not None)
+
+    def _share(self) -> str:
+        """The origin of a budget that nobody gave, in words."""
+        free = human_bytes(self.device_free)
+        return f", {BUDGET} of the {free} that are free there" if "budget" in self.settled else ""
+
+    def check(self, otherwise: Callable[[int], str] = lambda _: "") -> None:
+        """Refuse a plan that is above its own budget, or above what is free on an accelerator.
 
         Args:
-            otherwise: another plan that would fit, in words.
+            otherwise: another plan that would fit so many bytes, in words.
 
         Raises:
-            DoesNotFit: the predicted peak on the device is above ``plan.budget``.
+            DoesNotFit: the predicted peak on the device is above ``plan.budget``, or above ``device_free``.
         """
-        peak, plan, program = self.program.peaks()[Pool.DEVICE], self.plan, self.program
-        if plan.budget is None or peak <= plan.budget:
+        peak, plan, program = self.device_peak(), self.plan, self.program
+        over_free = 0 < self.device_free < min(peak, plan.budget or peak)
+        if not over_free and (plan.budget is None or peak <= plan.budget):
             return
         other = "or move state to another tier (frozen: disk × int4a)"
         if plan.sharded:
@@ -192,31 +223,48 @@ class Forecast:
                 " attention and feed-forward together), or set optimizer_state: host × fp32 × world or frozen:"
                 f" device × int4a × {plan.frozen.group}"
             )
+        room, raised = plan.budget or 0, "raise budget, "
+        there = f"budget is {human_bytes(room)}{self._share()}"
+        if over_free:
+            room, raised, there = self.device_free, "", f"{human_bytes(self.device_free)} are free there"
         raise DoesNotFit(
-            f"the plan needs {human_bytes(peak)} on the device, and budget is {human_bytes(plan.budget)}: raise budget,"
-            f" lower batch_size or data.max_length, {other}{otherwise()}"
+            f"the plan needs {human_bytes(peak)} on the device, and {there}: {raised}lower batch_size or data.max_length,"
+            f" {other}{otherwise(room)}"
         )
 
 
 def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shape, int] | None = None) -> Forecast:
     """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
-    weight is touched. Its plan says how many blocks stay on the device.
+    weight is touched. Its plan has what this machine decides: see :func:`blockwalk.program.settling.settle`.
 
     Args:
         visit: the shape of a batch of held-out data, and how many of them a visit of a block computes.
     """
     from blockwalk.program.compile import compile, compile_ranks
-    from blockwalk.program.resident_blocks import settled
 
-    device, room = measured.device, page_cache(Path(run.output_dir))
+    device, room = measured.device, machine.room(Path(run.output_dir), measured.device)
     model, costs = model_spec(run.model, measured), measured(run.plan, shape)
-    plan = settled(run.plan, model, shape, costs, device=device, page_cache=room)
-    programs = compile_ranks(plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room)
+    settled = settle(run.plan, model, shape, costs, device=device, room=room, named=run.named)
+    plan = settled.plan
+    programs = compile_ranks(plan, model, StepKind.TRAIN, shape, costs=costs, device=device, page_cache=room.page_cache)
     held_out = None
     if visit is not None:
         given: Any = {"costs": measured(run.plan, visit[0]), "batches": visit[1], "device": device}
         held_out = compile(plan, model, StepKind.EVALUATE, visit[0], **given)
-    return Forecast(plan, model, programs, device, costs, held_out)
+    notes = (*settled.notes, *without_bfloat16(machine.card(device), plan, model))
+    decided = (settled.names, notes, room.device_free)
+    return Forecast(plan, model, programs, device, costs, held_out, *decided)
+
+
+def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
+    """A sentence where a plan computes in bfloat16 and the card has no such arithmetic: a T4's or an RTX 20's products and
+    attention take their slowest ways then. Nothing is refused: the numbers are right."""
+    if not card.bfloat16 and compute_dtype(plan, model) == "bfloat16":
+        other = "float32, or float16" if plan.zeroth_order else "float32"
+        yield (
+            f"note: {card.name or 'this card'} has no bfloat16 arithmetic, and the plan computes in bfloat16, slowly there: set"
+            f" compute_dtype: {other}"
+        )
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:

@@ -1,4 +1,5 @@
-"""Whether a run has room on this machine, before its first step: memory under every limit, and the disks that it writes to.
+"""Whether a run has room on this machine, before its first step: the device, memory under every limit, and the disks that it
+writes to.
 
 The figures compared are lower bounds: a run is refused where it cannot fit, and warned of where it is close. Importing this
 imports no torch.
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, human_bytes
 from blockwalk.program.residency import maps_graphs
 from blockwalk.report.advice import next_plan
@@ -26,13 +28,13 @@ CLOSE = 0.9
 
 
 def check_budget(run: RunConfig, forecast: Forecast) -> None:
-    """Refuse a plan that is above its own budget, and name one that is not.
+    """Refuse a plan that is above its own budget or above what is free on an accelerator, and name one that is not.
 
     Raises:
         DoesNotFit: see :meth:`blockwalk.report.forecast.Forecast.check`.
     """
     shape, device = forecast.program.shape, forecast.device
-    forecast.check(lambda: next_plan(run, run.plan.budget or 0, shape, device=device))
+    forecast.check(lambda room: next_plan(run, room, shape, device=device))
 
 
 def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
@@ -55,8 +57,16 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
                 f" holds already, {human_bytes(tensors)} of tensors at the peak), and {limit.where} allows"
                 f" {human_bytes(limit.nbytes)}: raise that limit, lower batch_size or data.max_length, or move state to"
                 " another tier (frozen: disk × int4a)"
-                + next_plan(run, max(limit.nbytes // ranks - held, 1), forecast.program.shape, device=forecast.device)
+                + _next_plan_of(run, forecast, max(limit.nbytes // ranks - held, 1))
             )
+
+
+def _next_plan_of(run: RunConfig, forecast: Forecast, left: int) -> str:
+    """The next plan that needs no more than ``left`` bytes of the host's memory, which on a processor is the device's."""
+    shape, device = forecast.program.shape, forecast.device
+    if device == "cpu":
+        return next_plan(run, left, shape, device=device)
+    return next_plan(run, run.plan.budget, shape, device=device, host=left)
 
 
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:
@@ -89,9 +99,10 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
     masters = 0
     if plan.sharded and plan.optimizer_state.on_disk:  # float32 masters lie beside the states
         masters = 4 * forecast.model.numel(trainable=True)
-    if forecast.device != "cpu":  # of one process, masters, states and gradients lie on the device there
+    if forecast.device != "cpu":  # of one process, gradients lie on the device there, and adapters in host memory
         on_disk = [row for row in on_disk if row.kind == "activation" or plan.sharded]
-        return pack + masters + sum(row.nbytes for row in on_disk)
+        in_maps = Placements(plan, forecast.model, forecast.device).bytes_in_maps()
+        return pack + masters + in_maps + sum(row.nbytes for row in on_disk)
     undo = state if plan.update.at_turn else 0
     return pack + masters + sum(row.nbytes for row in on_disk) + undo + _graph_bytes(forecast)
 
@@ -123,7 +134,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
     zeroth_order = run.plan.zeroth_order
     streamed = zeroth_order and rows["trainable"].placement.on_disk
     saves = max(1, -(-steps // run.save_every)) if run.save_every else 1
-    kept = 0 if streamed else min(run.keep_checkpoints + 1, saves)
+    if run.keep_best:
+        saves += -(-steps // run.eval_every) if run.eval_every else 0
+    kept = 0 if streamed else min(run.keep_checkpoints + 1 + bool(run.keep_best), saves)
     final = trained if run.adapters is not None else sum(unit.nbytes() for unit in forecast.model.units)
     written = scratch_bytes(run, forecast)
     scratch = data_maps + written

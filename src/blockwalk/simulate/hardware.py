@@ -15,14 +15,31 @@ from typing import Any, get_args
 
 import yaml
 
-from blockwalk.plan.parsing import NoAliases, did_you_mean, hints_of, parse_bytes
+from blockwalk.plan.parsing import LOOSE, NoAliases, did_you_mean, hints_of, parse_bytes
 from blockwalk.program.costs import Sizes
+from blockwalk.program.settling import PINNED
+from blockwalk.system import card as cards
 from blockwalk.system.atomic_files import read_yaml, reading
+from blockwalk.system.card import Card, Facts, is_called
 
 SHIPPED = Path(__file__).with_name("hardware")
 
 HERE = Path("hardware.yaml")
 """The file that ``blockwalk doctor`` writes unless it is told otherwise, and ``method: auto`` and ``--hardware here`` read."""
+
+
+MEASURED = "measured by"
+"""The beginning of the source of figures that were measured."""
+
+SIMULATED = "(simulated)"
+"""The mark of a figure that a simulation made of a machine that nobody measured."""
+
+USABLE = 0.92
+"""The share of an accelerator's memory that a plan may count on. The rest is the driver's context (some 0.5 GB), loaded
+kernels, a library's workspaces, fragments, and what the forecast is wrong by."""
+
+BLOCK_OPS = 60
+"""PyTorch operations that a block's forward starts, about: an op's launches cost so many times one launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +131,11 @@ class Hardware:
     each multiprocessor ("CUDA C++ Programming Guide", arithmetic instructions), three quarters of it; or the
     memory's bandwidth."""
     decode_rate: float = 1e11
-    """Elements of a 4- or 8-bit weight decoded per second, by one device."""
+    """Elements of a 4- or 8-bit weight decoded per second, by one device. For the GPUs that ship it is reckoned, not measured:
+    some 50 instructions an element, counted in what ptxas makes of the kernel for sm_86 to sm_90, at the rate of
+    ``noise_rate``'s; or the memory's bandwidth at 2.6 bytes an element of four bits."""
+    decode_rates: Mapping[str, float] = field(default_factory=dict)
+    """Elements decoded per second by codec, where that was measured; else ``decode_rate``."""
     host_to_device: Link = Link(25e9, 1e-5)
     device_to_host: Link = Link(25e9, 1e-5)
     disk_read: Link = Link(3e9, 1e-4)
@@ -125,6 +146,8 @@ class Hardware:
     """The link of a whole node to the others, which its ranks share."""
     devices_per_node: int = 1
     nodes: int = 1
+    card: str = ""
+    """The words of torch's name of such a device; empty for a description that stands for no make of card."""
     source: str = ""
     """The origin of the figures."""
 
@@ -143,6 +166,26 @@ class Hardware:
     def world(self) -> int:
         """Devices in all."""
         return self.devices_per_node * self.nodes
+
+    @property
+    def measured(self) -> bool:
+        """True where the figures were measured on the machine that is described."""
+        return self.source.startswith(MEASURED)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device bytes that a plan may count on: all of a processor's, :data:`USABLE` of an accelerator's."""
+        return self.device_bytes if self.device == "cpu" else int(USABLE * self.device_bytes)
+
+    @property
+    def host_room(self) -> int:
+        """Host bytes that a plan may count on: all beside a processor, :data:`PINNED` beside an accelerator, whose copies come
+        from pinned memory."""
+        return self.host_bytes if self.device == "cpu" else int(PINNED * self.host_bytes)
+
+    def decodes(self, codec: str) -> float:
+        """Elements of a codec that one device decodes per second."""
+        return self.decode_rates.get(codec) or self.decode_rate
 
     def flops_of(self, dtype: str) -> float:
         """Reached FLOP/s in a dtype; one that was not measured runs as fast as float32."""
@@ -169,7 +212,8 @@ def names() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """A shipped machine by its name, ``here`` (what :data:`HERE` says of this one), or a description in a file.
+    """A shipped machine by its name; ``here``, what :data:`HERE` says of this one, and the file of figures of a card beside it;
+    or a description in a file: doctor's, or a card's figures as ``benchmarks/gpu.sh`` writes them.
 
     Raises:
         ValueError: an unknown name or key, or a figure out of range.
@@ -179,13 +223,45 @@ def load(name_or_path: str | Path) -> Hardware:
     shipped, known = SHIPPED / f"{name_or_path}.yaml", names()
     path = HERE if name_or_path == "here" else shipped if shipped.is_file() else Path(name_or_path)
     if not path.is_file():
-        raise ValueError(f"unknown hardware {str(name_or_path)!r}{did_you_mean(str(name_or_path), known)}; a file, or one"
+        hint = did_you_mean(str(name_or_path), known, LOOSE)
+        raise ValueError(f"unknown hardware {str(name_or_path)!r}{hint}; a file, or one"
                          f" of {', '.join(known)}")  # fmt: skip
+    if path.suffix == ".json":
+        return with_facts(described_as(cards.read(path).name), cards.read(path))
     raw = read_yaml(path, NoAliases)
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no mapping of figures")
     with reading(path):
-        return _from_mapping(path, raw)
+        found = _from_mapping(path, raw)
+    beside = sorted(path.parent.glob(cards.PATTERN)) if name_or_path == "here" and found.device == "cuda" else []
+    return with_facts(found, cards.read(beside[0])) if len(beside) == 1 else found
+
+
+def described_as(name: str) -> Hardware:
+    """The shipped description of a card by torch's name of it; of one that none describes the RTX 4090's."""
+    known = (found for found in map(load, names()) if is_called(name, found.card))
+    return next(known, None) or load("rtx-4090")
+
+
+def with_facts(machine: Hardware, facts: Facts) -> Hardware:
+    """A machine with a card's measured figures in place of its own. A figure that was not measured stays."""
+    links = {"host_to_device": facts.copy_up, "device_to_host": facts.copy_down}
+    changes: dict[str, Any] = {
+        name: dataclasses.replace(getattr(machine, name), bandwidth=rate) for name, rate in links.items() if rate
+    }
+    figures = {
+        "device_bytes": facts.memory_bytes,
+        "noise_rate": facts.noise_per_s,
+        "op_seconds": BLOCK_OPS * facts.operator_us * 1e-6,
+        "decode_rates": facts.decode_rate,
+    }
+    changes |= {name: figure for name, figure in figures.items() if figure}
+    if facts.norm_bytes_per_s:
+        changes["update_rate"] = {**machine.update_rate, "norm": facts.norm_bytes_per_s / 4}
+    if machine.measured:  # doctor's memory is what others leave of the card's
+        changes.pop("device_bytes", None)
+    source = f"{MEASURED} benchmarks/gpu.sh; the rest: {machine.source}"
+    return dataclasses.replace(machine, name=facts.name, source=source, **changes)
 
 
 def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
@@ -194,7 +270,7 @@ def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
     values: dict[str, Any] = {"name": path.stem}
     for key, value in raw.items():
         if key not in hints:
-            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints))}")
+            raise ValueError(f"{path}: unknown key {key!r}{did_you_mean(str(key), list(hints), LOOSE)}")
         if hints[key] in _READERS:
             values[key] = _READERS[hints[key]](value)
         elif not isinstance(value, dict):
@@ -217,26 +293,29 @@ def kind_of(device: str) -> str:
     return "cpu" if device == "cpu" else "cuda"
 
 
-def of_this_machine(device: str = "cpu") -> Hardware:
-    """The machine as doctor described it here; before it has, the memory that there is, with rates that only rank plans by
-    their work.
+def of_this_machine(device: str = "cpu", card: Card | None = None) -> Hardware:
+    """The machine as doctor described it here, with the figures of its card where ``benchmarks/gpu.sh`` left them beside.
+    Before either has run, it is the memory that there is, with rates that only rank plans by their work.
 
     Args:
         device: torch's name of the type that blocks compute on: ``cpu``, ``cuda``, ``xpu`` or another.
+        card: the facts that the driver tells of the accelerator; its memory and rates are else those of an RTX 4090.
     """
-    device = kind_of(device)
+    device, card = kind_of(device), card or Card()
+    facts = cards.facts_of(card.name, HERE.parent) if device == "cuda" else None
     if HERE.is_file() and (found := load(HERE)).device == device:
-        return found
+        return found if facts is None else with_facts(found, facts)
     import shutil
 
     import psutil
 
     host, disk = int(psutil.virtual_memory().total), shutil.disk_usage(".").free
-    rough = load("rtx-4090" if device == "cuda" else "laptop")
-    return dataclasses.replace(
-        rough, name=UNMEASURED, device=device, host_bytes=host, disk_bytes=disk,
-        device_bytes=rough.device_bytes if device == "cuda" else host,
-    )  # fmt: skip
+    rough = described_as(card.name) if device == "cuda" else load("laptop")
+    memory = (card.memory_bytes or rough.device_bytes) if device == "cuda" else host
+    here = dataclasses.replace(
+        rough, name=UNMEASURED, device=device, host_bytes=host, disk_bytes=disk, device_bytes=memory
+    )
+    return here if facts is None else with_facts(here, facts)
 
 
 def save(hardware: Hardware, path: str | Path) -> None:

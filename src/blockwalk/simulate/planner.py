@@ -50,7 +50,7 @@ class Task:
     @property
     def room(self) -> int:
         """Device bytes that a step may use."""
-        return min(self.hardware.device_bytes, self.budget or self.hardware.device_bytes)
+        return min(self.hardware.usable_bytes, self.budget or self.hardware.usable_bytes)
 
     @property
     def adapters(self) -> bool:
@@ -141,6 +141,8 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     if row.frozen.codec.encoded:
         for codec in ("int4a", "int8", "raw") if task.adapters else ():
             yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
+            if task.hardware.device != "cpu":  # a processor's host is its device: the disk's pages are read in place
+                yield f", host × {codec}", {"frozen": f"host × {codec}", "activation": "host"}
     elif not row.zeroth_order:
         for recompute in ("none", "all"):
             yield f", recompute {recompute}", {"recompute": recompute}
@@ -222,7 +224,9 @@ def look_at(task: Task, label: str, plan: Plan) -> Candidate:
     if refused := _too_large(task, between, plan.mesh.world):
         alone = "; weights and states alone do not fit: stream, shard, or train adapters"
         return Candidate(plan, label, between, None, refused + alone)
-    programs, costs = programs_of(task, plan)
+    # A run on an accelerator has a budget, and graphs fill what is left of it.
+    bounded = on != "cpu" and plan.budget is None and not plan.sharded
+    programs, costs = programs_of(task, replace(plan, budget=task.room) if bounded else plan)
     held = programs[0].peaks()
     if refused := _too_large(task, held, plan.mesh.world):
         if held[Pool.DEVICE] > task.room:
@@ -306,11 +310,12 @@ def _too_large(task: Task, held: Counter[Pool], ranks: int) -> str:
     device, host = held[Pool.DEVICE], held[Pool.HOST] * min(ranks, hardware.devices_per_node)
     if hardware.device == "cpu":
         device, host = device + host, 0
-    for what, needed, there in (
-        ("on the device", device, task.room),
-        ("of host memory", host, hardware.host_bytes),
-        ("of disk", held[Pool.DISK] + held[Pool.MAPPED], hardware.disk_bytes),
+    for what, needed, room, there in (
+        ("on the device", device, task.room, min(hardware.device_bytes, task.budget or hardware.device_bytes)),
+        ("of host memory", host, hardware.host_room, hardware.host_bytes),
+        ("of disk", held[Pool.DISK] + held[Pool.MAPPED], hardware.disk_bytes, hardware.disk_bytes),
     ):
-        if needed > there:
-            return f"needs {human_bytes(needed)} {what}, which has {human_bytes(there)}"
+        if needed > room:
+            share = "" if room == there else f", {room / there:.2g} of it for a plan"
+            return f"needs {human_bytes(needed)} {what}, which has {human_bytes(there)}{share}"
     return ""

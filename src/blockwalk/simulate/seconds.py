@@ -19,7 +19,7 @@ from blockwalk.plan.sizes import LOSS_BUDGET, chunk_sizes
 from blockwalk.program.costs import NOTHING, Costs, Work
 from blockwalk.program.launches import finds_copy
 from blockwalk.program.program import COMPUTES, Lane, Op, OpKind, Pool, Program
-from blockwalk.program.residency import compute_dtype, epilogue_reads
+from blockwalk.program.residency import compute_dtype, epilogue_reads, updates_on_host
 from blockwalk.simulate.hardware import Hardware, Link
 from blockwalk.simulate.process_memory import found_for, walk_kind
 
@@ -77,7 +77,7 @@ class CostModel:
         if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
             return self._compute(op)
         match op.lane:
-            case Lane.FETCH:
+            case Lane.FETCH | Lane.UPDATE:
                 return self._moves(op, hw.host_to_device, hw.disk_read)
             case Lane.STORE:
                 return self._moves(op, hw.device_to_host, hw.disk_write)
@@ -124,9 +124,12 @@ class CostModel:
             starts = UPDATE_STARTS * len(self.model.units[op.unit].part(True)) * self._start
             narrowed = self._narrowed("round" if self.plan.update.rounding == "stochastic" else "lift", trained / share)
             seconds = hw.op_seconds + starts + self._updated(trained / share) + narrowed
+            moved = 0.0
             if self.plan.update.at_turn:  # the old values are copied first
-                seconds += 8 * (1 + len(self.plan.update_rule.states)) * trained / share / hw.memory_bandwidth
-            return seconds
+                moved = 8 * (1 + len(self.plan.update_rule.states)) * trained / share
+            if op.lane is Lane.UPDATE:
+                return hw.op_seconds + (moved + self._touched(trained)) / hw.host_to_device.bandwidth
+            return seconds + moved / hw.memory_bandwidth
         if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
             return self.model.numel(trainable=True) / hw.noise_rate
         if op.kind is OpKind.NORM:
@@ -171,7 +174,7 @@ class CostModel:
         if op.kind is OpKind.LOSS and backprop:
             times = self._token_chunks()
         if codes := unit.decoded(self.plan.frozen.codec):
-            seconds += times * codes / hw.decode_rate
+            seconds += times * codes / hw.decodes(self.plan.frozen.codec)
         drawn = self.plan.zeroth_order and self.plan.zo.noise not in ("mezo", "lowrank")
         if drawn and not finds_copy(op, self.plan):
             seconds += unit.numel(trainable=True) / hw.noise_rate
@@ -196,7 +199,11 @@ class CostModel:
         name = self.plan.optimizer.name
         if rate := self.hardware.update_rate.get(name):
             return elements / rate
-        return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements / self.hardware.memory_bandwidth
+        return self._touched(elements) / self.hardware.memory_bandwidth
+
+    def _touched(self, elements: float) -> float:
+        """Bytes that the update rule reads and writes for so many elements."""
+        return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements
 
     def _narrowed(self, rate: str, elements: float) -> float:
         """Seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to write them back: as they are
@@ -210,6 +217,8 @@ class CostModel:
 
     def tier(self, op: Op) -> Tier:
         """The tier of the bytes of a FETCH or STORE."""
+        if updates_on_host(self.plan, self.hardware.device) and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
+            return Tier.HOST
         if op.part is StateKind.ACTIVATION:
             return self.plan.activation.tier
         if op.part in (StateKind.GRADIENT, StateKind.OPTIMIZER):  # of one process: in file maps

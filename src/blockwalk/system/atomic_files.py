@@ -48,6 +48,8 @@ def beside(path: Path, end: str = PARTIAL) -> Path:
 
 def fsync(path: StrPath) -> None:
     """Make the names in a folder, or the bytes of a file, durable."""
+    if os.name == "nt" and os.path.isdir(path):  # Windows opens no folder
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -315,7 +317,11 @@ def discard(path: Path) -> None:
 def left_aside(path: Path) -> list[Path]:
     """The folders that :func:`atomic_folder` took from a path, and had no time to remove."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(ASIDE)}")
-    return sorted(sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)) if path.parent.is_dir() else []
+    return (
+        sorted(sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name))
+        if path.parent.is_dir()
+        else []
+    )
 
 
 def bring_back(path: Path) -> None:

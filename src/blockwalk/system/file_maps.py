@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from pathlib import Path
@@ -18,10 +19,11 @@ import numpy as np
 
 from blockwalk.system.atomic_files import nearest
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_int64]
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+if sys.platform != "win32":
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+    _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_int64]
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _NO_MAPS = {
@@ -41,6 +43,9 @@ def map_file(fd: int, nbytes: int, path: str, *, writable: bool = False) -> np.n
     Raises:
         OSError: the kernel refuses; the error names ``path``.
     """
+    if sys.platform == "win32":  # Python's map, which holds a handle; Windows bounds these by memory alone
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return np.frombuffer(mmap.mmap(fd, nbytes, access=access), dtype=np.uint8)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _LIBC.mmap(None, nbytes, protection, mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE, fd, 0)
     if address == _MAP_FAILED:

@@ -23,7 +23,9 @@ def open_own(path: Path, flags: int) -> int:
     """
     if path.is_symlink():
         raise ValueError(f"{path} is a link to {os.readlink(path)}, which would be written instead: remove the link")
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):  # Windows has none of them
+        flags |= getattr(os, name, 0)
+    descriptor = os.open(path, flags, 0o666)
     seen = os.fstat(descriptor)
     if stat.S_ISREG(seen.st_mode) and seen.st_nlink <= 1:
         return descriptor

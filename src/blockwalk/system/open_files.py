@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-import resource
 from contextlib import suppress
+
+from blockwalk.system.process_limits import UNLIMITED, limit, set_limit
 
 
 def raise_limit() -> None:
     """Raise the soft limit of open files to the hard one, as far as the kernel allows: logins have 1,024, which is meant for
     ``select()``, and may have far more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = limit("RLIMIT_NOFILE")
     if soft != hard:
         with suppress(ValueError, OSError):  # macOS allows less than the "unlimited" that it answers
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            set_limit("RLIMIT_NOFILE", hard, hard)
 
 
 def way_out(error: BaseException) -> str:
@@ -21,6 +22,6 @@ def way_out(error: BaseException) -> str:
     errors of their own for it, which say so in words."""
     if getattr(error, "errno", None) != errno.EMFILE and "Too many open files" not in str(error):
         return ""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    soft, hard = limit("RLIMIT_NOFILE")
+    most = "unlimited" if hard == UNLIMITED else hard
     return f": this process may have {soft}; raise that limit with ulimit -n (the hard one, ulimit -Hn, is {most})"

@@ -7,8 +7,8 @@ torch.
 
 from __future__ import annotations
 
+import mmap
 import os
-import resource
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockwalk.system.atomic_files import nearest
+from blockwalk.system.process_limits import UNLIMITED, limit
 
 DIRTY_SHARE = 10
 """One part in so many of the free memory: beyond it Linux writes dirty pages out at once (``vm.dirty_background_ratio``)."""
 
 _STATUS = Path("/proc/self/status")
 _STATM = "/proc/self/statm"
-_PAGE = resource.getpagesize()
+_PAGE = mmap.PAGESIZE
 _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
 
 
@@ -89,11 +90,11 @@ def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pro
     swap = int(psutil.swap_memory().total)
     limits = [Limit(int(psutil.virtual_memory().total), "this machine", swap)]
     for path in group_files(root, groups, "memory", v1="memory.limit_in_bytes", v2="memory.max"):
-        if (limit := _number(path)) is not None:
+        if (bound := _number(path)) is not None:
             most = _number(path.with_name("memory.swap.max"))
-            limits.append(Limit(limit, str(path), swap if most is None else min(swap, most)))
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
+            limits.append(Limit(bound, str(path), swap if most is None else min(swap, most)))
+    address_space = limit("RLIMIT_AS")[0]
+    if address_space != UNLIMITED:
         limits.append(Limit(address_space, "ulimit -v", of_process=True))
     return limits
 
@@ -103,6 +104,15 @@ def host_memory() -> tuple[int, bool]:
     machine, *groups = [limit.nbytes for limit in memory_limits() if not limit.of_process]
     bound = min([machine, *groups])
     return bound, bound < machine
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process may still take: those that are free, under the limits of its control groups."""
+    import psutil
+
+    bound, limited = host_memory()
+    free = int(psutil.virtual_memory().available)
+    return max(min(free, bound - process_bytes()) if limited else free, 0)
 
 
 def _number(path: Path) -> int | None:
@@ -134,9 +144,7 @@ def page_cache(folder: Path) -> int:
     the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
     import psutil
 
-    bound, limited = host_memory()
-    free = int(psutil.virtual_memory().available)
-    room = max(min(free, bound - process_bytes()) if limited else free, 0) // DIRTY_SHARE
+    room = free_memory() // DIRTY_SHARE
     place = nearest(folder.resolve())
     mounts = [p for p in psutil.disk_partitions(all=True) if place.is_relative_to(p.mountpoint)]
     mount = max(mounts, key=lambda p: len(p.mountpoint), default=None)

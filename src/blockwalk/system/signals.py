@@ -11,9 +11,9 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 """Signals that end a run after a checkpoint: a service's and Ctrl-C, a terminal that is closed, and the warning that SLURM
-sends before a job's time is up (``--signal``)."""
+sends before a job's time is up (``--signal``). Windows has the first two."""
 
 
 @contextmanager

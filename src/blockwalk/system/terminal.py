@@ -101,6 +101,8 @@ class _Steady(io.RawIOBase):
 
     def _takes_more(self, seconds: float) -> bool:
         """Whether the descriptor can be written to without waiting, within so many seconds; no longer once a run is to end."""
+        if not hasattr(select, "poll"):  # Windows: a writer waits for its reader
+            return True
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         ends = time.monotonic() + seconds
@@ -164,7 +166,7 @@ def hurry() -> None:
 def say_in_handler(text: str) -> None:
     """Write to standard error from a signal's handler, which may have interrupted a writer: unbuffered, and only where nothing
     has to be waited for."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):  # Windows has no poll
         poll = select.poll()
         poll.register(2, select.POLLOUT)
         if poll.poll(0):

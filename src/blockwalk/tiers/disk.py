@@ -28,12 +28,15 @@ _WILLNEED, _DONTNEED, _HUGEPAGE, _POPULATE_READ = 3, 4, 14, 22
 """madvise(2): the first two are the same numbers on Linux and macOS, the others are Linux's alone (the last since 5.14)."""
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if sys.platform != "win32":
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+    _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
-    """madvise; False where this kernel does not know the advice. Lets go of the GIL."""
+    """Call madvise, letting go of the GIL; False where this kernel does not know the advice, and under Windows."""
+    if sys.platform == "win32":
+        return False
     if _LIBC.madvise(address, nbytes, advice) == 0:
         return True
     code = ctypes.get_errno()

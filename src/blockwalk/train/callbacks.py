@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from blockwalk.models import hub
-from blockwalk.plan.parsing import did_you_mean, flat
+from blockwalk.plan.parsing import LOOSE, did_you_mean, flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.ranks.shared_forwards import first
 from blockwalk.report import card
@@ -39,28 +39,57 @@ of them after this step as if it were the last."""
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:
-    """The trackers of ``report_to``, made when the run begins.
+    """The trackers of ``report_to``, made when the run begins: none, all that are installed, or those of these names.
 
     Raises:
-        ValueError: an unknown name, or a package that is not installed.
+        ValueError: an unknown name, one beside *none* or *all*, or a package that is not installed.
     """
-    if not names:
+    names = tuple(names)
+    if names in ((), ("none",)):
         return []
+    if len(names) > 1 and not {"none", "all"}.isdisjoint(names):
+        raise ValueError(f"report_to is {', '.join(names)}; none and all stand alone")
     from accelerate import tracking
 
     known = {str(name): cls for name, cls in tracking.LOGGER_TYPE_TO_CLASS.items()}
     there = {str(name) for name in tracking.get_available_trackers()}
+    names = tuple(name for name in known if name in there) if names == ("all",) else names
     for name in names:
         if name not in known:
             raise ValueError(
-                f"report_to: unknown tracker {name!r}{did_you_mean(name, list(known))}; known: {', '.join(known)}"
+                f"report_to: unknown tracker {name!r}{did_you_mean(name, list(known), LOOSE)}; known: {', '.join(known)}"
             )
         if name not in there:
             raise ValueError(f"report_to: {name} is not installed: pip install {name} (tensorboard: {INSTALL})")
-    return [_tracker(known[name]) for name in names]
+    return [_tracker(name, known[name]) for name in names]
 
 
-def _tracker(cls: Any) -> Callback:
+PROJECT = "blockwalk"
+"""The project of trackers whose environment names none."""
+
+_NAMED = {
+    "wandb": ("WANDB_PROJECT", "name"),
+    "trackio": ("TRACKIO_PROJECT", "name"),
+    "mlflow": ("MLFLOW_EXPERIMENT_NAME", "run_name"),
+    "swanlab": ("SWANLAB_PROJECT", "experiment_name"),
+    "comet_ml": ("COMET_PROJECT_NAME", ""),
+    "clearml": ("CLEARML_PROJECT", "task_name"),
+}
+"""Trackers that have projects: the environment's name of the project, and the tracker's argument for the name of a run, empty
+where it takes none."""
+
+
+def tracker_names(
+    tracker: str, run_name: str, environment: Mapping[str, str] = os.environ
+) -> tuple[str, dict[str, str]]:
+    """The first argument of one of accelerate's trackers, a project where it has such, and the arguments that name the run."""
+    if tracker not in _NAMED:
+        return run_name, {}
+    variable, argument = _NAMED[tracker]
+    return environment.get(variable) or PROJECT, {argument: run_name} if argument else {}
+
+
+def _tracker(name: str, cls: Any) -> Callback:
     """A callback that hands each event's figures to one of accelerate's trackers, on rank 0."""
     opened: list[Any] = []
 
@@ -73,7 +102,8 @@ def _tracker(cls: Any) -> Callback:
             PartialState(cpu=True)  # accelerate's loggers want to know whose process this is
             folder = Path(event.run.output_dir)
             place = [folder / "trackers"] if cls.requires_logging_directory else []
-            tracker = cls(os.fspath(folder.name), *place)
+            project, arguments = tracker_names(name, event.run.run_name or folder.absolute().name)
+            tracker = cls(project, *place, **arguments)
             tracker.start()
             settings = flat(event.run.to_mapping()).items()
             tracker.store_init_configuration({k: v if isinstance(v, int | float) else str(v) for k, v in settings})

@@ -8,7 +8,8 @@ keys are errors. Nothing here imports torch, but for ``method: auto``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +17,71 @@ import yaml
 
 from blockwalk.plan import settings as plan_settings
 from blockwalk.plan.choices import LoraSettings, PrefixSettings
+from blockwalk.plan.foreign_names import find
 from blockwalk.plan.methods import METHODS, method
-from blockwalk.plan.parsing import Loader, _resolvers, coerce, did_you_mean, hints_of, section
+from blockwalk.plan.parsing import (
+    LOOSE,
+    OPEN,
+    WHOLE,
+    Loader,
+    _resolvers,
+    coerce,
+    did_you_mean,
+    hints_of,
+    is_open,
+    section,
+    setting_of,
+)
 from blockwalk.plan.placement import Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.system.atomic_files import read_yaml
+from blockwalk.train.foreign_settings import translated
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
 """Settings that may be given whole (``disk × int4a``) or in parts (``frozen.tier``)."""
-_OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", *_SECTIONS)]
+_OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", "named", *_SECTIONS)]
 
 
 def setting_names() -> list[str]:
     """Every dotted name that a YAML file or a flag may set."""
-    sections = [f"{name}.{f.name}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
+    sections = [f"{name}.{setting_of(f.name)}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
     return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
 
 
-def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
-    """The configuration in a YAML file (or the defaults), with dotted ``overrides`` winning.
+def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = (), *, as_flags: bool = False) -> RunConfig:
+    """The configuration in a YAML file (or the defaults), with dotted ``overrides`` winning; errors write these as flags where
+    they are.
 
     Raises:
         ValueError: no valid YAML, an unknown key, a value of the wrong type, or settings that make no sense together.
         FileNotFoundError: no such file.
     """
     if path is None:
-        return from_mapping({}, overrides)
+        return from_mapping({}, overrides, as_flags=as_flags)
     raw = read_yaml(Path(path), Loader)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")
-    return from_mapping(raw, overrides)
+    return from_mapping(raw, overrides, as_flags=as_flags)
 
 
-def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
-    """The configuration that nested or dotted settings describe; see :func:`load`."""
+def from_mapping(
+    raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = (), *, as_flags: bool = False
+) -> RunConfig:
+    """The configuration that nested or dotted settings describe; see :func:`load`. Names of other tools that mean the same as
+    ours are taken, with a warning that names ours."""
+    flags = [pair for k, v in overrides for pair in _flatten({k: v})]
+    return _from_pairs(translated(_flatten(raw), flags, setting_names(), reads, as_flags=as_flags))
+
+
+def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
+    """The configuration that dotted settings of our own names describe, the later ones winning."""
     known = setting_names()
     settings: dict[str, Any] = {}
-    for key, value in [*_flatten(raw), *(pair for k, v in overrides for pair in _flatten({k: v}))]:
-        is_option = key.startswith("lora.options.") or (key == "lora.options" and isinstance(value, Mapping))
+    for key, value in pairs:
+        is_option = is_open(key) or (key in (*OPEN, *WHOLE) and isinstance(value, Mapping))
         parts = [name for name in known if name.startswith(f"{key}.")]
         if parts and key not in known:
             raise ValueError(f"{key} is {value!r}; it takes a group of settings, such as {parts[0]}")
@@ -74,14 +99,19 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     own["prefix"] = section(PrefixSettings, "prefix", settings)
     lora_given = "lora" in settings or any(k.startswith("lora.") for k in settings)
     wants_lora = coerce("lora", settings.pop("lora", True), bool)
+    lora_named = {key.split(".")[1] for key in settings if key.startswith("lora.")}
     lora = section(LoraSettings, "lora", settings)
+    if lora.from_:
+        from blockwalk.cutting.going_on import settings_from  # it imports torch
+
+        lora = settings_from(lora, lora_named)
     name = str(settings.pop("method", "mebp"))
     if name == "auto":
         asked = lora if lora_given and wants_lora else None
         return RunConfig(plan=_chosen(own, data, asked, settings), data=data, lora=asked, **own)
     if name not in METHODS:
         raise ValueError(
-            f"unknown method {name!r}{did_you_mean(name, list(METHODS))}; known: auto, {', '.join(METHODS)}"
+            f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: auto, {', '.join(METHODS)}"
         )
     plan = method(name, **settings)
     if plan.frozen.codec.encoded and not {"frozen", "frozen.codec"} & settings.keys() and _is_here(own):
@@ -91,7 +121,16 @@ def from_mapping(raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = 
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
         wants_lora = any(codec.encoded for codec in codecs) and not own["prefix"]
-    return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, **own)
+    return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own)
+
+
+def reads(settings: Mapping[str, Any]) -> bool:
+    """Whether settings of our own names can be read."""
+    try:
+        _from_pairs(_flatten(settings))
+    except ValueError:
+        return False
+    return True
 
 
 def _is_here(own: Mapping[str, Any]) -> bool:
@@ -128,25 +167,37 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def split_flags(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+def split_flags(arguments: Iterable[str], options: Collection[str] = ()) -> tuple[list[tuple[str, Any]], list[str]]:
     """The settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and
-    value, and the other arguments.
+    value, and the other arguments. Names that other tools have for a setting are settings too, but for those of ``options``;
+    one of these without a value is true.
 
     Raises:
         ValueError: a setting without a value.
     """
-    known, rest = set(setting_names()), iter(arguments)
+    known = set(setting_names())
+    rest = deque(arguments)
     pairs: list[tuple[str, Any]] = []
     others: list[str] = []
-    for argument in rest:
+    while rest:
+        argument = rest.popleft()
         name, equals, text = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or (name not in known and "." not in name):
+        theirs = name not in known and "." not in name
+        if not argument.startswith("--") or (theirs and (name in options or not _has_ours(name, known))):
             others.append(argument)
             continue
-        if not equals and (text := next(rest, "--")).startswith("--"):
-            raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
+        if not equals:
+            has_value = bool(rest) and not rest[0].startswith("--")
+            if not (has_value or theirs):
+                raise ValueError(f"--{name} needs a value (known settings: blockwalk train --help)")
+            text = rest.popleft() if has_value else "true"
         pairs.append((name, _flag_value(text)))
     return pairs, others
+
+
+def _has_ours(name: str, known: Collection[str]) -> bool:
+    """Whether a name that is not ours is one of another tool's, or ours with dashes."""
+    return name.replace("-", "_") in known or find(name) is not None
 
 
 def _flag_value(text: str) -> Any:
@@ -164,7 +215,7 @@ def _flatten(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for key, value in raw.items():
         if not isinstance(key, str):
             raise ValueError(f"setting {prefix}{key!r} is no name; settings are words")
-        if isinstance(value, Mapping) and f"{prefix}{key}" != "lora.options":
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*OPEN, *WHOLE):
             pairs += _flatten(value, f"{prefix}{key}.")
         else:
             pairs.append((f"{prefix}{key}", value))

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from blockwalk.checkpoints.run_checkpoint import ONLY_EVALUATION
-from blockwalk.data.corpus import sources
+from blockwalk.models.saved_template import FILE as TEMPLATE
+from blockwalk.plan.data_source import names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.train.ready import Ready
 
-TEMPLATE = "chat_template.jinja"
 _CHUNK = 1 << 20
 """Bytes of a file that are digested at a time."""
 
@@ -26,7 +26,7 @@ def identity(run: RunConfig, ready: Ready) -> dict[str, Any]:
     template, and counts of records and tokens. A text that is no file here (a hub data set) has no digest."""
     files = {str(path): _digest(data) for path, data in ready.tokenizer_files.items()}
     template = files.pop(TEMPLATE, "")
-    texts = [source for source in sources(run.data.train) if source]
+    texts = names_of(run.data.train)
     return {
         "text": [_file_digest(Path(os.path.expanduser(source))) for source in texts],
         "records": ready.rows.report.records,
@@ -74,7 +74,7 @@ def differences(
         either = dict(before["tokenizer"].items() ^ now["tokenizer"].items())
         phrases.append(f"the tokenizer ({', '.join(sorted(either))})")
     for name, value in settings.items():
-        if known[name] != value and not f"data.{name}".startswith(ONLY_EVALUATION):
+        if known[name] != value and (name == "eval_share" or not f"data.{name}".startswith(ONLY_EVALUATION)):
             phrases.append(f"data.{name} ({known[name]}, now {value})")
     if not phrases and saved and all(before["text"]):
         return ["the versions of the libraries that make them (the same text, template, tokenizer and settings)"]

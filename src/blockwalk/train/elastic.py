@@ -78,8 +78,8 @@ def lend(run: RunConfig) -> int:
         with tempfile.TemporaryDirectory(prefix=JOINED, dir=scratch) as folder:
             marks.write(Path(folder), "joined")  # by which a later run knows what a killed rank left
             ready = ready.put_away(Path(folder))
-            with Walker(run.model, ready.plan, lora=run.adapters, workdir=folder, ranks=ranks) as walker:
-                _require(there["ledger"], header(walker.engine, run.adapters, ""))
+            with Walker(run.model, ready.plan, lora=run.adapters_at_start, workdir=folder, ranks=ranks) as walker:
+                _require(there["ledger"], header(walker.engine, run.adapters_at_start, ""))
                 return follow(walker, ranks, lambda at: ready.batch_at(at[0], at[1], run.data.label_scores))
     except DistError:
         raise LostRank(

@@ -17,7 +17,7 @@ from blockwalk.data.corpus import held_out_set
 from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.tasks import ANSWER_TOKENS
-from blockwalk.plan.run_config import DataSettings
+from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.program.program import Shape
 from blockwalk.walk.walker import Walker
 
@@ -68,15 +68,22 @@ class HeldOut:
 
     @staticmethod
     def read(
-        settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int, limit: int = 0, batches: int = 1
+        settings: DataSettings, tokenizer: Tokenizer, *, batch_size: int, limit: int = 0, batches: int = 1, seed: int = 0
     ) -> HeldOut:
         """Read and encode ``data.eval``: all of its records, or ``limit`` of them, drawn at random, the same in every run.
+        ``seed`` draws those that ``data.eval_share`` holds out.
 
         Raises:
             ValueError: a record lacks what its format needs; file, line and field are named.
         """
-        rows, count = held_out_set(settings, tokenizer, limit)
+        rows, count = held_out_set(settings, tokenizer, limit, seed)
         return HeldOut(rows, batch_size, settings, count, batches, tokenizer if isinstance(rows, Answers) else None)
+
+    @staticmethod
+    def of_run(run: RunConfig, tokenizer: Tokenizer, *, limit: int = 0) -> HeldOut:
+        """Read and encode what a run evaluates: ``data.eval``, or the share of ``data.train``; see :meth:`read`."""
+        size, batches = eval_batch_size(run), run.eval_batches
+        return HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=batches, seed=run.plan.seed)
 
     @property
     def encoded(self) -> Encoded:
@@ -177,3 +184,8 @@ class HeldOut:
                 said += [token_f1(answer, asked.answers[row]), exact_match(answer, asked.answers[row])]
             right += [score for part in ranks.exchange(said) for score in part][: 2 * len(rows)]
         return math.fsum(right[::2]) / len(order), math.fsum(right[1::2]) / len(order)
+
+
+def eval_batch_size(run: RunConfig) -> int:
+    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,11 +32,12 @@ from blockwalk.checkpoints import marks, run_checkpoint, sweeping
 from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.checkpoints.ledger import Entry
 from blockwalk.data.batching import Batch, loss_tokens, tokens_read
-from blockwalk.data.corpus import sources
 from blockwalk.engine.open_model import refuse_rounded
-from blockwalk.models.places import data_paths, model_paths, refuse_overlap
+from blockwalk.models.places import adapter_paths, data_paths, model_paths, refuse_overlap
 from blockwalk.numerics.device import chosen, described, is_cpu
+from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.settings import override
 from blockwalk.program.program import human_bytes
 from blockwalk.ranks import place
 from blockwalk.ranks.agreement import facts_of, require_agreement
@@ -55,6 +57,7 @@ from blockwalk.system.signals import STOPS, handled
 from blockwalk.system.terminal import hurry, say_in_handler, steady
 from blockwalk.tiers.model_folder.identity import weights_digest
 from blockwalk.train import config, outlook
+from blockwalk.train.best import Best
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
 from blockwalk.train.data_identity import differences, identity
 from blockwalk.train.elastic import compare
@@ -62,7 +65,7 @@ from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
 from blockwalk.train.metrics_log import MetricsLog
 from blockwalk.train.progress import Progress
-from blockwalk.train.ready import Ready, prepare
+from blockwalk.train.ready import Ready, prepare, taken_up
 from blockwalk.walk.walker import StepResult, Walker
 
 
@@ -86,6 +89,10 @@ class Outcome:
     """The process's peak with the file pages that the kernel can drop; 0 where it is not known."""
     compared: tuple[str, ...] = ()
     """Forecast against measured."""
+    next_command: str = ""
+    """A command line that uses what was trained; empty where the run has not ended."""
+    best: str = ""
+    """The checkpoint of the best evaluation, its step and its score, where ``keep_best`` is set."""
 
     def lines(self) -> Iterator[str]:
         """The summary that a run prints last."""
@@ -104,6 +111,10 @@ class Outcome:
             yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
         yield from self.compared
         yield f"saved to           {self.saved_to}"
+        if self.best:
+            yield f"best evaluation    {self.best}"
+        if self.next_command:
+            yield f"try it             {self.next_command}"
 
 
 def train(
@@ -126,10 +137,14 @@ def train(
     """
     if not isinstance(run, RunConfig):
         run = config.from_mapping(run) if isinstance(run, Mapping) else config.load(run)
+    return _train(run, (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub)), trace)
+
+
+def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | None) -> Outcome:
+    """Train as :func:`train` says, a configuration that has been read."""
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
     refuse_rounded(run.model, run.plan, run.adapters)
-    callbacks = (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub))
     output_dir = Path(run.output_dir)
     with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
@@ -137,14 +152,19 @@ def train(
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
         first(lambda: _refuse_places(run, start, trace))
         shared = elastic(run.plan.mesh, run.elastic, run.start_timeout, joins=False) if run.elastic else None
+        decided = {} if start.checkpoint is None else first(lambda: _decided(Path(str(start.checkpoint))))
+        run = taken_up(run, decided)
         ready = prepare(run)
         plan, held_out, foreseen = ready.plan, ready.held_out, ready.foreseen
         facts = {**facts_of(run.shared()), "data.train": ready.rows.fingerprint()}
         require_agreement(facts if held_out is None else {**facts, "data.eval": held_out.encoded.fingerprint()})
         check_budget(run, foreseen)
         weights = first(lambda: weights_digest(run.model))
+        choices = foreseen.choices()
+        run = dataclasses.replace(run, plan=override(run.plan, choices))
         loop = _Loop(run, ready, memory, stop, weights, start, callbacks)
         loop.elastic = shared
+        loop.decided = {**decided, **choices}
         if start.checkpoint is not None:
             loop.read(_saved(Path(start.checkpoint)))
         first(lambda: check_memory(run, foreseen, ready.held_bytes))
@@ -156,7 +176,7 @@ def train(
         loop.ready = ready = ready.put_away(scratch)
         give_back()
         opened_at = process_bytes()
-        with Walker(run.model, plan, lora=run.adapters, workdir=scratch, ledger=ledger, ranks=shared) as walker:
+        with Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared) as walker:
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast)
@@ -200,9 +220,11 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
     """
     output_dir = Path(run.output_dir)
     result = "model" if run.adapters is None else "adapter"
-    named = [name for name in (*sources(run.data.train), *sources(run.data.eval)) if name]
+    named = (*names_of(run.data.train), *names_of(run.data.eval))
     data = [path for name in named for path in data_paths(name)]
     read = {"the model": model_paths(run.model), "a data file": data}
+    if run.lora is not None and run.lora.from_:
+        read["the adapter of lora.from"] = adapter_paths(run.lora.from_)
     refuse_overlap(output_dir / result, read, "output_dir")
     written = [output_dir / name for name in (*run_checkpoint.LOGS, LEDGER, run_checkpoint.REPLACED)]
     for path in (*written, *map(Path, start.in_the_way)):
@@ -227,8 +249,9 @@ def _opening(
     yield from zeroth_order_advice(ready.plan, run.adapters)
     yield from close_memory(run, foreseen.forecast, opened_at, foreseen.process_bytes)
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
-    yield from (f"note: {warning}" for warning in (*ready.rows.report.warnings(), *held_out_notes, *damaged))
+    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
     yield from outlook.notes(run, ready.longest)
+    yield from outlook.usual_elsewhere(ready.plan)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
         yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
 
@@ -238,6 +261,12 @@ def _grown(walker: Walker, process: int) -> int:
     if is_cpu(walker.device):
         return max(process, 0)
     return int(torch.accelerator.max_memory_allocated(walker.device))
+
+
+def _decided(start: Path) -> dict[str, Any]:
+    """The settings that the machine decided for the run of a checkpoint, by name."""
+    found: dict[str, Any] = run_checkpoint.load(start, weights=False).data.get("decided", {})
+    return found
 
 
 def _saved(start: Path) -> run_checkpoint.Checkpoint:
@@ -265,6 +294,8 @@ class _Loop:
     skipped: MetricsLog
     elastic: Elastic | None = None
     """The run's host among ranks that come and go."""
+    decided: Mapping[str, Any] = {}
+    """The settings that the machine decided, by name; a resumed run keeps them."""
     skips: list[int]
     """The steps before which a batch was left out, as often as one was; on every rank as in rank 0's log."""
 
@@ -334,7 +365,7 @@ class _Loop:
             )
         before = saved.data.get("held_out", "")
         if before and self.held_out and before != self.held_out:
-            name = ", ".join(sources(self.config.data.eval)) or self.config.data.task
+            name = joined(self.config.data.eval) or self.config.data.task or f"share of {joined(self.config.data.train)}"
             self.notes.append(
                 f"data.eval ({name}) holds other records, or other tokens of them, than up to step {saved.step} (content"
                 f" {before}, now {self.held_out}): losses on them are not compared with those before"
@@ -366,6 +397,7 @@ class _Loop:
         if rank == 0:
             self._note_changes(before)
         self.evaluated = first(self._evaluated)
+        self.best = Best(**first(lambda: dataclasses.asdict(self._best_before())))
         name, left_out = "skipped.jsonl", before / "skipped.jsonl" if before else Path()
         lines = first(lambda: [line["step"] for line in whole_lines(left_out)])
         self.skips = [step for step in lines if step <= walker.steps_done]
@@ -419,6 +451,12 @@ class _Loop:
                     Evaluation.of(line)
         return self.evaluations.last_step
 
+    def _best_before(self) -> Best:
+        """The best evaluation that the log has, of this run up to now. Raises Damaged where the log does not tell."""
+        path = self.evaluations.path
+        with atomic_files.reading(path):
+            return Best.of(whole_lines(path), self.config.keep_best or "loss", self.held_out)
+
     def _load(self, saved: run_checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint's weights."""
         if saved.slices is not None:
@@ -443,9 +481,10 @@ class _Loop:
         if ranks.world > 1:
             self.answers_count = any(count for (count,) in ranks.exchange([float(len(self.callbacks))]))
         self._tell("begin", self.step_forecast.values())
+        self._stop_early()  # a run that ended so, and is called again
         if not self._agreed():
             self._evaluate()
-            due = self.saved is None or (saved_at != done and self._due(self.config.save_every))
+            due = self.saved is None or (saved_at != done and (self._is_best or self._due(self.config.save_every)))
             if due and self.walker.ledger is not None:
                 self._save()  # without weights at first: from here on the ledger has every step
                 saved_at = done
@@ -455,7 +494,7 @@ class _Loop:
             done = self.walker.steps_done
             if done < self.total:
                 self._evaluate()
-            if self._due(self.config.save_every):
+            if self._is_best or self._due(self.config.save_every):
                 self._save()
                 saved_at = done
         if self.elastic is not None:
@@ -467,6 +506,7 @@ class _Loop:
         first(lambda: sweeping.sweep(self.output_dir))  # weights of a run that this one has replaced
         if self.stopped_by is None:
             self._evaluate()
+            self._prune()  # the best checkpoint may be the last one now
         self.metrics.close()
         self.evaluations.close()
         outcome = self._outcome()
@@ -561,8 +601,19 @@ class _Loop:
             self.evaluations.write(line)
             self.evaluations.sync()  # it cannot be made any more once the ledger has gone on
         self.evaluated = step
+        self.best = Best(**first(lambda: dataclasses.asdict(self.best.after(line))))
         self.progress.say(f"evaluation at step {step}: {found}")
         self._tell("evaluation", line)
+        self._stop_early()
+
+    def _stop_early(self) -> None:
+        """Make this step the last where the evaluations since the best one are as many as ``early_stopping`` says."""
+        done = self.walker.steps_done
+        if 0 < self.config.early_stopping <= self.best.without and done < self.total:
+            self.total = done
+            self.progress.say(
+                f"early stopping after step {done}: {self.best.without} evaluations since the best one ({self.best})"
+            )
 
     def _save(self) -> None:
         self._write_checkpoint()
@@ -582,6 +633,7 @@ class _Loop:
             "run": self.start.run,
             "held_out": self.held_out,
             "evaluated": self.evaluated,
+            **({"decided": dict(self.decided)} if self.decided else {}),
         }
         settings, step = self.config.to_mapping(), self.walker.steps_done
         if self.walker.ledger is None:
@@ -598,12 +650,29 @@ class _Loop:
                 self.walker.join_gathers()
             return
         made = run_checkpoint.Checkpoint(step, state, data, settings, ledger=self.walker.ledger.mark)
-        run_checkpoint.save(self.output_dir, made, keep=self.config.keep_checkpoints)
+        run_checkpoint.save(self.output_dir, made, keep=self.config.keep_checkpoints, best=self._kept)
 
     def _prune(self) -> None:
         """Remove old checkpoints; the one that is being written counts once it is whole."""
         if self.walker.ranks.rank == 0:
-            run_checkpoint.prune(self.output_dir, self.config.keep_checkpoints)
+            run_checkpoint.prune(self.output_dir, self.config.keep_checkpoints, self._kept)
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the evaluation at this step is the best one, and its checkpoint is to be kept."""
+        return bool(self.config.keep_best) and self.best.step == self.walker.steps_done
+
+    @property
+    def _kept(self) -> str:
+        """The name of the checkpoint that stays although newer ones follow; empty: none."""
+        return self.best.name if self.config.keep_best else ""
+
+    def _next_command(self) -> str:
+        """The command line that shows what was trained: a chat where conversations were learnt."""
+        folder = shlex.quote(os.fspath(self.output_dir))
+        if self.ready.rows.report.turn_ends:
+            return f"blockwalk chat {folder}"
+        return f"blockwalk generate {folder} --prompt Hello"
 
     def _outcome(self) -> Outcome:
         saved_to = self.output_dir / ("model" if self.config.adapters is None else "adapter")
@@ -635,6 +704,8 @@ class _Loop:
             saved_to=saved_to,
             stopped_by=self.stopped_by,
             resident_bytes=peak_resident_bytes(),
+            next_command="" if self.stopped_by is not None else self._next_command(),
+            best=f"{self.output_dir / self._kept} ({self.best})" if self._kept else "",
             compared=tuple(self.step_forecast.compared(_grown(self.walker, self.memory.highest))),
         )
 

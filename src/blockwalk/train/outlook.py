@@ -1,26 +1,31 @@
-"""The outlook of a run before its first step: how many steps it has, and settings that will not do as they seem to."""
+"""The outlook of a run before its first step: how many steps it has, and settings and defaults that do
+not do as one might think."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from blockwalk.data.corpus import sources
 from blockwalk.data.sources import read_records
-from blockwalk.models.folder import model_folder
+from blockwalk.models.positions import positions_of, text_config
+from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.data_source import names_of
+from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs
-from blockwalk.system.atomic_files import read_json
 from blockwalk.system.versions import untested
 
 
 def steps_of(run: RunConfig) -> int:
     """Optimizer steps of a whole run; 0 where they are not known without tokens or a network."""
-    files, data = sources(run.data.train), run.data
+    data = run.data
+    files = names_of(data.train)
     here = data.train and all(Path(file).exists() for file in files)
-    if run.max_steps or not here or data.packing or data.weights:
+    if run.max_steps or not here or data.packing or data.shares:
         return run.max_steps
-    records = sum(1 for file in files for _ in read_records(file, columns=data.columns))
+    records = sum(1 for file in files for _ in read_records(file))
+    if data.eval_share:
+        records -= max(1, round(data.eval_share * records))
     return steps_of_epochs(records, run.batch_size, run.epochs)
 
 
@@ -32,7 +37,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
     """
     if newer := untested():
         yield newer
-    if run.eval_every and not (run.data.eval or run.data.task):
+    if run.eval_every and not run.data.evaluates:
         yield f"note: eval_every is {run.eval_every}, and data.eval is empty: nothing is evaluated"
     plan = run.plan
     if plan.cache.tier != "none" and plan.caches_nothing:
@@ -41,10 +46,7 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             f"note: cache.tier is {plan.cache.tier}, and {ranks}: nothing is cached, parameters are gathered as under zero3;"
             " on several nodes each keeps its slices"
         )
-    path = model_folder(run.model, weights=False) / "config.json"
-    found = read_json(path)
-    found = found.get("text_config", found)
-    positions = found.get("max_position_embeddings") or found.get("n_positions")
+    positions = positions_of(run.model)
     prefix = run.prefix.num_virtual_tokens
     if positions and longest + prefix > positions:
         beside = f", {prefix} of a prefix," if prefix else ""
@@ -52,6 +54,18 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
             f"note: sequences of {longest + prefix} tokens{beside} are longer than the {positions} positions that the model was"
             f" made for: lower data.max_length to {positions - prefix}"
         )
+    found = text_config(run.model)
     width = found.get("hidden_size") or found.get("n_embd")
     if run.lora is not None and width and run.lora.rank > width:
         yield f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters that wide gain nothing"
+
+
+def usual_elsewhere(plan: Plan) -> Iterator[str]:
+    """A line on the defaults of backpropagation that differ from those of other tools, as far as they stand."""
+    rate = plan.optimizer
+    default = OptimizerSettings()
+    parts = {"schedule": "constant learning rate", "warmup_steps": "no warm-up", "max_grad_norm": "no clipping"}
+    standing = {name: text for name, text in parts.items() if getattr(rate, name) == getattr(default, name)}
+    if standing and not plan.zeroth_order:
+        settings = ", ".join(f"optimizer.{name}" for name in standing)
+        yield f"defaults: {', '.join(standing.values())}; other tools differ (set {settings})"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,22 +17,25 @@ from blockwalk.data.corpus import training_set
 from blockwalk.data.encode import (
     Choices,
     Encoded,
+    EncodeReport,
     Tokenizer,
     first_example,
-    load_tokenizer,
     mapped,
     require_rows,
     tokenizer_files,
+    tokenizer_of,
 )
+from blockwalk.data.given_template import missing_marks
 from blockwalk.engine.open_model import as_it_comes, refuse_rounded, require_weights
 from blockwalk.models.folder import model_folder
 from blockwalk.models.stops import GENERATION, with_stops
-from blockwalk.numerics.device import chosen, described
+from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.schedules import make_schedule
+from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
 from blockwalk.program.program import Shape
+from blockwalk.program.settling import settled_before
 from blockwalk.report.forecast import Forecast, foresee
 from blockwalk.report.room import check_budget, check_disks, check_memory
 from blockwalk.simulate.simulator import Simulation
@@ -39,6 +43,8 @@ from blockwalk.system.heap import give_back, large_returned
 from blockwalk.system.process_memory import process_bytes
 from blockwalk.system.temporary import require_temporary
 from blockwalk.train import outlook
+from blockwalk.train.best import require_evaluations
+from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
@@ -70,6 +76,8 @@ class Ready:
     foreseen: Forecast
     usual: Simulation | None
     """The simulation of a step with as many tokens as a step has on average; None before doctor has measured the machine."""
+    notes: tuple[str, ...] = ()
+    """Sentences about the data and the tokenizer that the user should know of."""
 
     def next_batch(self, label_scores: str) -> tuple[Batch | LabelWordBatch, Batch]:
         """The batch that the walker takes next, and the number of its tokens."""
@@ -110,18 +118,20 @@ def prepare(run: RunConfig) -> Ready:
     run = replace(run, plan=as_it_comes(run.plan, run.model))
     require_temporary(run.output_dir)
     with large_returned():
-        tokenizer = load_tokenizer(run.model)
+        tokenizer = tokenizer_of(run.model, run.data)
     rows, choices = read_training_rows(run, tokenizer)
+    _require_whole(rows.report, run)
     multiple = run.data.padding_multiple
     batches = Batches(rows, run.batch_size, run.plan.seed, shuffle=run.data.shuffle, padding_multiple=multiple)
     held_out = None
-    if run.data.eval or run.data.task:
-        size, limit = eval_batch_size(run), run.data.eval_limit
-        held_out = HeldOut.read(run.data, tokenizer, batch_size=size, limit=limit, batches=run.eval_batches)
+    if run.data.evaluates:
+        held_out = HeldOut.of_run(run, tokenizer, limit=run.data.eval_limit)
+    require_evaluations(run, held_out)
     vocabulary = vocabulary_rows(run.model)
     require_rows(rows.report.largest, tokenizer, vocabulary, "data.train")
     if held_out is not None:
         require_rows(held_out.encoded.report.largest, tokenizer, vocabulary, "data.eval")
+    notes = tuple(filter(None, [missing_marks(run.data.chat_template, tokenizer)]))
     shown, files = first_example(rows, tokenizer), tokenizer_files(tokenizer)
     if rows.report.stops:
         stopping = with_stops(model_folder(run.model, weights=False), rows.report.stops)
@@ -135,8 +145,7 @@ def prepare(run: RunConfig) -> Ready:
     plan = run.plan
     if not plan.optimizer.total_steps:
         plan = override(plan, {"optimizer.total_steps": total})
-    rate = plan.optimizer  # a warm-up that the steps have no room for is refused here, by a dry run as well
-    make_schedule(rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
+    schedule_of(plan.optimizer)  # a warm-up that the steps have no room for is refused here, by a dry run as well
     longest = -(-int(np.diff((rows if choices is None else choices.rows).starts).max()) // multiple) * multiple
     candidates = choices.classes if choices is not None and run.data.task else 1  # its records alone tell
     _require_positions(run, rows if choices is None else choices.rows, held_out)
@@ -145,9 +154,30 @@ def prepare(run: RunConfig) -> Ready:
     lengths_T = batches.row_lengths(min(total, -(-LOOKED_AT // run.batch_size)), plan.cuts, apart=apart)
     fullest = Shape(wide, int(lengths_T.max()) if apart else longest)
     foreseen = foresee(run, fullest, measured, held_out.visit(plan.mesh.world) if held_out else None)
-    plan, average = override(plan, {"resident": foreseen.plan.resident}), Shape(wide, math.ceil(lengths_T.mean()))
-    usual = foreseen.simulated() and foresee(replace(run, plan=plan), average, measured).simulated()
-    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual)
+    plan = override(plan, {"resident": foreseen.plan.resident, **foreseen.choices()})
+    average = Shape(wide, math.ceil(lengths_T.mean()))
+    usual = foreseen.simulated() and foresee(replace(run, plan=plan, named=None), average, measured).simulated()
+    return Ready(files, shown, rows, choices, batches, held_out, total, plan, longest, held, foreseen, usual, notes)
+
+
+def _require_whole(report: EncodeReport, run: RunConfig) -> None:
+    """Raise ValueError where more than half of the records would be cut, and the settings do not allow it."""
+    if 2 * report.truncated > report.records and not run.data.allow_truncation:
+        raise ValueError(
+            f"{report.truncated} of {report.records} records, more than half, are longer than data.max_length:"
+            f" {run.data.max_length} tokens, and would be cut: set data.max_length to {report.longest}, the longest, or"
+            " data.packing: true, which cuts nothing, or data.allow_truncation: true"
+        )
+
+
+def taken_up(run: RunConfig, settled: Mapping[str, Any]) -> RunConfig:
+    """The run with the settings that an earlier part of it let its machine decide (``settled``, by name), where nobody has
+    given them since. A processor decides none."""
+    if is_cpu(chosen()):
+        return run
+    values = settled_before(run.plan, run.named, settled)
+    named = None if run.named is None else run.named | values.keys()
+    return replace(run, plan=override(run.plan, values), named=named)
 
 
 def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) -> None:
@@ -169,6 +199,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
     refuse_rounded(run.model, run.plan, run.adapters)
+    trackers(run.report_to)  # which are named wrongly, or not installed
     ready = prepare(run)
     check_budget(run, ready.foreseen)
     check_memory(run, ready.foreseen, ready.held_bytes)
@@ -182,8 +213,9 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         f"data    {len(ready.rows)} sequences of up to {ready.longest} tokens, {learnt:,} of {len(ready.rows.token_ids):,}"
         f" tokens learnt{held_out}; {ready.total} steps"
     )
-    yield from (f"note: {warning}" for warning in ready.rows.report.warnings())
+    yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
     yield from outlook.notes(run, ready.longest)
+    yield from outlook.usual_elsewhere(ready.plan)
     yield from learnt_lines("first record", ready.shown)
     yield "nothing was written; leave --dry-run out to train"
 
@@ -194,7 +226,3 @@ def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, C
     found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
     return (found.answered(), found) if isinstance(found, Choices) else (found, None)
 
-
-def eval_batch_size(run: RunConfig) -> int:
-    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
-    return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps

@@ -7,7 +7,7 @@ prompts of unequal length are continued one by one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ def generate(
     seed: int = 0,
     attention_mask: Tensor | None = None,
     shared: bool = False,
+    watch: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Continue prompts, a token a walk, with a key-value cache on the device: a method of the walker.
 
@@ -50,6 +51,7 @@ def generate(
         seed: of the draws.
         attention_mask: int64 [B, S], 0 where a prompt is padding; none is unless given.
         shared: ranks continue prompts of their own, as many each, and walk together until the last of all has ended.
+        watch: told each new token of every sequence, int64 [B], as it comes; where it answers True, that token is the last.
 
     Returns:
         Prompts and continuations, int64 [B, S + new].
@@ -101,6 +103,8 @@ def generate(
             stopped_B |= torch.isin(fed_BS.squeeze(1), stops)
         written_BS = torch.cat([written_BS, fed_BS], dim=1)
         ended = len(stops) > 0 and bool(stopped_B.all())
+        if watch is not None and watch(fed_BS.squeeze(1)) is True:
+            ended = True
         if all(each for (each,) in self.ranks.exchange([ended])) if shared else ended:
             break
     return written_BS

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blockwalk.cutting.adapters import adapt, add_adapter
+from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.cutting.calls import BlockCall, Handed, Prologue, rebuild
 from blockwalk.cutting.cut_model import CutModel
 from blockwalk.cutting.skeleton import build_skeleton, load_config, model_class, model_config
@@ -65,7 +66,7 @@ class UnitCosts:
         model: a checkpoint folder or a ``transformers`` configuration; weights are neither needed nor read.
         lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration; None: none.
         device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
-        padded: whether batches hold padding, so that a mask [B, 1, S, S] is made.
+        padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1, S, S].
         cut: whether a long row by itself is rid of it (:func:`blockwalk.data.batching.cut_padding`).
 
     Raises:
@@ -296,7 +297,7 @@ class _Bench:
 def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: bool) -> Costs:
     cut.model.train(traits.backprop)
     bench = _Bench(cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
-    prologue, cost = _prologue(bench, padded)
+    prologue, cost = _prologue(bench, device, padded)
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
     # without a CUDA build of PyTorch the blocks are run as on a CPU: attention saves its inputs there as well
     where = torch.device(device if torch.backends.cuda.is_built() else "cpu")  # type: ignore[no-untyped-call]
@@ -312,7 +313,7 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     return Costs(tuple(costs.items()), _scratch(bench, device))
 
 
-def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
+def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitCost]:
     """Run the prologue on fake parameters and real ids: masks depend on data."""
     unit, cut, shape = bench.cut.spec().prologue, bench.cut, bench.shape
     with bench.mode:
@@ -321,8 +322,11 @@ def _prologue(bench: _Bench, padded: bool) -> tuple[Prologue, UnitCost]:
     mask_BS = torch.ones_like(ids_BS)
     if padded:
         mask_BS[0, -1] = 0
+    batch = {"input_ids": ids_BS, "attention_mask": mask_BS}
+    if device != "cpu":  # as a walker does
+        note(ids_BS, BatchFacts.of(batch))
     with torch.set_grad_enabled(bench.backprop and bool(unit.numel(trainable=True))), Meter() as meter:
-        prologue = cut.prologue({"input_ids": ids_BS, "attention_mask": mask_BS})
+        prologue = cut.prologue(batch)
     cut.unbind(0)
     trained = unit.numel(trainable=True) if bench.backprop else 0
     copies = bench.copies(unit)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from blockwalk.checkpoints.ledger import Ledger, LedgerCopy, entry_of
 from blockwalk.cutting.adapters import as_adapters
+from blockwalk.cutting.batch_facts import BatchFacts, note
 from blockwalk.data.batching import (
     LabelWordBatch,
     cut_padding,
@@ -37,7 +38,7 @@ from blockwalk.estimators.zeroth_order.objectives import as_objective
 from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan, refuse_dropout
-from blockwalk.plan.schedules import make_schedule
+from blockwalk.plan.schedules import schedule_of
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
@@ -138,12 +139,10 @@ class Walker:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
         self.plan = plan = as_it_comes(plan, model)
-        rate = plan.optimizer
-        schedule = (rate.schedule, rate.learning_rate, rate.warmup_steps, rate.total_steps, rate.min_ratio)
         lora = as_adapters(lora)
         if training:
             refuse_dropout(plan, lora)
-        self._schedule = make_schedule(*schedule) if training else None  # refused before the model is opened
+        self._schedule = schedule_of(plan.optimizer) if training else None  # refused before the model is opened
         self.device = chosen(device)
         self._temporary = tempfile.TemporaryDirectory(prefix="blockwalk-") if workdir is None else None
         folder = Path(self._temporary.name if self._temporary else os.fspath(workdir or ""))
@@ -167,8 +166,9 @@ class Walker:
             require_agreement({"the weights to go on with": str(self.engine.buckets.checksum)})
             self.ranks.durable = any(told for (told,) in self.ranks.exchange([plan.trainable.on_disk]))
         self.lanes = Lanes(self.device)
+        self._reads_padding = objective is not None  # it may read any logits
         self.timeline: list[tuple[Program, list[tuple[Op, float, float]]]] | None = None
-        """Make it a list, and every program that runs is added with its ops' host seconds (see ``simulate.trace``)."""
+        """Programs that ran, with the host seconds of their ops; None records none (see ``simulate.trace``)."""
         self._lora = lora or next(iter(getattr(self.engine.module, "peft_config", {}).values()), None)
         self._costs: UnitCosts | None = None
         self._page_cache = page_cache(folder) if plan.recompute == "auto" else 0
@@ -431,9 +431,11 @@ class Walker:
     def _sent(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A micro-batch on the device."""
         there = {key: sent(each, self.device) for key, each in batch.items()}
-        mask = batch.get("attention_mask")
-        if mask is not None and is_cpu(mask.device):
-            self.engine.cut.note_mask(there["attention_mask"], hides_nothing=bool(mask.all()))
+        if not is_cpu(self.device):
+            facts = BatchFacts.of(batch)
+            if facts is not None and self._reads_padding:
+                facts = replace(facts, hides_unseen=False)
+            note(there["input_ids"], facts)
         return there
 
     # ---- state ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
     if isinstance(lora, str | os.PathLike):
         settings = os.path.abspath(lora)
     elif is_dataclass(lora) and not isinstance(lora, type):
-        settings = asdict(lora)
+        settings = {name: value for name, value in asdict(lora).items() if name != "from_"}  # new adapters have none
     return {
         "run": run,
         "base": engine.buckets.checksum,

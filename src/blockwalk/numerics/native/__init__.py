@@ -177,7 +177,7 @@ def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> Path:
 def _is_safe(path: Path) -> bool:
     """Whether only this user, or root, can have written a file or a folder's entries."""
     found = path.stat()
-    return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return (found.st_uid == 0 or found.st_uid == os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _compiler() -> tuple[str, ...] | None:

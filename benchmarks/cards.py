@@ -1,0 +1,120 @@
+"""The speed that each card is expected to have, by the planner: the table of ``docs/cards.md``. Nothing here was measured.
+
+A run settles its tiers, its budget and the blocks that stay as on a machine whose card and host memory are free; the step is
+simulated on the card's description (``simulate/hardware``). ``--write`` puts the table into the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import model_config
+
+from blockwalk.plan.choices import LoraSettings
+from blockwalk.plan.methods import method
+from blockwalk.program.program import Pool, Shape, human_bytes
+from blockwalk.program.settling import Room, Settled, settle
+from blockwalk.simulate import hardware
+from blockwalk.simulate.hardware import SIMULATED, Hardware
+from blockwalk.simulate.planner import Candidate, Task, look_at
+from blockwalk.system import atomic_files
+from blockwalk.walk.unit_costs import UnitCosts
+
+PAGE = Path(__file__).parents[1] / "docs" / "cards.md"
+MARK = "<!-- python benchmarks/cards.py --write -->"
+CARDS = ("rtx-3060", "rtx-4090", "l40s", "a100-80gb", "h100-80gb", "h200", "mi300x")
+SHAPE = Shape(1, 2048)
+HEAD = (
+    "| card | run | tokens/s | step | device | pinned | blocks that stay | bound by | |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and what is done with it."""
+
+    model: str
+    dtype: str
+    method: str
+    lora_rank: int = 0
+    """Of adapters; 0: all parameters are trained."""
+    otherwise: tuple[tuple[str, str], ...] = ()
+    """Settings of the plan that is looked at where the method's own row does not fit."""
+
+
+CASES = {
+    "7B LoRA": Case("Qwen2.5-7B", "bfloat16", "mebp", 16),
+    "13B zo2": Case("OPT-13B", "float16", "zo2", 0, (("trainable", "disk × raw"), ("frozen", "disk × raw"))),
+    "70B LoRA": Case("Llama-3-70B", "bfloat16", "mebp", 16),
+}
+"""Runs by name: LoRA of rank 16 in 4 bits, and all parameters of 16 bits by zeroth order."""
+
+
+@functools.cache
+def costs_of(case: Case) -> UnitCosts:
+    """The costs of a case's model on a GPU, on no weights."""
+    lora = LoraSettings(rank=case.lora_rank) if case.lora_rank else None
+    return UnitCosts(model_config(case.model, case.dtype), lora=lora, device="cuda")
+
+
+def foreseen(card: Hardware, case: Case, **settings: Any) -> tuple[Settled, Candidate]:
+    """A run on a card with nothing else on it: what it settles, and its simulated step."""
+    costs = costs_of(case)
+    model, plan = costs.spec(), method(case.method, **settings)
+    room = Room(card.device_bytes, card.host_bytes)
+    decided = settle(plan, model, SHAPE, costs(plan, SHAPE), device="cuda", room=room, named=frozenset(settings))
+    return decided, look_at(Task(model, costs, card, SHAPE), case.method, decided.plan)
+
+
+def row(card_name: str, case_name: str) -> str:
+    """A row of the table."""
+    card, case = hardware.load(card_name), CASES[case_name]
+    decided, found = foreseen(card, case)
+    if found.simulation is None and case.otherwise:
+        decided, found = foreseen(card, case, **dict(case.otherwise))
+    plan = decided.plan
+    placed = plan.trainable if plan.zeroth_order else plan.frozen
+    run = f"{case_name}, {placed.tier} × {placed.codec}"
+    if found.simulation is None:
+        return f"| {card_name} | {run} | does not fit: {found.refused.partition(';')[0]} | | | | | | {SIMULATED} |"
+    step, blocks = found.simulation, len(costs_of(case).spec().blocks)
+    figures = [
+        f"{step.tokens_per_second:,.0f}",
+        f"{step.seconds:.2g} s",
+        human_bytes(found.peaks[Pool.DEVICE]),
+        human_bytes(found.peaks[Pool.HOST]),
+        f"{plan.resident} of {blocks}",
+        step.bottleneck(),
+    ]
+    return f"| {card_name} | {run} | {' | '.join(figures)} | {SIMULATED} |"
+
+
+def table(cards: Sequence[str] = CARDS, cases: Sequence[str] = tuple(CASES)) -> Iterator[str]:
+    """The table's lines."""
+    yield from HEAD
+    yield from (row(card, case) for case in cases for card in cards)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/cards.md")
+    write = parser.parse_args().write
+    lines = list(table())
+    print("\n".join(lines))
+    if write:
+        before, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
+        assert mark, f"{PAGE} has no line {MARK}"
+        atomic_files.write_bytes(PAGE, "\n".join([before + mark, "", *lines, ""]).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Pages that are written from the package's own tables: docs/coming-from.md and docs/settings.md.
+
+``python -m dev.pages`` writes them, ``python -m dev.pages --check`` exits with 1 where one of them is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from blockwalk.plan.foreign_names import ROWS, TOOLS, Foreign
+from blockwalk.train import config
+
+ROOT = Path(__file__).parent.parent
+MADE = "<!-- Written by `python -m dev.pages`; edit the table in {source} instead. -->"
+
+
+def coming_from() -> Iterator[str]:
+    """Lines of the page on names of other tools."""
+    yield "# Coming from another tool"
+    yield ""
+    yield MADE.format(source="src/blockwalk/plan/foreign_names.py")
+    yield ""
+    yield (
+        "Settings have other names here. A name in **bold** means the same: a run takes it, with a note that says ours."
+        " Any other name ends the run before it begins, with the line to write instead."
+    )
+    yield ""
+    yield (
+        "Three defaults differ from most tools: the learning rate is constant, there is no warm-up, and no gradient is"
+        " clipped. One default is larger: `batch_size` counts the sequences of a whole step."
+    )
+    known = frozenset(config.setting_names())
+    listed: set[str] = set()
+    for tool in TOOLS[:-1]:
+        yield from ("", f"## {tool}", "", "| There | Here | |", "|---|---|---|")
+        yield from _table([row for row in ROWS if row.ours in known], tool, listed)
+    yield from ("", "## Without a counterpart", "")
+    yield "Such a name ends the run, unless its value switches it off."
+    yield from ("", "| There | |", "|---|---|")
+    for row in ROWS:
+        names = [name for tool in TOOLS[:-1] for name in row.names.get(tool, ())]
+        if names and not row.ours:
+            yield f"| {_code(dict.fromkeys(names[:3]))} | {_cell(row.sentence)} |"
+    yield ""
+    yield (
+        "The table in `src/blockwalk/plan/foreign_names.py` has more names, those of unsloth, DeepSpeed and bitsandbytes"
+        " among them; dashes for underscores and sections around a name are understood as well."
+    )
+
+
+def _table(rows: list[Foreign], tool: str, listed: set[str]) -> Iterator[str]:
+    """Lines for a tool's names that are not ``listed`` yet; names with one sentence and one setting share a line."""
+    merged: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        names = [name for name in row.names.get(tool, ()) if name not in listed]
+        listed.update(names)
+        if names:
+            taken = row.same is not None and row.same(row.example)
+            texts = [f"**`{name}`**" if taken else f"`{name}`" for name in names]
+            merged.setdefault((_here(row, names[0], taken=taken), row.sentence), []).extend(texts)
+    for (here, sentence), texts in merged.items():
+        yield f"| {', '.join(texts)} | {here} | {_cell(sentence)} |"
+
+
+def _here(row: Foreign, name: str, *, taken: bool) -> str:
+    """Our setting, with the value where the value is another one."""
+    pair = (
+        None if row.line is None or taken or row.ours == "lora.options" else row.line(row.example, {name: row.example})
+    )
+    if pair is None or isinstance(pair[1], list | dict) or pair[1] == row.example:
+        return f"`{row.ours}`"
+    return f"`{config.as_yaml(dict([pair])).strip()}`"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {"docs/coming-from.md": coming_from}
+"""The functions that write the pages' lines, by path."""
+
+
+def main(arguments: list[str]) -> int:
+    """Write every page, or check that each is as it would be written."""
+    stale = []
+    for path, lines in PAGES.items():
+        text = "\n".join(lines()) + "\n"
+        if not (ROOT / path).is_file() or (ROOT / path).read_text(encoding="utf-8") != text:
+            stale.append(path)
+        if "--check" not in arguments:
+            (ROOT / path).write_text(text, encoding="utf-8")
+    if stale and "--check" in arguments:
+        print(f"out of date: {', '.join(stale)}; run python -m dev.pages")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

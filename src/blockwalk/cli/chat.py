@@ -1,0 +1,137 @@
+"""``blockwalk chat``: a conversation in the terminal, or line in and line out where there is none."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from blockwalk.cli.speaker import Speaker, opened
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.system.signals import handled
+from blockwalk.system.terminal import is_terminal, say
+
+NEW = "/new"
+"""The line that begins a new conversation."""
+MARK = "> "
+"""The sign before the user's line, on a terminal."""
+LEAST_ROOM = 64
+"""Tokens that an answer needs at least, before the oldest turns of a conversation are left out for it."""
+
+
+def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
+    """Answer the lines of standard input as turns of one conversation, until it ends."""
+    with opened(run, arguments) as speaker:
+        talk = _Talk(speaker, arguments, run.plan.seed)
+        speaker.conversation([*talk.turns, {"role": "user", "content": "Hello"}])  # refused before the first question
+        talks = is_terminal(sys.stdin) and is_terminal(sys.stdout)
+        if talks:
+            say(f"{NEW} begins anew; ^C ends an answer, and ^D or ^C at the mark the program")
+        for line in _lines(talks):
+            if line.strip() == NEW:
+                talk.begin()
+            elif line.strip():
+                talk.answer(line)
+
+
+def _lines(talks: bool) -> Iterator[str]:
+    """The user's lines: with a mark before each, and with editing, on a terminal."""
+    if not talks:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() edits lines with it
+    while True:
+        try:
+            yield input(MARK)
+        except EOFError:
+            say("")
+            return
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation in progress."""
+
+    speaker: Speaker
+    arguments: argparse.Namespace
+    seed: int
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    asked: int = 0
+    """Questions so far: each draws anew."""
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all turns but the system's."""
+        system = self.arguments.system
+        self.turns = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, line: str) -> None:
+        """Answer a line, printing tokens as they come; the answer becomes a turn."""
+        self.turns.append({"role": "user", "content": line})
+        ids_BS = self._fitting()
+        if ids_BS is None:
+            self.turns.pop()
+            return
+        most = min(self.arguments.max_new_tokens, self.speaker.room(ids_BS.shape[1]))
+        stop = _Stop()
+        with handled(stop.act, (signal.SIGINT,)) as previous:
+            stop.previous = previous.get(signal.SIGINT)
+            text = self.speaker.answer(
+                ids_BS,
+                most,
+                lambda piece: say(piece, end=""),
+                temperature=self.arguments.temperature,
+                seed=self.seed + self.asked,
+                ends=lambda: stop.asked,
+            )
+        say("")
+        self.asked += 1
+        self.turns.append({"role": "assistant", "content": text})
+
+    def _fitting(self) -> Any:
+        """The tokens of the conversation, without its oldest turns where the model's positions have no room for them; None
+        where the last turn alone has none."""
+        least = min(self.arguments.max_new_tokens, LEAST_ROOM)
+        left_out = 0
+        while True:
+            ids_BS = self.speaker.tokens(self.speaker.conversation(self.turns), special=False)
+            if self.speaker.room(ids_BS.shape[1]) >= least:
+                break
+            first = 1 if self.turns[0]["role"] == "system" else 0
+            if len(self.turns) - first < 3:
+                say(
+                    f"note: {ids_BS.shape[1]} tokens leave no room for an answer in the {self.speaker.positions} positions"
+                    " that the model was made for: ask in fewer words",
+                    file=sys.stderr,
+                )
+                return None
+            del self.turns[first : first + 2]
+            left_out += 2
+        if left_out:
+            say(
+                f"note: the oldest {left_out} turns are left out: the model was made for {self.speaker.positions} positions",
+                file=sys.stderr,
+            )
+        return ids_BS
+
+
+@dataclass(slots=True)
+class _Stop:
+    """The answer to Ctrl-C while a text is written: it ends after the token in progress, and a second one ends the program."""
+
+    asked: bool = False
+    previous: Any = None
+
+    def act(self, number: int, _: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(number, self.previous)
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,80 @@
+"""``blockwalk generate``: the continuation of a prompt, or the answer of a conversation, printed as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from blockwalk.cli.speaker import opened
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.system.atomic_files import read_json, reading
+from blockwalk.system.terminal import say
+
+
+def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
+    """Print the continuation of a prompt."""
+    text = _prompt(arguments)
+    turns = _turns(arguments, text)
+    with opened(run, arguments) as speaker:
+        if turns:
+            text = speaker.conversation(turns)
+        ids_BS = speaker.tokens(text, special=not turns)
+        speaker.require_room(ids_BS.shape[1], arguments.max_new_tokens)
+        settings = {"temperature": arguments.temperature, "seed": run.plan.seed}
+        speaker.answer(ids_BS, arguments.max_new_tokens, functools.partial(say, end=""), **settings)
+    say("")
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    """The text of ``--prompt``; empty where ``--messages`` stands for it.
+
+    Raises:
+        ValueError: neither is given, or the text is no text.
+    """
+    from blockwalk.data.formats import half_character
+
+    if arguments.prompt is None and not arguments.messages:
+        raise ValueError("--prompt is missing: the text to continue, or - for standard input; or give --messages FILE")
+    text: str = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt or ""
+    if half_character(text):
+        raise ValueError(
+            "--prompt holds bytes that are no UTF-8, or half a character (a lone surrogate): write it whole"
+        )
+    return text
+
+
+def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
+    """The turns of a conversation that is answered; none where the prompt is continued as it stands."""
+    turns = _read_messages(Path(arguments.messages)) if arguments.messages else []
+    if not (turns or arguments.chat or arguments.system):
+        return []
+    if arguments.system:
+        turns = [{"role": "system", "content": arguments.system}, *turns]
+    if arguments.prompt is not None:
+        turns = [*turns, {"role": "user", "content": text}]
+    if turns[-1]["role"] in ("assistant", "system"):
+        raise ValueError(
+            f"the last turn has the role {turns[-1]['role']!r}, and an answer follows a user: end {arguments.messages} with a"
+            " user's turn, or add one with --prompt"
+        )
+    return turns
+
+
+def _read_messages(path: Path) -> list[dict[str, Any]]:
+    """The turns in a file of JSON: a list of them, or an object whose ``messages`` it is.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    with reading(path):
+        found = read_json(path)
+    turns = found.get("messages") if isinstance(found, dict) else found
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{path}: a list of turns is expected, or an object with them as 'messages'")
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("role", "content")):
+            raise ValueError(f"{path}: turn {number} must be an object with 'role' and 'content', both texts")
+    return turns

@@ -1,0 +1,147 @@
+"""A model that continues texts at the command line: opened once, with its adapter, for ``generate`` and ``chat``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blockwalk.cli.adapters import NONE, opened_adapter
+from blockwalk.cli.reading import packed_model, plan_to_read
+from blockwalk.models.positions import positions_of
+from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, is_model
+from blockwalk.plan.parsing import Loader
+from blockwalk.plan.run_config import RunConfig
+from blockwalk.system.atomic_files import read_yaml
+from blockwalk.system.terminal import say
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """An open model, its tokenizer, and the limits of what it writes."""
+
+    walker: Any
+    tokenizer: Any
+    stops: frozenset[int]
+    positions: int
+    """Tokens of a prompt and its answer at most; 0: not known."""
+    model: str
+
+    def tokens(self, text: str, *, special: bool) -> Any:
+        """The token ids of a text, int64 [1, S]; ``special``: with the marks that the tokenizer puts around a text.
+
+        Raises:
+            ValueError: the text is no text, or the model has no row for one of its tokens.
+        """
+        from blockwalk.cutting.skeleton import vocabulary_rows
+        from blockwalk.data.encode import require_rows
+
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)
+        ids_BS = self.tokenizer(text, add_special_tokens=special and not begun, return_tensors="pt")["input_ids"]
+        largest = int(ids_BS.max()) if ids_BS.numel() else -1
+        require_rows((largest, "prompt"), self.tokenizer, vocabulary_rows(self.model), "--prompt")
+        return ids_BS
+
+    def conversation(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        """Turns as the chat template writes them, as far as the assistant's next one.
+
+        Raises:
+            ValueError: there is no template, or it refuses the turns.
+        """
+        from blockwalk.data.chat_template import render_chat
+
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{self.model} has no chat template: leave --chat, --system and --messages out, or give one with"
+                " --data.chat_template (chatml, llama3, gemma, phi3, mistral or a file)"
+            )
+        try:
+            return render_chat(self.tokenizer, list(map(dict, turns)), add_generation_prompt=True)
+        except Exception as error:
+            raise ValueError(f"the chat template refused the conversation: {error}") from error
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that an answer may have after a prompt; very many where the model does not say."""
+        return self.positions - prompt_tokens if self.positions else sys.maxsize
+
+    def require_room(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        """Raise ValueError where a prompt and its answer would pass the positions that the model was made for."""
+        if self.room(prompt_tokens) < max_new_tokens:
+            most = self.room(prompt_tokens)
+            way = f"lower --max_new_tokens to {most}" if most > 0 else "shorten the prompt"
+            raise ValueError(
+                f"a prompt of {prompt_tokens} tokens with --max_new_tokens {max_new_tokens} passes the {self.positions}"
+                f" positions that the model was made for; {way}"
+            )
+
+    def answer(
+        self,
+        ids_BS: Any,
+        max_new_tokens: int,
+        tell: Callable[[str], None],
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        ends: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Continue a prompt, and answer the text; ``tell`` is given its pieces as they come, and where ``ends`` answers True
+        no further token is computed."""
+        from blockwalk.data.text_stream import TextStream
+
+        stream = TextStream(self.tokenizer)
+
+        def watch(token_B: Any) -> bool:
+            tell(stream.add(int(token_B[0])))
+            return ends()
+
+        settings = {"temperature": temperature, "seed": seed}
+        self.walker.generate(ids_BS, max_new_tokens, stop_ids=self.stops, watch=watch, **settings)
+        tell(stream.end())
+        return stream.text
+
+
+@contextmanager
+def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
+    """Open the model of a run with the adapter that the command line names, or that the run has trained."""
+    from blockwalk.data.encode import tokenizer_of
+    from blockwalk.models.folder import model_folder
+    from blockwalk.models.stops import stop_ids
+    from blockwalk.tiers.block_store.store import is_store
+    from blockwalk.walk.walker import Walker
+
+    run, named = _trained(run, arguments)
+    with opened_adapter(named, run.model) as adapter:
+        own_template = "data.chat_template" in arguments.named
+        tokenizer = tokenizer_of(run.model, run.data, None if own_template else adapter)
+        stops = frozenset(stop_ids(run.model, tokenizer, adapter))
+        plan = plan_to_read(run, adapter, arguments)
+        if plan.frozen.codec.encoded and not is_store(model_folder(run.model)):
+            say(f"note: over weights in {plan.frozen.codec}; --frozen disk reads the model's own", file=sys.stderr)
+        with Walker(packed_model(run, plan), plan, lora=adapter, training=False) as walker:
+            yield Speaker(walker, tokenizer, stops, positions_of(run.model), run.model)
+
+
+def _trained(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, str | None]:
+    """The run with the model that it has trained, and the adapter to use: the one that is named, or that the run has trained. A
+    line says which."""
+    named: str | None = arguments.adapter
+    if named is not None:
+        return run, None if named == NONE else named
+    folder = Path(run.output_dir)
+    if arguments.config is None or "model" in arguments.named or not (folder / SETTINGS).is_file():
+        return run, None
+    if read_yaml(folder / SETTINGS, Loader).get("model") != run.model:  # another run's folder
+        return run, None
+    if (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        say(f"note: with the adapter in {folder / 'adapter'} (--adapter {NONE}: without)", file=sys.stderr)
+        return run, os.fspath(folder / "adapter")
+    if is_model(folder / "model"):
+        say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
+        return dataclasses.replace(run, model=os.fspath(folder / "model")), None
+    return run, None

@@ -1,0 +1,91 @@
+"""Facts of a batch that models ask of its mask and positions while they build the masks of attention.
+
+On an accelerator each question would wait for the device. The batch comes from the processor, where the answers are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockwalk.numerics.device import is_cpu
+from blockwalk.numerics.loss import IGNORE
+
+_NOTED = "_blockwalk_facts"
+"""The attribute of a batch's token ids that holds its facts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """Facts of one batch, tensors [B, S]."""
+
+    hides_nothing: bool
+    """True where there is no attention mask, or one without a zero."""
+    hides_unseen: bool
+    """True where the mask hides the right end of its rows alone, from which nothing is learnt. In a causal model no token to
+    the left of it attends to it, so that attention needs no mask for it."""
+    documents: bool
+    """True where positions begin anew inside a row."""
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor]) -> BatchFacts | None:
+        """The facts of a batch on the processor; None where a tensor that they rest on is elsewhere."""
+        mask, positions, labels = (batch.get(name) for name in ("attention_mask", "position_ids", "labels"))
+        if any(each is not None and not is_cpu(each.device) for each in (mask, positions, labels)):
+            return None
+        documents = positions is not None and bool((torch.diff(positions, dim=-1) != 1).any())
+        if mask is None:
+            return cls(hides_nothing=True, hides_unseen=False, documents=documents)
+        own_BS = mask != 0
+        learnt = labels is not None and bool(((labels[:, 1:] != IGNORE) & ~own_BS[:, :-1]).any())
+        at_the_end = not bool((own_BS[:, 1:] & ~own_BS[:, :-1]).any())
+        return cls(bool(own_BS.all()), hides_unseen=at_the_end and not learnt, documents=documents)
+
+
+def note(ids_BS: Tensor, facts: BatchFacts | None) -> None:
+    """Keep a batch's facts with its token ids on the device."""
+    if facts is not None:
+        setattr(ids_BS, _NOTED, facts)
+
+
+@contextmanager
+def answered(batch: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, transformers gets the facts that were noted of a batch in place of the device's answers, and builds no causal
+    mask that hides the unseen alone."""
+    facts: BatchFacts | None = getattr(batch.get("input_ids"), _NOTED, None)
+    masks: Any = import_module("transformers.masking_utils")
+    if facts is None or not all(hasattr(masks, name) for name in _QUESTIONS):
+        yield
+        return
+    known = facts
+    before: dict[str, Any] = {name: getattr(masks, name) for name in _QUESTIONS}
+    needs_none = before["_ignore_causal_mask_sdpa"]
+
+    def ignores(padding_mask: Tensor | None, *sizes: Any, **named: Any) -> bool:
+        return bool(needs_none(None if known.hides_unseen else padding_mask, *sizes, **named))
+
+    def documents_of(position_ids: Tensor) -> Tensor | None:
+        """Each token's document, counted from 0."""
+        if not known.documents:
+            return None
+        begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+        return begins.cumsum(-1)
+
+    try:
+        masks.fast_all = lambda _: known.hides_nothing
+        masks._ignore_causal_mask_sdpa = ignores
+        masks.find_packed_sequence_indices = documents_of
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(masks, name, function)
+
+
+_QUESTIONS = ("fast_all", "_ignore_causal_mask_sdpa", "find_packed_sequence_indices")
+"""The functions of transformers that ask a device."""

@@ -1,0 +1,71 @@
+"""The chat template that a run's settings give its tokenizer: of a file, or by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from blockwalk.data.chat_template import ARGUMENTS, reserved
+from blockwalk.data.named_templates import TEMPLATES
+from blockwalk.plan.parsing import did_you_mean
+
+LARGEST = 1 << 20
+"""Bytes of a template's file at most; the longest published ones have some 20,000."""
+
+
+def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) -> None:
+    """Give a tokenizer a chat template (a file, or a name of :data:`TEMPLATES`; empty: its own), and the arguments that
+    every conversation is written with.
+
+    Raises:
+        ValueError: no such template, or an argument that is not the user's to set.
+    """
+    if template:
+        tokenizer.chat_template = _named(template, tokenizer) if template in TEMPLATES else _of_file(template)
+    if wrong := next((name for name in arguments if name in {*reserved(tokenizer), "tools"}), None):
+        raise ValueError(f"data.chat_template_arguments may not set {wrong!r}: it is set for each conversation")
+    setattr(tokenizer, ARGUMENTS, dict(arguments))
+
+
+def _named(name: str, tokenizer: Any) -> str:
+    """The text of a named template; where the tokenizer does not have the mark that ends a turn as one token, its own end of
+    text takes that place, since generation stops at one token."""
+    template = TEMPLATES[name]
+    end = tokenizer.eos_token
+    lacks = template.end and template.end not in tokenizer.get_vocab()
+    return template.text.replace(template.end, end) if lacks and end else template.text
+
+
+def missing_marks(name: str, tokenizer: Any) -> str:
+    """A sentence on the marks of a named template that the tokenizer does not have as tokens; empty where it has all."""
+    if name not in TEMPLATES:
+        return ""
+    vocabulary = tokenizer.get_vocab()
+    missing = [mark for mark in TEMPLATES[name].marks if mark not in vocabulary]
+    if not missing:
+        return ""
+    end = TEMPLATES[name].end
+    stops = (
+        f"; {tokenizer.eos_token!r} ends a turn in place of {end!r}" if end in missing and tokenizer.eos_token else ""
+    )
+    others = [mark for mark in missing if mark != end or not stops]
+    plain = f"the tokenizer writes {', '.join(map(repr, others))} as plain text of several tokens" if others else ""
+    return f"data.chat_template: {name}: {plain or 'the tokenizer lacks one mark'}{stops}"
+
+
+def _of_file(name: str) -> str:
+    """The text of a template's file."""
+    path = Path(os.path.expanduser(name))
+    if not path.is_file():
+        near = did_you_mean(name, list(TEMPLATES))
+        raise ValueError(f"data.chat_template is {name!r}: no such file{near}; by name: {', '.join(TEMPLATES)}")
+    if path.stat().st_size > LARGEST:
+        raise ValueError(
+            f"data.chat_template: {path} has {path.stat().st_size:,} bytes; a template has {LARGEST:,} at most"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"data.chat_template: {path} is not UTF-8 text") from None

@@ -1,0 +1,124 @@
+"""Masters that the processor behind an accelerator updates, and the copies of them that the device computes with.
+
+A unit's masters are one bucket, in pinned memory or in a file map. The device has a copy of the bucket: in a slot while the
+unit's turn is near, or for good where the unit's trainables stay there. No copy is ever written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from blockwalk.engine.bucket_tensors import BucketLayout
+from blockwalk.engine.home import Work
+from blockwalk.engine.opened_model import OpenedModel
+from blockwalk.engine.slots import Slots
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.plan.placement import Codec, StateKind
+from blockwalk.program.placements import Placements
+from blockwalk.tiers.host import HostTier, Staged
+from blockwalk.tiers.protocols import UnitTier
+from blockwalk.tiers.scratch_maps import ScratchMaps
+
+
+class MasterCopies:
+    """The masters of every unit, with their copies on the device.
+
+    Args:
+        model: the model; nothing is read from it yet.
+        places: where the plan has each unit's trainables.
+        scratch: where file maps are made, those of a unit in the group of its number.
+    """
+
+    def __init__(self, model: OpenedModel, places: Placements, scratch: ScratchMaps) -> None:
+        codec, device = model.plan.trainable.codec, model.device
+        self._buckets = [
+            BucketLayout({p.name: Layout(p.shape, Codec.RAW, codec.dtype_of(p.dtype)) for p in unit.part(True)})
+            for unit in model.spec.units
+        ]
+        units = range(len(self._buckets))
+        sizes = [bucket.nbytes for bucket in self._buckets]
+        visits = [unit for unit in units if places.streams(unit, StateKind.TRAINABLE)]
+        largest = max((sizes[unit] for unit in visits), default=0)
+        self._tier: UnitTier
+        if places.masters_on_disk:
+            maps = _Maps(sizes, scratch)
+            self._bytes = [maps.bucket(unit) for unit in units]
+            self._tier = Staged(maps, largest, device)
+        else:
+            host = HostTier(sizes, device)
+            self._bytes = [host.bucket(unit) for unit in units]
+            self._tier = host
+        self.slots = Slots([largest] * places.slot_count, device) if visits else None
+        stay = [unit for unit in units if unit not in visits and sizes[unit]]
+        self._resident = {unit: torch.empty(sizes[unit], dtype=torch.uint8, device=device) for unit in stay}
+        self.values: dict[str, Tensor] = {}
+        """Every trainable on the device, by name; one that visits a slot as it came last."""
+        for unit, bytes_P in self._resident.items():
+            self.values |= self._tensors(unit, bytes_P)
+
+    def masters(self, unit: int) -> dict[str, Tensor]:
+        """A unit's masters by name, where the processor updates them."""
+        return self._tensors(unit, self._bytes[unit])
+
+    def _tensors(self, unit: int, bytes_P: Tensor) -> dict[str, Tensor]:
+        parts = self._buckets[unit].parts(bytes_P)
+        return {name: layout.codes(part_P).view(layout.shape) for name, layout, part_P in parts}
+
+    def fetch(self, unit: int, slot: int) -> Work:
+        """FETCH: copy a unit's masters to its slot, or to where its copy stays."""
+        if unit in self._resident:
+            return partial(self._refresh, unit)
+        assert self.slots is not None
+        bytes_P = self.slots.enter(unit, slot, self._buckets[unit].nbytes)
+        self.values |= self._tensors(unit, bytes_P)
+        tier = self._tier
+
+        def work() -> None:
+            tier.read_unit(unit, bytes_P)
+
+        return work
+
+    def _refresh(self, unit: int) -> None:
+        # out of a file map the copy waits, on the lane of updates, which nothing waits for before the step's end
+        self._resident[unit].copy_(self._bytes[unit], non_blocking=True)
+
+    def refresh(self) -> None:
+        """Bring every copy that stays on the device up to date."""
+        for unit in self._resident:
+            self._refresh(unit)
+
+    def close(self) -> None:
+        """Let go of threads."""
+        self._tier.close()
+
+
+class _Maps:
+    """Buckets in file maps, a :class:`~blockwalk.tiers.protocols.UnitTier` that is written in place."""
+
+    def __init__(self, sizes: Sequence[int], scratch: ScratchMaps) -> None:
+        self._scratch = scratch
+        self._buckets = [
+            scratch.zeros({"masters": ((nbytes,), torch.uint8)}, unit).get("masters", torch.empty(0, dtype=torch.uint8))
+            for unit, nbytes in enumerate(sizes)
+        ]
+
+    def step(self, unit: int) -> int:
+        return 0
+
+    def bucket(self, unit: int) -> Tensor:
+        return self._buckets[unit]
+
+    def read_unit(self, unit: int, out_P: Tensor) -> int:
+        out_P.copy_(self._buckets[unit])
+        self._scratch.dont_need(unit)
+        return 0
+
+    def write_unit(self, unit: int, data_P: Tensor, step: int) -> None:
+        raise AssertionError("masters are updated where they lie")
+
+    def close(self) -> None:
+        """Do nothing: maps are let go of with the folder."""

@@ -1,0 +1,22 @@
+"""The positions that a model was made for, by its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockwalk.models.folder import model_folder
+from blockwalk.system.atomic_files import read_json
+from blockwalk.system.paths import StrPath
+
+
+def text_config(model: StrPath) -> dict[str, Any]:
+    """The configuration of a model's text decoder, as its file has it."""
+    found: dict[str, Any] = read_json(model_folder(model, weights=False) / "config.json")
+    text: dict[str, Any] = found.get("text_config", found)
+    return text
+
+
+def positions_of(model: StrPath) -> int:
+    """Tokens of the longest sequence that a model was made for; 0 where its configuration does not say."""
+    found = text_config(model)
+    return int(found.get("max_position_embeddings") or found.get("n_positions") or 0)

@@ -1,0 +1,138 @@
+"""Choices that a run leaves to its machine, settled once, before its model is opened: the tiers that feed an accelerator, the
+device memory that a step may use, and the blocks that stay there.
+
+A processor changes nothing of a plan but the blocks that stay. Nothing that is settled here changes a bit of what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blockwalk.plan.model_spec import ModelSpec
+from blockwalk.plan.placement import Tier
+from blockwalk.plan.plan import AUTO, Plan
+from blockwalk.program.compile import compile
+from blockwalk.program.costs import Costs
+from blockwalk.program.program import Pool, Shape, StepKind, human_bytes
+from blockwalk.program.resident_blocks import settled
+
+BUDGET = 0.9
+"""The share of what is free on an accelerator that a step may use unless ``budget`` says otherwise: the rest is for libraries'
+workspaces, kernels that are loaded later, fragments, and what the forecast is wrong by."""
+
+PINNED = 0.8
+"""The share of host memory that buffers beside an accelerator may take. They are pinned: the kernel can neither swap nor drop
+them, and wants the rest for itself, the process, and the pages of the model's file."""
+
+FEEDS = ("frozen", "activation")
+"""The kinds of state whose tier the machine decides where a first-order method's row has them on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory that a machine has for a run, in bytes."""
+
+    device_free: int = 0
+    """Bytes that are free on the accelerator; 0: there is none, or they are not known."""
+    host_free: int = 0
+    """Bytes of host memory that the process may still take."""
+    page_cache: int = 0
+    """Bytes of file maps that a run may keep dirty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A plan with every choice made, and the ones that the machine made."""
+
+    plan: Plan
+    names: tuple[str, ...] = ()
+    """Names of the settings that were settled: a resumed run takes them from its checkpoint."""
+    notes: tuple[str, ...] = ()
+    """Sentences on the tiers among them."""
+
+
+def settle(
+    plan: Plan,
+    model: ModelSpec,
+    shape: Shape,
+    costs: Costs,
+    *,
+    device: str,
+    room: Room,
+    named: Collection[str] | None = None,
+) -> Settled:
+    """The plan as it will run on this machine.
+
+    Args:
+        plan, model, shape, costs, device: as :func:`~blockwalk.program.compile.compile` takes them.
+        room: the memory that there is.
+        named: the settings that somebody gave; None: every one.
+    """
+    inputs: dict[str, Any] = {"costs": costs, "device": device, "page_cache": room.page_cache}
+    if device == "cpu":
+        return Settled(settled(plan, model, shape, **inputs))
+    most = int(PINNED * room.host_free)
+    pinned: list[int] = []
+    for begun in begins(budgeted(plan, room.device_free), named):
+        found = settled(begun, model, shape, **inputs)
+        pinned.append(compile(found, model, StepKind.TRAIN, shape, **inputs).peaks()[Pool.HOST])
+        if pinned[-1] <= most:
+            break
+    left = free_tiers(plan, named)
+    names = [f"{kind}.tier" for kind in left]
+    names += [name for name, unset in UNSET.items() if getattr(plan, name) == unset != getattr(found, name)]
+    return Settled(found, tuple(names), tuple(_notes(found, left, (pinned[0], pinned[-1], most))))
+
+
+UNSET = {"budget": None, "resident": AUTO}
+"""Settings beside tiers that are settled, and their values while nobody has."""
+
+
+def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
+    """The kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row of a first-order method of one
+    rank has on disk, and nobody named."""
+    if named is None or plan.zeroth_order or plan.sharded:
+        return ()
+    on_disk = (kind for kind in FEEDS if getattr(plan, kind).on_disk)
+    return tuple(kind for kind in on_disk if not {kind, f"{kind}.tier"} & set(named))
+
+
+def settled_before(plan: Plan, named: Collection[str] | None, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a resumed run takes from its checkpoint: those that the machine decided then (``before``, by name), and
+    that nobody has given since. The blocks that stay go with the budget that they were counted for."""
+    left = [f"{kind}.tier" for kind in free_tiers(plan, named)]
+    unset = left + [name for name, value in UNSET.items() if getattr(plan, name) == value]
+    if "budget" not in unset or "budget" not in before:
+        unset = [name for name in unset if name != "resident"]
+    return {name: before[name] for name in unset if name in before}
+
+
+def begins(plan: Plan, named: Collection[str] | None) -> Iterator[Plan]:
+    """The plan with the tiers that an accelerator may begin from, best first: all on the host, the activations alone, none. The
+    first with room for what it pins is taken, the last without asking."""
+    left = free_tiers(plan, named)
+    for moved in dict.fromkeys((left, left[1:], ())):
+        yield replace(plan, **{kind: replace(getattr(plan, kind), tier=Tier.HOST) for kind in moved})
+
+
+def budgeted(plan: Plan, free: int) -> Plan:
+    """The plan with a budget: :data:`BUDGET` of the ``free`` bytes, unless it has one. Ranks that have to agree on it have
+    none."""
+    agree = plan.mesh.world > 1 and "budget" in plan.shared()
+    if plan.budget is not None or not free or agree:
+        return plan
+    return replace(plan, budget=int(BUDGET * free))
+
+
+def _notes(found: Plan, left: Collection[str], pinned: tuple[int, int, int]) -> Iterator[str]:
+    """A sentence on each tier. ``pinned``: the host bytes of the first plan that was tried and of the one that was taken,
+    and the most that may be."""
+    wanted, taken, most = map(human_bytes, pinned)
+    moved = [kind for kind in left if getattr(found, kind).on_host]
+    may = f"{most} may be, {PINNED} of what is free"
+    if moved:
+        yield f"{' and '.join(moved)} begin from the host: {taken} pinned, {may} ({moved[0]}.tier: disk leaves it there)"
+    if stays := [kind for kind in left if kind not in moved]:
+        yield f"{' and '.join(stays)} begin from the disk: the host would pin {wanted}, and {may}"

@@ -1,0 +1,176 @@
+"""Settings under the names of other tools: those that mean the same are taken, with a warning; the others are refused with the
+line to write instead, which is tried before it is said."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from blockwalk.plan.foreign_names import BY_NAME, VALUES, Foreign, find
+from blockwalk.plan.foreign_values import Pair, same
+
+WRITE = "Write: "
+"""The words before the line of an error that can be pasted, which is the error's end."""
+
+
+class Note(UserWarning):
+    """A remark on a setting that was read under another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The means to tell whether a line can be read."""
+
+    given: Mapping[str, Any]
+    """Every setting of the run by its name, theirs and ours."""
+    known: frozenset[str]
+    """Our names."""
+    reads: Callable[[Mapping[str, Any]], bool]
+    """A function that tries whether settings of our names can be read."""
+
+    def tries(self, name: str, value: Any) -> bool:
+        """Whether a setting can be read beside the run's method."""
+        method = self.given.get("method", "auto")
+        beside = {"method": method} if method != "auto" and self.reads({"method": method}) else {}
+        return self.reads({**beside, name: value})
+
+
+def translated(
+    raw: list[Pair],
+    overrides: list[Pair],
+    known: Iterable[str],
+    reads: Callable[[Mapping[str, Any]], bool],
+    *,
+    as_flags: bool = False,
+) -> list[Pair]:
+    """The settings of a file, then those that override them, under our names.
+
+    Args:
+        known: our names.
+        reads: a function that tries whether settings of our names can be read.
+        as_flags: errors write what overrides as flags.
+
+    Raises:
+        ValueError: a name that is not ours and means something else, or nothing here; one setting under two names. Further ones
+            of the kind are warnings (:class:`Note`).
+    """
+    reader = Reader(dict([*raw, *overrides]), frozenset(known), reads)
+    result: list[Pair] = []
+    problems: list[str] = []
+    for pairs, flag in ((raw, False), (overrides, as_flags)):
+        taken = {key: key for key, _ in pairs if key in reader.known}
+        for key, value in _grouped(pairs, reader.known):
+            name, row, exact = _row(key, reader.known)
+            if row is None and name == key:
+                problems += _value_problem(key, value, reader, flag=flag)
+                result.append((key, value))
+            elif row is None or (exact and name in reader.known and row.same is not None and row.same(value)):
+                if name in taken:
+                    problems.append(f"{taken[name]} and {key} are both given, and mean the same; leave one out")
+                taken[name] = key
+                _note(f"{_as_text(key, flag=flag)} is {_as_text(name, flag=flag)} here, and is taken as that")
+                result.append(_pair(row, value, reader) or (name, value))
+            elif row.idle is not None and row.idle(value):
+                _note(f"{_as_text(key, value, flag=flag)} is left out, for it changes nothing here. {row.sentence}")
+            else:
+                problems.append(_name_problem(key, value, row, reader, flag=flag))
+    if problems:
+        for problem in problems[1:]:
+            _note(problem)
+        raise ValueError(problems[0])
+    return result
+
+
+def _grouped(pairs: list[Pair], known: frozenset[str]) -> list[Pair]:
+    """The settings, with mappings of other tools whole again where the table knows them and not their parts."""
+    ours = {name.partition(".")[0] for name in known}
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        section, _, rest = key.partition(".")
+        if rest and section not in ours and section in BY_NAME and _row(key, known)[:2] == (key, None):
+            result.setdefault(section, {})[rest] = value
+        else:
+            result.pop(key, None)  # the later one, in its place
+            result[key] = value
+    return list(result.items())
+
+
+def _row(key: str, known: frozenset[str]) -> tuple[str, Foreign | None, bool]:
+    """Our name for a name; the row that says so, None where the name is ours but for its dashes, or unknown; and whether the
+    name may be taken as it is."""
+    name = key.replace("-", "_")
+    section, _, field = key.partition(".")
+    if f"{section}.{field.partition('.')[0]}" in known and "." in field:
+        return key, None, True  # a part of a mapping, whose names are not ours
+    if key in known or name in known:
+        return (key if key in known else name), None, True
+    if (match := find(key)) is not None:
+        return match.row.ours, match.row, match.exact
+    rest = name.partition(".")[2]
+    if rest in known:
+        return rest, Foreign(rest, "The setting stands by itself here.", {}, same(rest)), False
+    return key, None, True
+
+
+def _name_problem(key: str, value: Any, row: Foreign, reader: Reader, *, flag: bool) -> str:
+    """The error for a name that may not be taken as it is."""
+    text = f"unknown setting {key!r}: {row.sentence}"
+    if not row.ours:
+        return f"{text} Leave it out."
+    if row.ours not in reader.known:
+        return f"{text} This version has no such setting; leave it out."
+    return f"{text} {_line(row, value, reader, flag=flag) or f'The setting is {row.ours}.'}"
+
+
+def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[str]:
+    """The error for a value of another tool under a name of ours; none where the value is ours."""
+    row, is_theirs = VALUES.get(key, (None, None))
+    if row is None or is_theirs is None or isinstance(value, Mapping | list) or not is_theirs(value):
+        return []
+    line = _line(row, value, reader, flag=flag)
+    return [f"{key} is {value!r}: {row.sentence} {line}"] if line else []
+
+
+def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
+    """The line to write for a value of theirs, or else for the row's example; empty where neither can be read here."""
+    for theirs in (value, row.example):
+        pair = _pair(row, theirs, reader)
+        if pair is not None and reader.tries(*pair):
+            return WRITE + _as_text(*pair, flag=flag)
+    return ""
+
+
+def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
+    """The setting of ours and its value for a value of theirs; None where there is none, or theirs is of no such kind."""
+    if row is None or row.line is None:
+        return None
+    try:
+        return row.line(value, reader.given)
+    except (TypeError, ValueError, LookupError, ArithmeticError, SyntaxError):
+        return None
+
+
+def _as_text(name: str, *value: Any, flag: bool) -> str:
+    """A setting as a line of YAML or as a flag; its name alone where there is no value."""
+    if flag:
+        return " ".join(
+            [f"--{name}", *(shlex.quote(each if isinstance(each, str) else _shown(each)) for each in value)]
+        )
+    return ": ".join([name, *map(_shown, value)])
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    return text if len(text.splitlines()) <= 1 else json.dumps(value)
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, Note, stacklevel=4)

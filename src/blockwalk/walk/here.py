@@ -1,0 +1,12 @@
+"""The accelerator of this process, as plain values."""
+
+from __future__ import annotations
+
+from blockwalk.numerics.device import card_of, chosen
+from blockwalk.system.card import Card
+
+
+def card(device: str) -> Card:
+    """The facts of the device that this process computes on, where it is of the type ``device``; else none."""
+    here = chosen()
+    return card_of(here) if here.type == device else Card()

@@ -1,0 +1,122 @@
+"""Oracle: torch's dispatcher, whose operators on a device are counted, against the number that the shapes ask for; and a CPU's
+bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blockwalk.numerics import wide_products
+from blockwalk.numerics.codecs.layout import Layout
+from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
+from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.updates import NORM_CHUNK, square_sums
+from blockwalk.plan.placement import Codec
+from tests.accelerator.device import Simulated
+from tests.support.codecs import encode
+
+VIEWS = ["view", "slice", "select", "detach", "alias", "empty", "split", "transpose", "t", "unsqueeze", "squeeze", "expand"]
+"""Operators that launch nothing."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators of the calling thread by name, without views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name.removesuffix("_") not in VIEWS:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_norm_takes_a_few_launches_for_512_chunks(sim: Simulated) -> None:
+    """Eight million elements: of 515 chunks 512 together, then two and the rest."""
+    gradient = torch.randn(514 * NORM_CHUNK + 7, generator=torch.Generator().manual_seed(0))
+    there = gradient.to("sim:1")
+    with Launches() as mode:
+        sums = square_sums(there)
+    assert mode.counts.total() <= 2 + 3 * 3, mode.counts
+    assert torch.equal(sums.cpu(), square_sums(gradient))
+
+
+@pytest.mark.parametrize(("rows", "inside"), [(128, True), (129, False)])
+def test_a_matrix_is_decoded_inside_products_of_few_rows_alone(rows: int, inside: bool, sim: Simulated) -> None:
+    layout = Layout((64, 96), Codec.INT4A)
+    weight_ND = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    buffer = encode(weight_ND, Codec.INT4A, torch.empty(layout.nbytes, dtype=torch.uint8)).to("sim:1")
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1)).to("sim:1")
+    with Launches() as mode:
+        lazy_linear(x, EncodedWeight(buffer, layout, torch.float32))
+    assert ("product_" in mode.counts) is inside, mode.counts
+
+
+def test_the_loss_of_a_7b_model_takes_a_third_of_the_launches(sim: Simulated) -> None:
+    """Qwen2.5-7B's head and 8,192 tokens, on tensors without data: 7,516 launches where 16-bit sums are lifted in a processor's
+    portions."""
+    hidden_ND = torch.empty(8192, 3584, dtype=torch.bfloat16, device="meta")
+    head = DenseWeight(torch.empty(152064, 3584, dtype=torch.bfloat16, device="meta"))
+    with Launches() as mode:
+        chunked_cross_entropy(hidden_ND, torch.randint(0, 152064, (8192,)), head, grad_scale=1.0)
+    assert mode.counts.total() < 7516 / 2.5, mode.counts
+
+
+def wide_products_of_a_processor() -> torch.library.Library:
+    """Make torch's products of 16 bits with float32 results for the processor, whose operators the device queues."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(a.double() @ b.double())
+
+    def addmm(
+        onto: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor, **by: float
+    ) -> torch.Tensor:
+        return out.copy_(by.get("beta", 1) * onto.double() + by.get("alpha", 1) * (a.double() @ b.double()))
+
+    library.impl("mm.dtype_out", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    return library
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_products_with_float32_results_are_taken_where_the_device_has_them(trains_head: bool, sim: Simulated) -> None:
+    """Oracle for the numbers: autograd through float64 logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND = torch.randn(60, 32, generator=generator).bfloat16()
+    head_VD = (torch.randn(200, 32, generator=generator) / 4).bfloat16()
+    labels_N = torch.randint(0, 200, (60,), generator=generator)
+
+    def taken() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Counter[str]]:
+        head_grad_VD = torch.zeros(200, 32, device="sim:1") if trains_head else None
+        with Launches() as mode:
+            result = chunked_cross_entropy(
+                hidden_ND.to("sim:1"), labels_N, DenseWeight(head_VD.to("sim:1")), grad_scale=1.0, vocab_chunk=64,
+                head_grad=head_grad_VD,
+            )  # fmt: skip
+        head_grad_VD = torch.zeros(200, 32) if head_grad_VD is None else head_grad_VD
+        return result.loss_sum.cpu(), result.grad_hidden_ND.cpu(), head_grad_VD.cpu(), mode.counts
+
+    *_, narrow = taken()
+    library = wide_products_of_a_processor()
+    wide_products.has.cache_clear()
+    loss, grad_ND, head_grad_VD, wide = taken()
+    h_ND, w_VD = (each.double().requires_grad_() for each in (hidden_ND, head_VD))
+    exact = torch.nn.functional.cross_entropy(h_ND @ w_VD.t(), labels_N, reduction="sum")
+    exact.backward()
+    assert h_ND.grad is not None
+    assert w_VD.grad is not None
+    torch.testing.assert_close(loss, exact.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad_ND.double(), h_ND.grad, rtol=2e-2, atol=2e-3)
+    if trains_head:
+        torch.testing.assert_close(head_grad_VD.double(), w_VD.grad, rtol=2e-2, atol=4e-3)
+    assert wide["mm"] == 4 * (1 + trains_head) + 1, "four chunks of the vocabulary, and the product that is tried"
+    assert wide["copy_"] < narrow["copy_"]
+    library._destroy()
