@@ -19,6 +19,7 @@ from blockwalk.program.placements import Placements
 from blockwalk.program.program import Shape
 from blockwalk.ranks import launch, place
 from blockwalk.report import advice, card, html
+from blockwalk.report.disk_wear import wear
 from blockwalk.report.forecast import DoesNotFit, foresee, zeroth_order_advice
 from blockwalk.report.room import check_budget
 from blockwalk.simulate import hardware, planner, timeline
@@ -63,8 +64,10 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     from blockwalk.walk.unit_costs import of_run
 
     forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
+    steps = outlook.steps_of(run)
     for line in (
-        *forecast.overview(outlook.steps_of(run)),
+        *forecast.overview(steps),
+        *wear(run, forecast, steps),
         *forecast.lines(),
         *zeroth_order_advice(run.plan, run.adapters),
         *outlook.notes(run, run.data.max_length),
