@@ -47,9 +47,10 @@ lint: $(VENV)/.installed-dev
 wheel: $(VENV)/.installed-dev
 	$(VENV)/bin/python dev/wheel.py
 
-# The documentation site, in build/site; a warning is an error.
+# The documentation site, in build/site; a warning is an error, and so is a page of long sentences. Once mkdocs is there it needs no network.
 docs: $(VENV)/.installed-dev
-	$(PIP_INSTALL) -e '.[docs]'
+	@test -x $(VENV)/bin/mkdocs || $(PIP_INSTALL) -e '.[docs]'
+	$(VENV)/bin/python dev/prose.py --longest
 	$(VENV)/bin/mkdocs build --strict
 
 # Every command line that README and docs show, but those that say what they need (# needs: hub); `make test` runs README's and the how-to pages'.

@@ -33,7 +33,7 @@ MARK = "<!-- python benchmarks/cards.py --write -->"
 CARDS = ("rtx-3060", "rtx-4090", "l40s", "a100-80gb", "h100-80gb", "h200", "mi300x")
 SHAPE = Shape(1, 2048)
 HEAD = (
-    "| card | run | tokens/s | step | device | pinned | blocks that stay | bound by | |",
+    "| card | run | tokens/s | step | device | host | blocks that stay | bound by | |",
     "|---|---|---|---|---|---|---|---|---|",
 )
 

@@ -46,7 +46,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "plain": ("plain", {}, False),
     "plain, recompute": ("plain", {"recompute": "all"}, False),
     "plain, LoRA": ("plain", {}, True),
-    "mebp": ("mebp", {}, True),
+    "mebp": ("mebp", {"frozen": "disk × int4a"}, True),
     "mezo": ("mezo", {}, False),
     "zo2": ("zo2", {}, False),
     "zo2, disk": ("zo2", {"trainable": "disk × raw"}, False),

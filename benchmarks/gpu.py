@@ -14,9 +14,9 @@ import argparse
 import gc
 import json
 import shutil
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,26 +27,38 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmarks import zo_runs
+from benchmarks import gpu_facts, zo_runs
 from benchmarks.common import CACHE, Bound, finish, interleaved, machine, median, parser, random_batch, random_store
 from benchmarks.vs_peft import theirs
 
 from blockwalk import Walker, method
-from blockwalk.numerics.device import chosen, is_cpu
+from blockwalk.numerics.device import card_of, chosen, is_cpu
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.placement import Codec
+from blockwalk.program.program import Pool, Shape, StepKind
+from blockwalk.simulate.hardware import of_this_machine, save, with_facts
+from blockwalk.simulate.simulator import simulate
+from blockwalk.system import card as cards
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SECONDS, HOST, DISK = 480, 100 << 30, 50 << 30
 """A part's limits: seconds, bytes of host memory that may be in use, bytes of disk that benchmarks may keep."""
+ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED_MB = {"OPT-1.3B": 3750, "OPT-6.7B": 4992}
 """ZO2's peak in fp16 at batch 1 × 2048 on an A100 (Wang et al. 2025, table 1). Ours is to be half of it."""
-TINY = {"OPT-1.3B": "OPT-tiny", "OPT-6.7B": "OPT-tiny", "Qwen2.5-1.5B": "Qwen2-tiny", "Qwen2.5-7B": "Qwen2-tiny"}
+TINY = {
+    "OPT-1.3B": "OPT-tiny",
+    "OPT-6.7B": "OPT-tiny",
+    "OPT-13B": "OPT-tiny",
+    "Qwen2.5-1.5B": "Qwen2-tiny",
+    "Qwen2.5-7B": "Qwen2-tiny",
+}
 
 ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "plain": ("plain", {"recompute": "all"}, False),
     "plain, activations on the host": ("plain", {"recompute": "all", "activation": "host"}, True),
     "plain, all from the host": ("plain", {"trainable": "host × fp32", "optimizer_state": "host × fp32"}, False),
+    "mebp": ("mebp", {}, True),
     "mebp int4": ("mebp", {"frozen": "host × int4", "activation": "host"}, True),
     "mebp nf4": ("mebp", {"frozen": "host × nf4", "activation": "host"}, True),
     "mezo": ("mezo", {}, False),
@@ -61,15 +73,20 @@ ROWS: dict[str, tuple[str, dict[str, Any], bool]] = {
 """Method, settings, and whether adapters are trained; float32, so that devices differ by the order of sums alone."""
 
 
+SHOWN = ("tokens_per_s", "foreseen_tokens_per_s", "peak_MB", "foreseen_MB", "out_of_memory")
+
+
 class Bench:
     """The device, the sizes and the measure of a part, and its rows, those of an earlier try included.
 
     Args:
         path: of the file of rows.
+        facts_path: of the card's figures for a planner.
     """
 
-    def __init__(self, arguments: argparse.Namespace, path: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, path: Path, facts_path: Path | None = None) -> None:
         self.path = path
+        self.facts_path = facts_path or path.with_name("gpu-facts.json")
         self.rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
         self.failed: dict[str, str] = {}
         """The rows that raised, with their errors: they are tried again when the part is."""
@@ -107,7 +124,7 @@ class Bench:
                 return row
             self.rows[name] = row
             write(self.path, self.rows)
-            shown = {key: row[key] for key in ("tokens_per_s", "peak_MB", "out_of_memory") if key in row}
+            shown = {key: row[key] for key in SHOWN if key in row}
             print(f"{name}: {json.dumps(shown)}", flush=True)
         return self.rows[name]
 
@@ -120,6 +137,7 @@ class Bench:
                 step(), step()
                 seconds = [step() for _ in range(self.rounds)]
                 row |= {"tokens_per_s": batch * self.sequence / median(seconds), "seconds": seconds}
+                row |= getattr(step, "foreseen", dict)()
             finally:
                 close()
 
@@ -135,7 +153,24 @@ class Bench:
         return [Bound(title, figures[0] / figures[1], limit, at_most=at_most, rests=rests)]
 
     def walk(self, walker: Walker, batch: int) -> Any:
-        return zo_runs.stepper(walker, batch, self.sequence), walker.close
+        step = zo_runs.stepper(walker, batch, self.sequence)
+        step.foreseen = lambda: self.foreseen(walker, batch)  # type: ignore[attr-defined]
+        return step, walker.close
+
+    def foreseen(self, walker: Walker, batch: int) -> dict[str, Any]:
+        """Foresee tokens a second and peak as the planner does, with the card's facts where they are there. A forecast that
+        fails is told and costs no row."""
+        try:
+            here = of_this_machine(self.device.type, card_of(self.device))
+            if self.facts_path.exists() and not is_cpu(self.device):
+                here = with_facts(here, cards.read(self.facts_path))
+            shape = Shape(batch, self.sequence)
+            program = walker.program(StepKind.TRAIN, shape, foresee=True)
+            outcome = simulate((program,), walker.plan, walker.spec, here, walker.costs(shape))
+        except Exception as error:
+            return {"not_foreseen": f"{type(error).__name__}: {error}"}
+        tokens_per_s = batch * self.sequence / outcome.seconds
+        return {"foreseen_tokens_per_s": tokens_per_s, "foreseen_MB": outcome.peaks.get(Pool.DEVICE, 0) / 1e6}
 
     def lora(self, name: str, **settings: Any) -> Walker:
         store = random_store(name, Codec(settings.pop("stored", "raw")))
@@ -161,7 +196,7 @@ def correct(bench: Bench) -> list[Bound]:
         ) -> None:
             for device in dict.fromkeys((str(bench.device), "cpu")):
                 lora = LoraSettings(rank=2, alpha=4) if adapters else None
-                stored = Codec(settings["frozen"].partition(" × ")[2] if row == "mebp" else "raw")
+                stored = method(row, **settings).frozen.codec if row == "mebp" else Codec.RAW
                 store = random_store("Qwen2-tiny" if adapters else "OPT-tiny", stored, "float32")
                 with Walker(store, method(row, **settings), lora=lora, device=device) as walker:
                     vocab = walker.spec.vocab_size
@@ -181,7 +216,20 @@ def correct(bench: Bench) -> list[Bound]:
         bounds.append(
             Bound(f"operator {name}: elements that differ", differ, 0, rests="each operation rounds by itself")
         )
-    return bounds
+    code = bench.row("blockwalk train", lambda row: row.update(trained(bench.device))).get("code", 1)
+    return [*bounds, Bound("blockwalk train examples/quickstart.yaml: exit code", code, 0, rests="it learns its task")]
+
+
+def trained(device: torch.device) -> dict[str, Any]:
+    """Run the example from the command line: its exit code, seconds and last words."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "blockwalk", "train", "examples/quickstart.yaml", "--device", str(device)]
+        began = time.perf_counter()
+        ended = subprocess.run(
+            [*command, "--output_dir", folder + "/run"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    words = (ended.stdout + ended.stderr)[-2000:]
+    return {"code": ended.returncode, "seconds": time.perf_counter() - began, "words": words}
 
 
 def operators(device: torch.device) -> dict[str, int]:
@@ -268,13 +316,28 @@ def zeroth(bench: Bench, named: str) -> list[Bound]:
     return bounds
 
 
-def lora(bench: Bench, named: str) -> list[Bound]:
-    """LoRA, rank 16, bf16: PEFT with gradient checkpointing in device memory, ``mebp`` from the host raw and in int4."""
+PEFT = {"PEFT": False, "PEFT + bitsandbytes": True}
+"""Peers, and whether their linear layers are in four bits."""
+TIERS = {
+    "mebp raw, host": {"frozen": "host × raw", "activation": "host"},
+    "mebp int4a, device": {"frozen": "device × int4a"},
+    "mebp int4a, host": {"frozen": "host × int4a", "activation": "host"},
+    "mebp int4a, disk": {"frozen": "disk × int4a"},
+}
+
+
+def lora(bench: Bench, named: str, *, raw: bool) -> list[Bound]:
+    """LoRA, rank 16, bf16: PEFT with gradient checkpointing in device memory, in bfloat16 and in bitsandbytes' nf4; ``mebp``
+    in int4a from the device, the host and the disk, and ``raw`` from the host."""
     name = bench.model(named)
+    peers = [peer for peer in PEFT if not PEFT[peer] or gpu_facts.installed("bitsandbytes") != "not installed"]
+    rows = [row for row in TIERS if raw or "raw" not in row]
     for batch in (1, 4):
 
-        def peft(batch: int = batch) -> Any:
-            take = theirs(name, bench.sequence, device=str(bench.device), batch=batch, holds_tokenizer=False)
+        def peft(peer: str, batch: int = batch) -> Any:
+            take = theirs(
+                name, bench.sequence, device=str(bench.device), batch=batch, holds_tokenizer=False, four_bits=PEFT[peer]
+            )
             count = iter(range(1 << 30))
 
             def step() -> float:
@@ -286,26 +349,53 @@ def lora(bench: Bench, named: str) -> list[Bound]:
 
             return step, lambda: None
 
-        bench.run(f"PEFT, {batch}", peft, batch)
-        for stored in ("raw", "int4"):
-            walker = {"frozen": f"host × {stored}", "activation": "host", "stored": stored}
+        for peer in peers:
+            bench.run(f"{peer}, {batch}", lambda peer=peer, peft=peft: peft(peer), batch)
+        for row in rows:
+            settings = {**TIERS[row], "stored": "raw" if "raw" in row else "int4a"}
             bench.run(
-                f"mebp {stored}, {batch}",
-                lambda walker=walker, batch=batch: bench.walk(bench.lora(name, **walker), batch),
+                f"{row}, {batch}",
+                lambda settings=settings, batch=batch: bench.walk(bench.lora(name, **settings), batch),
                 batch,
             )
-    whole = [each for each in ("mebp int4, 4", "PEFT, 4") if "tokens_per_s" in bench.rows.get(each, {})]
     bounds = []
-    if len(whole) == 2:  # the peak of a row that ran out of memory is the card's
-        title = f"{named}: peak of mebp int4 by PEFT's, 4 × 2048"
-        rests = "weights are 2 slots of 0.5 bytes"
-        bounds += bench.compared(title, "peak_MB", *whole, 0.5, rests=rests)
+    host = [each for each in ("mebp int4a, host, 4", "PEFT, 4") if "tokens_per_s" in bench.rows.get(each, {})]
+    if len(host) == 2:  # the peak of a row that ran out of memory is the card's
+        title = f"{named}: peak of mebp int4a from the host by PEFT's, 4 × 2048"
+        bounds += bench.compared(title, "peak_MB", *host, 0.5, rests="weights are 2 slots of 0.6 bytes")
+    for tier, limit in (("device", 0.9), ("host", 0.85)):
+        title = f"{named}: tokens/s of mebp int4a from the {tier} by bitsandbytes', 4 × 2048"
+        rests = "both decode apart, and 0.6 bytes a parameter and pass hide behind 8,192 tokens"
+        sides = f"mebp int4a, {tier}, 4", "PEFT + bitsandbytes, 4"
+        bounds += bench.compared(title, "tokens_per_s", *sides, limit, at_most=False, rests=rests)
     title = f"{named}: tokens/s of mebp raw by PEFT's, 4 × 2048"
     rests = (
-        "6·T FLOPs a parameter, recomputation included, beside 4 bytes fetched: 8,000 tokens hide them at 600 TFLOP/s"
+        "8,192 tokens: 6·T FLOPs a parameter, recomputation included, beside 4 bytes fetched, hide them at 600 TFLOP/s"
     )
-    rests = f"8,192 tokens: {rests} and 50 GB/s"
-    return bounds + bench.compared(title, "tokens_per_s", "mebp raw, 4", "PEFT, 4", 0.9, at_most=False, rests=rests)
+    sides = "mebp raw, host, 4", "PEFT, 4"
+    rests = f"{rests} and 50 GB/s; that is the edge"
+    return bounds + bench.compared(title, "tokens_per_s", *sides, 0.9, at_most=False, rests=rests)
+
+
+def beside(bench: Bench, named: str) -> list[Bound]:
+    """``zo2`` from the host beside ``mezo`` on the device, fp16, 1 × 2048 and 4 × 2048."""
+    store = random_store(bench.model(named), Codec.RAW, "float16")
+    bounds = []
+    for batch in (1, 4):
+        for case in (zo_runs.MEZO, "zo2"):
+            bench.run(
+                f"{case}, {batch}",
+                lambda case=case, batch=batch: bench.walk(
+                    zo_runs.open_walker(case, store, "host", str(bench.device)), batch
+                ),
+                batch,
+            )
+        rests = "two forwards take 4·T FLOPs a parameter, the link 2 bytes each way"
+        limit = 0.9 if batch == 4 else 0.5
+        sides = f"zo2, {batch}", f"{zo_runs.MEZO}, {batch}"
+        title = f"{named}: zo2 by mezo, {batch} × 2048"
+        bounds += bench.compared(title, "tokens_per_s", *sides, limit, at_most=False, rests=rests)
+    return bounds
 
 
 def streamed(bench: Bench) -> list[Bound]:
@@ -371,58 +461,20 @@ def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def encoded(bench: Bench) -> list[Bound]:
-    """``zo2`` in fp16, fp8 and int8; and the product with an int4 matrix, decoded inside or before, by rows of the input."""
-    from blockwalk.numerics.codecs.codecs import decode_rows, encode_rows
-    from blockwalk.numerics.codecs.layout import Layout
-
+    """``zo2`` in fp16, fp8 and int8."""
     name = bench.model("OPT-6.7B")
     device = bench.device
     store = random_store(name, Codec.RAW, "float16")
     for codec in ("raw", "fp8", "int8"):
         plan = method("zo2", frozen="host", trainable=f"host × {codec}")
         bench.run(codec, lambda plan=plan: bench.walk(Walker(store, plan, device=device), 1), 1)
-    side = 64 if bench.tiny else 4096
-    layout = Layout((side, side), Codec.INT4)
-    bytes_P = encode_rows(torch.randn(side, side), torch.empty(layout.nbytes, dtype=torch.uint8), layout, 0).to(device)
-    whole = torch.empty(side, side, dtype=torch.bfloat16, device=device)
-    for tokens in (16, 64) if bench.tiny else (16, 64, 256, 512, 1024, 4096):
-        x = torch.randn(tokens, side).to(device, torch.bfloat16)
-        out = torch.empty_like(x)
-
-        def inside(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
-            torch.ops.blockwalk.product_(out, x, bytes_P, None, "int4", (side, side), 32, True)
-
-        def before(x: torch.Tensor = x, out: torch.Tensor = out) -> None:
-            torch.mm(x, decode_rows(bytes_P, layout, 0, side, whole).t(), out=out)
-
-        for how in (inside, before):
-            bench.row(
-                f"product of {tokens} rows, decoded {how.__name__}",
-                lambda row, how=how: row.update(seconds=timed(how, device)),
-            )
     rests = "1 × 2048, where fp16 waits for the link: fp8 moves half"
     return bench.compared("zo2 fp8 by fp16, tokens/s", "tokens_per_s", "fp8", "raw", 1.2, at_most=False, rests=rests)
-
-
-def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one call: the median of five rounds of ten."""
-    found = []
-    for _ in range(6):
-        zo_runs.wait(device)
-        began = time.perf_counter()
-        for _ in range(10):
-            work()
-        zo_runs.wait(device)
-        found.append((time.perf_counter() - began) / 10)
-    return statistics.median(found[1:])
 
 
 def forecast(bench: Bench) -> list[Bound]:
     """Seconds and peaks of three rows, foreseen from this machine's doctor alone, against what is measured."""
     from blockwalk.doctor.machine import measure
-    from blockwalk.program.program import Pool, Shape, StepKind
-    from blockwalk.simulate.hardware import save
-    from blockwalk.simulate.simulator import simulate
 
     CACHE.mkdir(parents=True, exist_ok=True)
     here = measure(CACHE, walk=not bench.tiny).hardware
@@ -459,11 +511,13 @@ def forecast(bench: Bench) -> list[Bound]:
 
 
 PARTS: dict[str, tuple[Callable[[Bench], list[Bound]], float, float]] = {
+    "facts": (gpu_facts.facts, 4, 0),
     "correct": (correct, 1, 0.1),
+    "lora-7B": (lambda bench: lora(bench, "Qwen2.5-7B", raw=False), 45, 5),
+    "zo2-13B": (lambda bench: beside(bench, "OPT-13B"), 60, 26),
     "zeroth-1.3B": (lambda bench: zeroth(bench, "OPT-1.3B"), 10, 2.7),
-    "lora-1.5B": (lambda bench: lora(bench, "Qwen2.5-1.5B"), 12, 4.3),
+    "lora-1.5B": (lambda bench: lora(bench, "Qwen2.5-1.5B", raw=True), 12, 4.3),
     "zeroth-6.7B": (lambda bench: zeroth(bench, "OPT-6.7B"), 45, 13.4),
-    "lora-7B": (lambda bench: lora(bench, "Qwen2.5-7B"), 45, 20.2),
     "streamed": (streamed, 60, 6.3),
     "overlap": (overlap, 12, 0),
     "encoded": (encoded, 45, 0),
@@ -488,7 +542,7 @@ def unfit(part: str) -> str:
 
 def worker(arguments: argparse.Namespace, path: Path) -> None:
     """One part, in this process; its figures go to its file."""
-    bench = Bench(arguments, rows_of(path))
+    bench = Bench(arguments, rows_of(path), arguments.results / f"gpu-facts-{path.parent.name}.json")
     began = time.perf_counter()
     bounds = PARTS[arguments.worker][0](bench)
     bounds += [

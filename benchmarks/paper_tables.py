@@ -401,7 +401,10 @@ PHONE = Hardware(name="phone", device="cpu", device_bytes=8 * 10**9, flops={"bfl
 def mebp_table() -> Iterator[dict[str, Any]]:
     print("MeBP tables 1 and 3, iPhone 15 Pro Max, LoRA, 1 × 256 tokens unless said")
     published = {row["model"]: row for row in rows("mebp_table1_iphone15promax")}
-    plans = {"mebp": method("mebp", recompute="all"), "mezo": method("mezo", frozen="disk × int4")}
+    plans = {
+        "mebp": method("mebp", frozen="disk × int4a", recompute="all"),
+        "mezo": method("mezo", frozen="disk × int4"),
+    }
 
     def found(name: str, model: str, sequence: int, machine: Hardware) -> Simulation:
         config = {**MODELS[model], "dtype": "bfloat16"}

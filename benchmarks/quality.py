@@ -36,7 +36,8 @@ from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.plan.placement import Codec
 
 LOST, HALF = 0.05, 0.5
-"""Nats that the default codec may lose; the share of the loss of rounding to nearest that calibrated rounding may have."""
+"""Nats that int4a may lose on weights of its own grid; the share of the loss of rounding to nearest that calibrated rounding
+may have."""
 
 CODECS = {
     "int8": (Codec.INT8, 32), "int4, 64": (Codec.INT4, 64), "int4, 32": (Codec.INT4, 32), "int4a, 32": (Codec.INT4A, 32),

@@ -29,7 +29,7 @@ EVERY = 0.02
 """Seconds between two looks at the process tree."""
 
 ROWS: dict[str, dict[str, Any]] = {
-    "mebp": {"method": "mebp", "lora": {"rank": 8}},
+    "mebp": {"method": "mebp", "frozen": "disk × int4a", "lora": {"rank": 8}},
     "plain": {"method": "plain", "lora": {"rank": 8}},
     "mezo": {"method": "mezo"},
     "zo2": {"method": "zo2", "trainable": "disk"},

@@ -80,7 +80,7 @@ def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) 
 
     model = Path(name) if data else random_store(name, Codec.INT4)
     read_tokenizer(model)
-    walker = Walker(model, method("mebp"), lora=LoraSettings(rank=RANK), device="cpu")
+    walker = Walker(model, method("mebp", frozen="disk × int4a"), lora=LoraSettings(rank=RANK), device="cpu")
     given = batches(name, walker.spec.vocab_size, batch, sequence, data)
     return lambda step: walker.step(given(step)).loss
 
@@ -94,10 +94,12 @@ def theirs(
     batch: int = 1,
     data: Path | None = None,
     holds_tokenizer: bool = True,
+    four_bits: bool = False,
 ) -> Callable[[int], float]:
     """The control: everything in the device's memory, transformers' own forward, torch's AdamW.
 
-    It holds the tokenizer in memory too, as Trainer does, unless memory is the device's alone.
+    It holds the tokenizer in memory too, as Trainer does, unless memory is the device's alone. In ``four_bits`` its linear
+    layers are bitsandbytes' nf4, as in QLoRA.
     """
     import torch
     from benchmarks.common import CACHE, MODELS, model_config
@@ -115,9 +117,12 @@ def theirs(
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(model_config(name), dtype=dtype)
     given = batches(name, model.config.vocab_size, batch, sequence, data)
+    if four_bits:
+        in_four_bits(model, device)
     peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=16, target_modules="all-linear"))
     for parameter in peft.parameters():
-        parameter.data = parameter.data.to(device, dtype)
+        if parameter.is_floating_point():  # bitsandbytes' codes are bytes
+            parameter.data = parameter.data.to(device, dtype)
     if peer.checkpointing:
         peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         peft.enable_input_require_grads()
@@ -134,6 +139,26 @@ def theirs(
 
     step.tokenizer = tokenizer  # type: ignore[attr-defined]  # kept, as Trainer keeps it
     return step
+
+
+def in_four_bits(model: Any, device: str) -> None:
+    """Put bitsandbytes' nf4 in the place of every linear layer but the head."""
+    import bitsandbytes as bnb
+    import torch
+    from torch import nn
+
+    linears = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    for name, linear in linears:
+        if linear is model.get_output_embeddings():
+            continue
+        sides = linear.in_features, linear.out_features
+        coded = bnb.nn.Linear4bit(
+            *sides, bias=linear.bias is not None, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+        )
+        coded.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        coded.bias = linear.bias
+        model.set_submodule(name, coded.to(device))
+    model.is_loaded_in_4bit = True
 
 
 def serve(side: str, arguments: argparse.Namespace) -> None:

@@ -5,22 +5,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from blockwalk.plan.foreign_names import ROWS, TOOLS, Foreign
+from blockwalk.cli import settings_help
+from blockwalk.plan.foreign_rows import ROWS, TOOLS, Foreign
 from blockwalk.train import config
 
 ROOT = Path(__file__).parent.parent
-MADE = "<!-- Written by `python -m dev.pages`; edit the table in {source} instead. -->"
+MADE = "<!-- Written by `python -m dev.pages`; edit {source} instead. -->"
 
 
 def coming_from() -> Iterator[str]:
     """Lines of the page on names of other tools."""
     yield "# Coming from another tool"
     yield ""
-    yield MADE.format(source="src/blockwalk/plan/foreign_names.py")
+    yield MADE.format(source="the table in src/blockwalk/plan/foreign_rows.py")
     yield ""
     yield (
         "Settings have other names here. A name in **bold** means the same: a run takes it, with a note that says ours."
@@ -45,8 +47,49 @@ def coming_from() -> Iterator[str]:
             yield f"| {_code(dict.fromkeys(names[:3]))} | {_cell(row.sentence)} |"
     yield ""
     yield (
-        "The table in `src/blockwalk/plan/foreign_names.py` has more names, those of unsloth, DeepSpeed and bitsandbytes"
+        "The table in `src/blockwalk/plan/foreign_rows.py` has more names, those of unsloth, DeepSpeed and bitsandbytes"
         " among them; dashes for underscores and sections around a name are understood as well."
+    )
+
+
+def settings() -> Iterator[str]:
+    """Lines of the page on every setting."""
+    yield "# Settings"
+    yield ""
+    yield MADE.format(source="the texts below the fields of src/blockwalk/plan")
+    yield ""
+    yield (
+        "A setting has one name: in a run's YAML file, nested or with dots, and after `--` on the command line, where it"
+        " wins over the file. `blockwalk train --help` says the same in a terminal."
+    )
+    yield from ("", "```yaml", "optimizer: {learning_rate: 1e-4, schedule: cosine}", "data.max_length: 1024", "```", "")
+    yield "```bash"
+    yield "blockwalk train run.yaml --optimizer.learning_rate 1e-4"
+    yield "blockwalk settings --schema > blockwalk.schema.json"
+    yield from ("```", "")
+    yield (
+        "The last line writes a JSON Schema for editors. A file takes part with a first line"
+        " `# yaml-language-server: $schema=blockwalk.schema.json`, which `blockwalk init` writes where the schema lies."
+    )
+    yield ""
+    yield "Defaults are those of method `mebp`. Names of other tools are on [a page of their own](coming-from.md)."
+    standing = settings_help.defaults()
+    for title, names, _ in settings_help.GROUPS:
+        yield from ("", f"## {title[0].upper()}{title[1:]}", "", "| Setting | Takes | Default | |", "|---|---|---|---|")
+        for name in settings_help.settings_of(names):
+            form, sentence = settings_help.described(name)
+            value = standing.get(name)
+            default = "" if name == "lora" or value in ("", None, [], {}) else f"`{settings_help.shown(value)}`"
+            takes = " ".join(f"`{word}`" for word in form.split("|"))
+            yield f"| `{name}` | {takes} | {default} | {_cell(_marked(sentence))} |"
+
+
+def _marked(sentence: str) -> str:
+    """Return a sentence whose settings stand as code."""
+    names = sorted((name for name in config.setting_names() if "." in name or "_" in name), key=len, reverse=True)
+    text = re.sub(rf"(?<![\w.`])({'|'.join(map(re.escape, names))})(?![\w.]*\w)", r"`\1`", sentence)
+    return re.sub(
+        r"(?<!`)(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\[[^\]]*\])(?!`)", lambda found: f"`{found[1].replace('`', '')}`", text
     )
 
 
@@ -82,7 +125,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-PAGES: dict[str, Callable[[], Iterator[str]]] = {"docs/coming-from.md": coming_from}
+PAGES: dict[str, Callable[[], Iterator[str]]] = {"docs/coming-from.md": coming_from, "docs/settings.md": settings}
 """The functions that write the pages' lines, by path."""
 
 

@@ -19,17 +19,7 @@ BOUNDS = {"README.md": 20, "docs/start-here.md": 20, "docs/how-to/*.md": 20, "do
 GENERATED = {"docs/model-types.md", "docs/tested-with.md", "docs/settings.md", "docs/api.md"}
 """Pages that a program writes, whose sentences stand in its messages."""
 
-PHRASES = (
-    "of one's own",
-    "one's own",
-    "goes without saying",
-    "said once",
-    "beside which",
-    "as it comes",
-    "of whom",
-    "says of",
-    "is told",
-)
+PHRASES = ("one's own", "goes without saying", "said once", "beside which")
 """Turns of phrase that readers had to read twice."""
 
 

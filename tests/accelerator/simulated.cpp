@@ -335,7 +335,11 @@ void* opened(const void* address) {
   return nullptr;
 }
 
+// Memory that somebody still reads is no memory to take: it is live until its readers are done.
 void reuse(Block& block) {
+  auto& home = arena(block.device);
+  home.live -= static_cast<int64_t>(block.nbytes);
+  --home.blocks;
   void* place = opened(block.address);
   push(block.stream, {[place, nbytes = block.nbytes] { memset(place, 0xff, nbytes); }, nullptr, nullptr, 0});
   g_free[{block.stream, block.nbytes}].push_back(block.address);
@@ -357,9 +361,6 @@ void reclaim() {
 void free_block(void* context) {
   Lock lock;
   std::unique_ptr<Block> block(static_cast<Block*>(context));
-  auto& home = arena(block->device);
-  home.live -= static_cast<int64_t>(block->nbytes);
-  --home.blocks;
   block->readers.erase(block->stream);
   if (block->readers.empty()) return reuse(*block);
   std::vector<EventPtr> events;

@@ -14,6 +14,8 @@ from blockwalk.engine.spread import SpreadPart
 from blockwalk.numerics import loss
 from blockwalk.numerics.device import recorded
 from blockwalk.plan.methods import method
+from blockwalk.program import backprop
+from blockwalk.program.program import Lane
 from blockwalk.tiers.host import HostTier
 from blockwalk.walk import lanes, walker
 from blockwalk.walk.lanes import Lanes, Mark
@@ -48,20 +50,28 @@ def test_a_wait_between_lanes_left_out(sim: Simulated, tmp_path: Path, monkeypat
     assert missed("zo2", sim, tmp_path, monkeypatch)
 
 
-def test_activations_freed_while_another_lane_reads_them(
+def test_a_buffer_filled_before_its_last_input_has_left(
     sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(backprop._Backprop, "_leaves_buffer", lambda _: [])
     assert missed("plain, activations on the host", sim, tmp_path, monkeypatch)
 
 
-def test_a_lane_on_device_0(sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_on_device_0(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without a number is another one in each thread."""
-    monkeypatch.setattr(walker, "chosen", lambda _: torch.device("sim"))
-    monkeypatch.setattr(Lanes, "_enter", lambda _: None)
+
+    def made_on(device: torch.device) -> int:
+        numbers: list[int] = []
+        queues = Lanes(device)
+        queues.begin()
+        queues.drain([queues.submit(Lane.FETCH, lambda: numbers.append(torch.ones(1, device=device).device.index), ())])
+        queues.close()
+        return numbers[0]
+
     torch.accelerator.set_device_index(1)
-    with refused(RuntimeError, "devices"):
-        run("plain, activations on the host", tmp_path, "sim:1", [0], sim)
+    assert made_on(torch.device("sim", 1)) == 1
+    monkeypatch.setattr(Lanes, "_enter", lambda _: None)
+    assert made_on(torch.device("sim")) == 0
 
 
 def test_a_host_tensor_at_a_device_operator(sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +109,6 @@ def test_copies_from_pageable_memory_are_counted(
 def test_lanes_of_collectives_are_issued_by_one_thread(sim: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the program's order, with those of the compute lane; other lanes have threads."""
     import threading
-
-    from blockwalk.program.program import Lane
 
     def threads(order: list[Lane]) -> list[int]:
         found: list[int] = []

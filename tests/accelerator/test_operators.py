@@ -13,14 +13,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blockwalk.numerics import wide_products
 from blockwalk.numerics.codecs.layout import Layout
 from blockwalk.numerics.codecs.weights import DenseWeight, EncodedWeight
-from blockwalk.numerics.lazy_linear import lazy_linear
+from blockwalk.numerics.lazy_linear import grouped_linear, lazy_linear, lora_linear
 from blockwalk.numerics.loss import chunked_cross_entropy
+from blockwalk.numerics.scratch import shared_arena
 from blockwalk.numerics.updates import NORM_CHUNK, square_sums
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.sizes import decoded_bytes
 from tests.accelerator.device import Simulated
 from tests.support.codecs import encode
 
-VIEWS = ["view", "slice", "select", "detach", "alias", "empty", "split", "transpose", "t", "unsqueeze", "squeeze", "expand"]
+VIEWS = [
+    "view",
+    "slice",
+    "select",
+    "detach",
+    "alias",
+    "empty",
+    "split",
+    "transpose",
+    "t",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+]
 """Operators that launch nothing."""
 
 
@@ -120,3 +135,65 @@ def test_products_with_float32_results_are_taken_where_the_device_has_them(train
     assert wide["mm"] == 4 * (1 + trains_head) + 1, "four chunks of the vocabulary, and the product that is tried"
     assert wide["copy_"] < narrow["copy_"]
     library._destroy()
+
+
+def test_an_adapters_second_matrix_is_not_copied(sim: Simulated) -> None:
+    """Oracle for the numbers: autograd through the products."""
+    generator = torch.Generator().manual_seed(0)
+    x, w_ND, a_RD, b_NR = (torch.randn(size, generator=generator) for size in ((9, 96), (64, 96), (4, 96), (64, 4)))
+    here = [each.clone().requires_grad_() for each in (x, a_RD, b_NR)]
+    there = [each.to("sim:1").requires_grad_() for each in (x, a_RD, b_NR)]
+    (here[0] @ w_ND.t() + 2.0 * here[0] @ here[1].t() @ here[2].t()).square().sum().backward()
+    weight = DenseWeight(w_ND.to("sim:1"))
+    with Launches() as mode:
+        y = lora_linear(there[0], weight, None, there[1], there[2], 2.0, transposed=False)
+    assert mode.counts["clone"] == 1, "A alone, whose product has other bits where it is turned"
+    y.square().sum().backward()
+    for ours, theirs in zip(there, here, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.is_contiguous()
+        assert (ours.grad.cpu() - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layers_experts_are_decoded_in_one_launch(transposed: bool, sim: Simulated) -> None:
+    """Oracle for the numbers: a processor's loop over experts. The second one has no row, and the last row no expert."""
+    layout = Layout((4, 24, 32), Codec.INT4A)
+    generator = torch.Generator().manual_seed(0)
+    buffer = encode(
+        torch.randn(96, 32, generator=generator), Codec.INT4A, torch.empty(layout.nbytes, dtype=torch.uint8)
+    )
+    offs_E = torch.tensor([3, 3, 10, 11], dtype=torch.int32)
+    x = torch.randn(12, 24 if transposed else 32, generator=generator)
+    answers = []
+    for device in ("cpu", "sim:1"):
+        experts = EncodedWeight(buffer.to(device), layout, torch.float32)
+        leaf = x.clone().to(device).requires_grad_()
+        offs_here = offs_E.to(device)
+        with Launches() as mode:
+            out = grouped_linear(leaf, experts, offs_here, transposed=transposed)[:11]
+        if device != "cpu":
+            assert mode.counts["decode_"] == 1, mode.counts
+            assert mode.counts["_grouped_mm"] == 1, mode.counts
+            foreseen = decoded_bytes(4 * 24 * 32, 4, "sim", experts=True)
+            assert shared_arena(torch.device("sim", 1)).nbytes == foreseen
+        out.square().sum().backward()
+        assert leaf.grad is not None
+        answers.append((out.detach().cpu(), leaf.grad[:11].cpu()))
+    for theirs, ours in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_are_too_many_for_the_device_are_decoded_one_by_one(
+    sim: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockwalk.numerics.codecs import weights
+
+    layout = Layout((4, 24, 32), Codec.INT4A)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="sim:1")
+    experts = EncodedWeight(buffer, layout, torch.float32)
+    assert experts.whole() is not None
+    monkeypatch.setattr(weights, "EXPERTS_BYTES", 4 * 24 * 32 * 4 - 1)
+    assert experts.whole() is None
+    assert EncodedWeight(buffer.cpu(), layout, torch.float32).whole() is None

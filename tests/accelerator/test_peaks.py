@@ -1,4 +1,4 @@
-"""Oracle: the most bytes that the simulated device's allocator had handed out at once, which counts tensors and knows no plan."""
+"""Oracle: the most bytes that the simulated device's allocator handed out at once, which counts tensors and knows no plan."""
 
 from __future__ import annotations
 

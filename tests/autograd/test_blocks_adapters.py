@@ -192,7 +192,7 @@ def test_adapters_may_be_settings_a_mapping_or_pefts_own_configuration() -> None
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (True, "lora True blockwalk.LoraSettings"),
+        (3, "lora 3 blockwalk.LoraSettings"),
         ({"r": 8}, "lora.r lora.rank"),
         ({"rank": 0}, "lora.rank 0"),
         ({"use_qalora": True}, "use_qalora"),

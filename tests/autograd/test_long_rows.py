@@ -1,5 +1,5 @@
-"""Oracle: autograd over the model in memory, on the batch as it came, under its mask. A row beyond 2,048 tokens is walked
-without its padding, and so without a mask: the numbers are those within rounding."""
+"""Oracle: autograd over the model in memory, on the batch as it came, under its mask. Rows beyond 2,048 tokens are walked
+without their padding, and without a mask: the numbers are those within rounding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,16 @@ def masks_of(walker: Walker) -> list[Any]:
     return masks
 
 
-@pytest.mark.parametrize("batch", [row(), row(2), one_document()], ids=["one row", "two alike", "a packed document"])
+def unequal() -> dict[str, Tensor]:
+    """Two rows, of which one is shorter, and both end before the batch does."""
+    return {name: torch.cat([row()[name], row(tokens=1700)[name]]) for name in row()}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [row(), row(2), one_document(), unequal()],
+    ids=["one row", "two alike", "a packed document", "two of unequal length"],
+)
 def test_a_long_row_has_no_mask_and_the_same_gradients(batch: dict[str, Tensor]) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     control = copy.deepcopy(model)
@@ -52,7 +61,7 @@ def test_a_long_row_has_no_mask_and_the_same_gradients(batch: dict[str, Tensor])
         loss = walker.evaluate(batch).loss
     assert masks
     assert all(mask is None for mask in masks)
-    whole = {**batch, "attention_mask": row(len(batch["input_ids"]))["attention_mask"]}
+    whole = {"attention_mask": row(len(batch["input_ids"]))["attention_mask"], **batch}
     theirs = control(**whole, use_cache=False).loss
     theirs.backward()
     assert abs(loss - float(theirs)) < 1e-5
@@ -101,6 +110,15 @@ def test_zeroth_order_has_no_mask_either() -> None:
 )
 def test_other_batches_stay_as_they_are(batch: dict[str, Tensor]) -> None:
     assert cut_padding(batch) is batch
+
+
+def test_rows_of_unequal_length_keep_their_mask_under_a_models_own_loss() -> None:
+    """The masks that the first block is called with: such a loss may read what is hidden."""
+    with Walker(tiny_model("llama", num_hidden_layers=1), method("plain", loss="model"), device="cpu") as walker:
+        masks = masks_of(walker)
+        walker.evaluate(unequal())
+    assert masks
+    assert all(mask is not None for mask in masks)
 
 
 def test_what_is_cut_off_is_padding_alone() -> None:

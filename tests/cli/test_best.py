@@ -13,6 +13,7 @@ from blockwalk.cli import main
 from blockwalk.train.best import Best
 from tests.cli.test_callbacks import settings
 from tests.conftest import TinyRun
+from tests.support.messages import refused
 
 CLASSES = {"template": "{text} It was {label}.", "label_words": ["good", "bad"]}
 
@@ -95,7 +96,7 @@ def test_accuracy_is_more_and_loss_is_less() -> None:
         ({"keep_best": "loss"}, "eval_every"),
         ({"early_stopping": 2}, "eval_every"),
         ({"keep_best": "accuracy", "eval_every": 1}, "data.template"),
-        ({"keep_best": "f1", "eval_every": 1}, "loss or accuracy"),
+        ({"keep_best": "f1", "eval_every": 1}, "loss accuracy"),
         ({"keep_best": "loss", "eval_every": 1, "data": {"eval": ""}}, "data.eval_share"),
     ],
 )
@@ -104,7 +105,7 @@ def test_what_cannot_be_kept_is_refused_before_any_work(
 ) -> None:
     whole = settings(tiny_run, tmp_path / "run", max_steps=2)
     whole |= {**given, "data": {**whole["data"], **given.get("data", {})}}
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, words):
         blockwalk.train(whole)
     assert not (tmp_path / "run").exists()
 

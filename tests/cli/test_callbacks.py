@@ -25,7 +25,7 @@ from blockwalk.train.callbacks import tracker_names, trackers
 from blockwalk.walk.walker import Walker
 from tests.conftest import TinyRun
 from tests.models import tiny_model
-from tests.support.messages import says
+from tests.support.messages import refused, says
 
 
 def settings(tiny_run: TinyRun, out: Path, **more: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_none_and_all_are_trackers_as_in_transformers() -> None:
 
     assert trackers(()) == trackers(("none",)) == []
     assert len(trackers(("all",))) == len(tracking.get_available_trackers())
-    with pytest.raises(ValueError, match="report_to is none, tensorboard; none and all stand alone"):
+    with refused(ValueError, "report_to none tensorboard all"):
         trackers(("none", "tensorboard"))
     for name in ("none", "all"):
         assert config.from_mapping({"report_to": name}).report_to == (name,)
@@ -189,12 +189,13 @@ def test_a_dry_run_says_what_will_happen_and_writes_nothing(
     [
         ({"optimizer": {"schedule": "cosine", "warmup_steps": 0.1}}, "defaults: no clipping; other tools differ"),
         ({"optimizer": {"schedule": "linear", "warmup_steps": 5, "max_grad_norm": 1}}, None),
+        ({"optimizer": {"schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0}}, None),
         ({"method": "mezo"}, None),
     ],
 )
 def test_defaults_that_differ_from_other_tools_are_said_unless_set(settings: dict[str, Any], line: str | None) -> None:
     """Oracle: the settings, by hand; zeroth order has the defaults of its original."""
-    lines = list(outlook.usual_elsewhere(config.from_mapping(settings).plan))
+    lines = list(outlook.usual_elsewhere(config.from_mapping(settings)))
     assert len(lines) == (line is not None)
     assert line is None or lines[0].startswith(line)
 

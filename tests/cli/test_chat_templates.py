@@ -67,6 +67,24 @@ def test_a_base_model_learns_chats_and_its_template_goes_along(
     assert fields["tokenizer.chat_template"].contents() == ASKING
 
 
+@pytest.mark.parametrize("lora", ["2", ""])
+def test_what_was_trained_needs_the_file_of_its_template_no_more(
+    tiny_run: TinyRun, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: str
+) -> None:
+    out = tmp_path / "run"
+    template = tmp_path / "mine.jinja"
+    template.write_text(ASKING)
+    adapters = ["--lora.rank", lora] if lora else ["--lora", "false"]
+    assert train(tiny_run, data, out, "--method", "plain", "--data.chat_template", str(template), *adapters) == 0
+    asked = ["generate", str(out), "--chat", "--prompt", "one", "--max_new_tokens", "3"]
+    capsys.readouterr()
+    assert main.main(asked) == 0
+    before = capsys.readouterr().out
+    template.unlink()
+    assert main.main(asked) == 0
+    assert capsys.readouterr().out == before
+
+
 @pytest.mark.parametrize("change", ["file", "name"])
 def test_a_run_does_not_go_on_with_another_template(
     tiny_run: TinyRun, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str

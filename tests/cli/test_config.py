@@ -1,7 +1,6 @@
 """Oracle: the value that went in, to be given back by YAML, flags and the saved file; PyYAML for what YAML 1.1 says."""
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -236,19 +235,11 @@ def test_help_lists_every_setting_once_with_its_sentence() -> None:
         assert sentence.endswith("."), name
     text = " ".join(" ".join(settings_help.lines("train")).split())
     assert (
-        "--data.max_length N Tokens of a sequence at most; longer records are cut, and counted. (default: 512)" in text
+        "--data.max_length N The most tokens of a sequence; longer records are cut, and counted. (default: 512)" in text
     )
     assert "--optimizer.name adamw|sgd|momentum|sign The update rule" in text
     assert "--update.timing block|step|deferred " in text
     assert f"(default: {RunConfig().plan.frozen})" in text
-
-
-def test_the_page_of_settings_has_every_section() -> None:
-    """Oracle: the classes that ``--help`` reads the settings from, each of them public."""
-    page = Path(__file__).parents[2].joinpath("docs/settings.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE))
-    classes = [cls for each in settings_help._CLASSES.values() for cls in each]
-    assert named >= {f"{cls.__module__}.{cls.__name__}" for cls in classes}
 
 
 @pytest.mark.parametrize(("command", "reads", "leaves"), [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from blockwalk.cli import main
-from blockwalk.data.encode import load_tokenizer
+from blockwalk.data.encode import tokenizer_of
 from blockwalk.engine import open_model
 from blockwalk.plan.methods import method
 from blockwalk.program.program import OpKind, Pool, Shape, StepKind
@@ -45,12 +45,12 @@ def test_the_tokenizer_has_gone_before_the_models_own_code_comes(
     read: list[weakref.ref[Any]] = []
     gone: list[bool] = []
 
-    def load(path: str) -> Any:
-        tokenizer = load_tokenizer(path)
+    def load(*given: Any) -> Any:
+        tokenizer = tokenizer_of(*given)
         read.append(weakref.ref(tokenizer))
         return tokenizer
 
-    monkeypatch.setattr(ready, "load_tokenizer", load)
+    monkeypatch.setattr(ready, "tokenizer_of", load)
     require = open_model.build_skeleton
     monkeypatch.setattr(open_model, "build_skeleton", lambda *given: gone.append(read[0]() is None) or require(*given))
     arguments = [*tiny_run.arguments(tmp_path / "run"), "--method", "mebp", "--max_steps", "1", "--lora.rank", "4"]

@@ -3,6 +3,7 @@ line, no traceback, and no folder left behind."""
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -16,7 +17,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("--batch_size many", "batch_size is 'many'; it takes a whole number"),
     ("--batch_size 6 --gradient_accumulation_steps 4", "gradient_accumulation_steps=4 does not divide"),
     ("--epochs 0", "epochs is 0.0; it must be above 0, such as 3 or 0.5"),
-    ("--max_steps -1", "max_steps is -1; it must be at least 0"),
+    ("--max_steps -1", "Write: --max_steps 0"),
     ("--log_every 0", "log_every is 0"),
     ("--keep_checkpoints 0", "keep_checkpoints is 0"),
     ("--start_timeout 0", "it must be above 0 seconds"),
@@ -27,10 +28,11 @@ SETTINGS: list[tuple[str, str]] = [
     ("--data.label_words a,b", "classification needs both data.template and data.label_words"),
     ("--data.train", "--data.train needs a value"),
     ("--data.trian x", "unknown setting 'data.trian'; did you mean 'data.train'?"),
-    ("--data=x.jsonl", "unknown argument '--data=x.jsonl'; did you mean"),
-    ("--method lora", "unknown method 'lora'"),
+    ("--data=x.jsonl", "Write: --data.train x.jsonl"),
+    ("--method lora", "Write: --lora true"),
+    ("--method loar", "unknown method 'loar'"),
     ("--method zero4", "did you mean 'zero3'?"),
-    ("--lr 1e-4", "did you mean 'optimizer.learning_rate'?"),
+    ("--micro_batch_size 4", "Write: --batch_size 4"),
     ("--optimizer.name adam", "optimizer.name is 'adam'"),
     ("--optimizer.learning_rate fast", "optimizer.learning_rate is 'fast'; it takes a number"),
     ("--optimizer.learning_rate -1", "optimizer.learning_rate is -1.0; it must be at least 0"),
@@ -47,10 +49,10 @@ SETTINGS: list[tuple[str, str]] = [
     ("--prefetch -1", "prefetch"),
     ("--budget lots", "budget is 'lots'; it takes a size, such as 18GB"),
     ("--lora.rank 0", "lora.rank is 0; it must be at least 1"),
-    ("--lora.r 8", "unknown setting 'lora.r'"),
+    ("--lora.target all", "Write: --lora.target_modules all-linear"),
     ("--lora.options.r 8", "PEFT's name of lora.rank"),
     ("--lora perhaps", "lora is 'perhaps'"),
-    ("--lora false --method mebp", "without adapters every weight is trained"),
+    ("--lora false --method mebp --frozen disk×int4a", "without adapters every weight is trained"),
     ("--zo.epsilon 0 --method mezo", "zo.epsilon"),
     ("--zo.kind spsa2 --method mezo", "zo.kind is 'spsa2'"),
     ("--zo.queries 0 --method mezo", "zo.queries"),
@@ -58,7 +60,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("--method plain --mesh.z3 2", "mesh"),
     ("--cache.tier tape --method fcdp", "cache.tier"),
     ("--seed 1.5", "seed is '1.5'; it takes a whole number"),
-    ("--packing true", "did you mean 'data.packing'?"),
+    ("--bf16", "Write: --compute_dtype bfloat16"),
     ("--bogus", "unknown argument '--bogus'"),
     ("--resume_from_checkpoint nowhere", "nowhere"),
     ("--report_to paper", "report_to"),
@@ -119,6 +121,32 @@ def test_a_warm_up_without_room_is_refused_by_a_dry_run(
     given = ["train", "--model", str(tiny_run.model), "--data.train", str(tiny_run.train), "--data.format", "text"]
     flags = ["--max_steps", "3", "--optimizer.schedule", "cosine", "--optimizer.warmup_steps", "10", "--dry-run"]
     refused([*given, *flags], "optimizer.warmup_steps is 10, more than the 3 steps of the run", capsys)
+
+
+@pytest.mark.parametrize("shorter", [["--max_steps", "3"], ["--epochs", "0.1", "--batch_size", "4"]])
+def test_a_run_that_the_command_line_shortens_warms_up_as_long_as_it_lasts(
+    shorter: list[str],
+    place: Path,
+    tiny_run: TinyRun,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Oracle: the learning rates of the run's log, step by step: i / n of the highest after i of n steps."""
+    file = Path("run.yaml")
+    file.write_text(
+        f"{{model: {tiny_run.model}, data: {{train: {tiny_run.train}, format: text}}, method: plain, batch_size: 4,"
+        " output_dir: out, max_steps: 0, epochs: 2, optimizer: {learning_rate: 1, schedule: cosine, warmup_steps: 10}}"
+    )
+    assert main.main(["train", str(file), *shorter]) == 0, capsys.readouterr().err
+    rates = [json.loads(line)["learning_rate"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert rates == pytest.approx([step / len(rates) for step in range(len(rates))])
+    assert len(rates) < 4
+    (said,) = [each.getMessage() for each in caplog.records if "warmup_steps" in each.getMessage()]
+    assert said.startswith(f"optimizer.warmup_steps is 10 in run.yaml, and this run has {len(rates)} steps")
+    file.write_text(file.read_text().replace("max_steps: 0", "max_steps: 3"))
+    assert main.main(["train", str(file), "--output_dir", "other"]) == 2, "both stand in the file"
+    assert "warmup_steps is 10, more than the 3 steps" in capsys.readouterr().err
+    assert not Path("other").exists()
 
 
 def test_a_library_that_misses_kernels_of_its_own_is_not_heard(place: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from blockwalk.checkpoints import run_checkpoint
 from blockwalk.cli import main
+from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from tests.conftest import TinyRun
 from tests.support.messages import refused, says
 
@@ -165,3 +166,29 @@ def test_words_that_training_ranks_must_stay() -> None:
     now = {**saved, "data": {"label_words": ["good", "worse"], "train": "a"}}
     with refused(ValueError, "data.label_words"):
         run_checkpoint.changed_settings(saved, now, same_data=True)
+
+
+def test_a_gguf_file_of_another_name_is_the_same_model(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another file of that name is not; a digest with the name in it, as earlier versions made it, is known again."""
+    pytest.importorskip("gguf")
+    settings = [*tiny_run.arguments(tmp_path / "run"), "--data.eval", "", "--method", "plain", "--lora.rank", "2"]
+    file, renamed = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    assert main.main(["gguf", str(tiny_run.model), str(file), "--dtype", "f32"]) == 0
+    steps = ["--optimizer.total_steps", "2", "--resume_from_checkpoint", "latest"]
+    assert main.main(["train", *settings, "--model", str(file), "--max_steps", "1", *steps]) == 0
+    file.rename(renamed)
+    assert main.main(["train", *settings, "--model", str(renamed), "--max_steps", "2", *steps]) == 0
+    content = renamed.read_bytes()
+    renamed.write_bytes(content[:-4] + bytes(4))
+    capsys.readouterr()
+    assert main.main(["train", *settings, "--model", str(renamed), "--max_steps", "3", *steps]) == 2
+    assert "holds other weights" in capsys.readouterr().err
+    renamed.write_bytes(content)
+    named, unnamed = weights_digest(renamed, by_name=True), weights_digest(renamed)
+    assert named != unnamed
+    assert same_weights(renamed, named)
+    assert same_weights(renamed, unnamed)
+    assert same_weights(tiny_run.model, weights_digest(tiny_run.model, by_name=True))
+    assert not same_weights(tiny_run.model, unnamed)

@@ -23,13 +23,10 @@ from blockwalk.plan import methods
 from blockwalk.plan.placement import Codec, Placement, Tier
 from blockwalk.simulate import hardware
 from blockwalk.train import config
-from tests.support.pages import PAGES, REASONS, ROOT, blocks, commands, shown, yaml_files
-
-HUB_NAMES = re.compile(r"\b(?:Qwen|HuggingFaceTB|meta-llama|google|mistralai|TinyLlama|ibm-granite)/[\w.-]+")
-"""Models of the hub, in whose place a folder of that name stands."""
+from tests.support.pages import HUB_NAMES, PAGES, REASONS, ROOT, blocks, commands, shown, yaml_files
 
 BEFORE = {
-    "how-to/run-it.md": ["train examples/quickstart.yaml --max_steps 4", "train run.yaml"],
+    "how-to/run-it.md": ["train examples/quickstart.yaml", "train run.yaml"],
     "how-to/what-you-own.md": ["gguf Qwen/Qwen2.5-3B model.gguf --dtype q8_0"],
     "methods/mezo.md": ["train examples/mezo.yaml"],
 }
@@ -67,6 +64,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy("examples/data/cards_heldout.jsonl", "heldout.jsonl")
     shutil.copy("examples/tiny-llama/config.json", "config.json")
     Path("run.yaml").write_text(RUN, encoding="utf-8")
+    Path("turns.json").write_text('[{"role": "user", "content": "Hello"}]', encoding="utf-8")
     return tmp_path
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from blockwalk.cli import main
+from blockwalk.cli import main, settings_help
 from blockwalk.cli.start import EDITED, _of_little_memory
 from blockwalk.plan.methods import method
 from blockwalk.plan.parsing import flat
@@ -36,7 +36,8 @@ def test_a_run_file_is_written_for_this_machine(
     assert (run.model, run.data.train, run.lora and run.lora.rank) == (str(tiny_run.model), str(tiny_run.train), 8)
     assert run.plan.budget == 10**9
     assert capsys.readouterr().out.startswith(f"written to run.yaml ({run.plan.method}, ")
-    assert "# The row of the table of methods" in text
+    sentence, _, _ = settings_help.described("method")[1].partition(".")
+    assert f"# {sentence}" in text
     assert main.main(["init"]) == 2
     says(capsys.readouterr().err, "run.yaml exists")
     assert Path("run.yaml").read_text() == text

@@ -68,10 +68,12 @@ def test_pack_train_eval_merge_generate(tiny_run: TinyRun, tmp_path: Path, capsy
     assert saved["loss"] == pytest.approx(last["loss"], rel=1e-7), "the same tokens in batches of another size"
     assert saved["accuracy"] == last["accuracy"]
 
-    both = json.loads(run(capsys, "eval", *arguments, "--adapter", str(out / "adapter"), "--json"))
+    rounded = ["--frozen", "disk × int4a"]
+    both = json.loads(run(capsys, "eval", *arguments, *rounded, "--adapter", str(out / "adapter"), "--json"))
     assert both["loss"] != saved["loss"], "in 4 bits"
     assert both["unrounded"]["loss"] == pytest.approx(after[1], rel=1e-5), "what is deployed"
-    short = json.loads(run(capsys, "eval", *arguments, "--adapter", str(out / "adapter"), "--json", "--as-trained"))
+    alone = [*rounded, "--adapter", str(out / "adapter"), "--json", "--as-trained"]
+    short = json.loads(run(capsys, "eval", *arguments, *alone))
     assert short == {name: value for name, value in both.items() if name != "unrounded"}
 
     run(capsys, "merge", str(tiny_run.model), str(out / "adapter"), merged)
@@ -112,7 +114,7 @@ def test_what_rounds_says_so_in_one_line(tiny_run: TinyRun, tmp_path: Path, caps
         ([], ""),
         ([str(file)], ""),
         (["--frozen", "disk × int4a"], "over weights in int4a, then over the model's own"),
-        (["--as-trained"], "over weights in int4a alone"),
+        ([str(file), "--as-trained"], "over weights in int4a alone"),
     ):
         assert main.main(["eval", *asked, *arguments, "--json"]) == 0
         captured = capsys.readouterr()

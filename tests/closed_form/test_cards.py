@@ -3,6 +3,7 @@ definition, and for the page the script that prints its rows."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are 
 
 
 def test_seven_billion_parameters_train_at_the_speed_of_the_card() -> None:
-    """684 tokens/s where weights come from the disk, 7,800 where they come from the host, 9,800 where they and graphs stay."""
+    """684 tokens/s where weights come from the disk, 7,800 where they come from the host, 10,400 where they and graphs stay."""
     from benchmarks.cards import CASES, SHAPE, costs_of, foreseen
 
     from blockwalk.plan.methods import method
@@ -48,13 +49,15 @@ def test_seventy_billion_parameters_train_on_24_gb_from_pinned_pieces() -> None:
     firsts = [sum(counts[:n]) for n in range(len(counts))]
     assert len(counts) > 1, "no single registration of all"
     assert all(sum(blocks[first : first + count]) <= PIECE for first, count in zip(firsts, counts, strict=True))
-    for settings in ({}, {"resident": 0}):  # as many blocks stay as the budget holds; every one visits
-        decided, found = foreseen(card, case, **settings)
+    wide = dataclasses.replace(card, host_bytes=72 * 10**9)  # optimizer states lie there as well
+    # As many blocks stay as the budget holds; every one visits.
+    for machine, settings in ((card, {}), (wide, {"resident": 0})):
+        decided, found = foreseen(machine, case, **settings)
         assert decided.plan.frozen.tier == "host"
         assert found.simulation is not None
         assert found.simulation.tokens_per_second > 200
-        assert found.peaks[Pool.DEVICE] <= 0.9 * card.device_bytes
-        assert found.peaks[Pool.HOST] <= 0.8 * card.host_bytes
+        assert found.peaks[Pool.DEVICE] <= 0.9 * machine.device_bytes
+        assert found.peaks[Pool.HOST] <= 0.8 * machine.host_bytes
     assert found.peaks[Pool.HOST] > sum(blocks)
     assert found.peaks[Pool.DEVICE] < 8e9
 

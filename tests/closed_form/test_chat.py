@@ -87,6 +87,49 @@ def test_a_turn_that_is_marked_is_not_learnt(mark: dict[str, Any]) -> None:
     assert rows.report.turns_marked == 1
 
 
+@pytest.mark.parametrize("mark", [{"weight": 1}, {"train": True}, {"masked": False}])
+def test_a_mark_on_a_turn_that_is_never_learnt_is_named(mark: dict[str, Any]) -> None:
+    fields = chat("two", "three")
+    fields["messages"][0] |= mark
+    text, rows = read(PLAIN, fields)
+    assert text == "<|user|>one</s><|assistant|>⟦two</s>⟧<|user|>one</s><|assistant|>⟦three</s>⟧"
+    (note,) = rows.report.warnings()
+    assert note.startswith("1 turn of other roles than the assistant's is marked as to be learnt, and not learnt")
+    fields["messages"][2] |= mark
+    assert (
+        read(PLAIN, fields)[1].report.warnings()[0].startswith("2 turns of other roles than the assistant's are marked")
+    )
+
+
+def test_a_prompt_and_a_completion_of_turns_are_a_chat_that_learns_the_completion() -> None:
+    """The form of TRL's conversational data: of the prompt nothing is learnt, of its answers neither."""
+    prompt = [*chat("two")["messages"], {"role": "user", "content": "three"}]
+    completion = [{"role": "assistant", "content": "four"}]
+    text, rows = read(PLAIN, {"prompt": prompt, "completion": completion})
+    assert text == "<|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
+    assert not rows.report.warnings()
+    text, rows = read(PLAIN, {"prompt": prompt, "completion": completion, "system": "be brief"})
+    assert text == "<|system|>be brief</s><|user|>one</s><|assistant|>two</s><|user|>three</s><|assistant|>⟦four</s>⟧"
+    turns = [*completion, {"role": "user", "content": "five"}, {"role": "assistant", "content": "six"}]
+    text, rows = read(PLAIN, {"prompt": prompt[-1:], "completion": turns})
+    assert text == "<|user|>three</s><|assistant|>⟦four</s>⟧<|user|>five</s><|assistant|>⟦six</s>⟧"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": [{"role": "user", "content": "one"}], "completion": "two"}, "prompt"),
+        ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "completion"),
+        ({"prompt": [{"role": "user", "content": "one"}], "completion": []}, "completion"),
+        ({"prompt": [{"role": "user", "content": "one"}], "completion": [{"role": "user", "content": "two"}]}, "assistant"),
+        ({"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "two"}]}, "prompt [0]"),
+    ],
+)  # fmt: skip
+def test_a_prompt_and_a_completion_that_are_no_chat_are_refused(fields: dict[str, Any], message: str) -> None:
+    with refused(ValueError, f"x.jsonl 1 {message}"):
+        read(PLAIN, fields)
+
+
 def test_a_mark_that_is_neither_yes_nor_no_is_refused() -> None:
     with refused(ValueError, "x.jsonl 1 weight 0.5"):
         read(PLAIN, chat({"content": "two", "weight": 0.5}))
@@ -119,7 +162,7 @@ def test_reasoning_that_the_template_drops_is_named() -> None:
     for name in ("reasoning_content", "thinking"):
         text, rows = read(PLAIN, chat({"content": "two", name: "why"}))
         assert text == "<|user|>one</s><|assistant|>⟦two</s>⟧"
-        assert "drops content, reasoning or a call of 1 turns" in "".join(rows.report.warnings())
+        assert "drops content, reasoning or a call of 1 turn" in "".join(rows.report.warnings())
     writes = PLAIN.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
     assert "drops" not in "".join(
         read(writes, chat({"content": "two", "reasoning_content": "why"}))[1].report.warnings()
@@ -229,7 +272,7 @@ def test_a_call_that_the_template_drops_is_not_learnt_as_an_empty_answer() -> No
     call = {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
     text, rows = read(PLAIN, chat(call, "two"))
     assert text == "<|user|>one</s><|assistant|></s><|user|>one</s><|assistant|>⟦two</s>⟧"
-    assert "drops content, reasoning or a call of 1 turns" in rows.report.warnings()[1]
+    assert "drops content, reasoning or a call of 1 turn" in rows.report.warnings()[1]
 
 
 def test_an_empty_turn_and_an_empty_completion_leave_their_end_to_learn() -> None:
@@ -244,10 +287,14 @@ def test_roles_are_known_to_the_template_or_refused() -> None:
     with refused(ValueError, "x.jsonl 1 wizard"):
         read(PLAIN, chat("two", role="wizard"))
     fields = chat("two")
+    fields["messages"] += [{"role": "wizard", "content": "a"}, {"role": "critic", "content": "b"}]
+    with refused(ValueError, "wizard critic system human"):
+        read(PLAIN, fields)
+    fields = chat("two")
     fields["messages"].insert(0, {"role": "developer", "content": "be brief"})
     dropping = "{% for m in messages if m.role != 'developer' %}" + PLAIN.removeprefix("{% for m in messages %}")
     (note,) = read(dropping, fields)[1].report.warnings()
-    assert "drops content, reasoning or a call of 1 turns, the first in x.jsonl line 1 (role 'developer')" in note
+    assert "drops content, reasoning or a call of 1 turn, the first in x.jsonl line 1 (role 'developer')" in note
 
 
 def test_two_system_turns_are_refused_unless_they_are_one() -> None:

@@ -105,6 +105,7 @@ def test_a_card_is_described_by_its_own_name_and_its_memory_by_its_driver(
     }.items():  # fmt: skip
         found = hardware.of_this_machine("cuda", Card(name, 33 * 10**9))
         assert (found.name, found.device_bytes, found.measured) == (hardware.UNMEASURED, 33 * 10**9, False), name
+        assert found.world == 1, name
         assert found.decode_rate == hardware.load(shipped).decode_rate, name
         assert found.peak_flops == hardware.load(shipped).peak_flops, name
     assert hardware.of_this_machine("cpu", Card("NVIDIA H200", 1)).device_bytes == psutil.virtual_memory().total
@@ -125,7 +126,11 @@ def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.update_rate == {"norm": 5e11}
     rates = [found.decodes(codec) for codec in (Codec.INT4A, Codec.NF4, Codec.INT8)]
     assert rates == [4e11, 2e11, rough.decode_rate]
-    assert (found.flops, found.memory_bandwidth, found.disk_read) == (rough.flops, rough.memory_bandwidth, rough.disk_read)
+    assert (found.flops, found.memory_bandwidth, found.disk_read) == (
+        rough.flops,
+        rough.memory_bandwidth,
+        rough.disk_read,
+    )
     here = hardware.of_this_machine("cuda", Card(FACTS["name"], 80 * 10**9))
     assert (here.name, here.noise_rate, here.host_bytes) == (FACTS["name"], 2.5e11, psutil.virtual_memory().total)
     other = hardware.of_this_machine("cuda", Card("NVIDIA H200", 80 * 10**9))
@@ -144,23 +149,23 @@ def test_measured_figures_of_a_card_win(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": ""}, "it names no card"),
-        ({"name": None}, "it names no card"),
-        ({"copy_up": -1}, "copy_up is -1; it must be a finite number"),
-        ({"noise_per_s": float("nan")}, "noise_per_s is nan"),
-        ({"noise_per_s": True}, "noise_per_s is True"),
-        ({"memory_bytes": "80GB"}, "memory_bytes is '80GB'"),
-        ({"decode_rate": 4e11}, "decode_rate is 4.*; it must be a mapping by codec"),
-        ({"decode_rate": {"int4a": "fast"}}, "decode_rate.int4a is 'fast'"),
+        ({"name": ""}, "card"),
+        ({"name": None}, "card"),
+        ({"copy_up": -1}, "copy_up -1"),
+        ({"noise_per_s": float("nan")}, "noise_per_s nan"),
+        ({"noise_per_s": True}, "noise_per_s True"),
+        ({"memory_bytes": "80GB"}, "memory_bytes 80GB"),
+        ({"decode_rate": 4e11}, "decode_rate mapping codec"),
+        ({"decode_rate": {"int4a": "fast"}}, "decode_rate.int4a fast"),
     ],
 )
 def test_figures_that_are_none_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = tmp_path / "gpu-facts-h100.json"
     file.write_text(json.dumps({**FACTS, **change}))
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError, message):
         hardware.load(file)
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"gpu-facts-h100\.json is damaged"):
+    with refused(ValueError, "gpu-facts-h100.json damaged"):
         facts_of(FACTS["name"], tmp_path)
 
 
@@ -169,7 +174,9 @@ def test_figures_that_are_not_there_yet_leave_what_ships(tmp_path: Path) -> None
     file = tmp_path / "gpu-facts-h100.json"
     file.write_text(json.dumps({"name": FACTS["name"], "copy_up": None, "decode_rate": {"nf4": None}}))
     found, rough = hardware.load(file), hardware.load("h100-80gb")
-    changed = {each.name for each in dataclasses.fields(found) if getattr(found, each.name) != getattr(rough, each.name)}
+    changed = {
+        each.name for each in dataclasses.fields(found) if getattr(found, each.name) != getattr(rough, each.name)
+    }
     assert changed == {"name", "source"}
 
 

@@ -306,8 +306,10 @@ def variants(of: str) -> list[Variant]:
         if not (rounds and param == "fp32"):
             add("updates", "_adamw_kernel", {"ROUNDING": rounds, "SIZE": 1024}, {"param": f"*{param}"})
     for code, group, rows, order, noise, out in product(range(6), (32, 64), flags, flags, (*noises, PLAIN), floats):
-        constants = {"FORMAT": code, "GROUP": group, "HAS_ROWS": rows, "HAS_ORDER": order}
+        constants = {"FORMAT": code, "GROUP": group, "HAS_ROWS": rows, "HAS_ORDER": order, "IN_PAIRS": False}
         add("codecs", "_decode_kernel", constants | noise, {"out": f"*{out}"})
+        if code in (2, 3, 4, 5) and noise is PLAIN:
+            add("codecs", "_decode_kernel", constants | noise | {"IN_PAIRS": True}, {"out": f"*{out}"})
     for code, group, by_rows, bias, x in product(range(6), (32, 64), flags, flags, floats):
         constants = {**PRODUCT, "FORMAT": code, "GROUP": group, "BY_ROWS": by_rows, "HAS_BIAS": bias}
         add("products", "_product_kernel", constants, dict.fromkeys(("x", "out", "bias"), f"*{x}"))
@@ -356,6 +358,29 @@ def ptx_of(module: str, kernel: str, constants: dict[str, Any], types: dict[str,
     return str(compiled_for((module, kernel, constants, types), capability).asm["ptx"])
 
 
+def a_thread_a_counter() -> None:
+    """Count threads on warps of 32 and on wavefronts of 64, for which the kernel is compiled with the launch's options."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    noise = kernels().noise
+    default = triton.compiler.compiler.make_backend(GPUTarget("cuda", 90, 32)).parse_options({}).num_warps
+    for width in (32, 64):
+        noise._threads_together = lambda _, width=width: width
+        options = noise.options(torch.device("cuda", 0))
+        assert options.get("num_warps", default) * width == noise._COUNTERS[1]
+    function = noise._draws_kernel
+    signature = {"out": "*i32", "start": "i64", "count": "i32", "k0": "i64", "k1": "i64", "COUNTERS": "constexpr"}
+    source = ASTSource(fn=function, signature=signature, constexprs={(5,): noise._COUNTERS[0]})
+    done = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
+    assert (done.metadata.num_warps, done.metadata.warp_size) == (2, 64)
+
+
+def test_noise_is_drawn_once_on_wide_wavefronts(compiled: Run) -> None:
+    compiled(a_thread_a_counter)
+
+
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
 """Bytes of shared memory that one program may have, by capability (CUDA C++ Programming Guide, table of capabilities)."""
 
@@ -387,6 +412,24 @@ def compiles(kernel: str, capability: int) -> None:
         assert all(".rn" in name and not name.startswith("fma") for name in floating), (variant, set(floating))
         computes = variant[1] != "_draws_kernel" and variant[2].get("KIND") != 0
         assert floating or not computes, variant
+
+
+def loads_of_a_product(capability: int) -> None:
+    """Count them. Eight warps share 64 · 128 elements in 4,096 bytes of codes, 16 a thread, which come in fours at least, 512
+    bytes of scales and 64 · 64 numbers of the input, 32 bytes a thread, which come in sixteens; nf4's levels are looked up."""
+    for code, by_rows in product((2, 3, 4, 5), (False, True)):
+        constants = {**PRODUCT, "FORMAT": code, "GROUP": 32, "BY_ROWS": by_rows, "HAS_BIAS": False}
+        types = dict.fromkeys(("x", "out", "bias"), "*bf16")
+        done = compiled_for(("products", "_product_kernel", constants, types), capability, integers="i32")
+        loads = len(re.findall(r"\sld\.global", str(done.asm["ptx"])))
+        levels = 32 if code == 3 else 0
+        halves = 4 if code == 5 else 0  # blocks of 18 bytes begin at even places: codes come in twos
+        assert loads - levels <= 4 + halves + 2 * 2 + 2, (code, by_rows, loads)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_product_loads_a_byte_once_and_a_scale_once_a_group(capability: int, compiled: Run) -> None:
+    compiled(loads_of_a_product, capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

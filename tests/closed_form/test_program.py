@@ -60,6 +60,8 @@ def plans(draw: st.DrawFn) -> Plan:
         changes["budget"] = draw(st.sampled_from([None, 10**5, 10**7]))
         changes["frozen"] = draw(st.sampled_from(["device × raw", "host × bf16", "disk × int4", "disk × raw"]))
         changes["trainable"] = draw(st.sampled_from(["device × raw", "host × fp32", "disk × fp32"]))
+        beside = ["host × fp32", "disk × fp32", *(["device × fp32"] if changes["trainable"] == "device × raw" else [])]
+        changes["optimizer_state"] = draw(st.sampled_from(beside))
         changes["activation"] = draw(st.sampled_from(["device", "host", "disk"]))
     elif plan.update.timing is Timing.DEFERRED:
         changes["zo.kind"] = draw(st.sampled_from(["spsa", "fzoo", "hizoo"]))
@@ -191,8 +193,29 @@ def test_activation_bytes_are_saved_and_loaded_once() -> None:
     model = toy(5, lora=True, tied=False)
     program = compile(method("mebp"), model, StepKind.TRAIN, Shape(2, 8))
     for kind in (OpKind.SAVE, OpKind.LOAD):
-        moved = [op.nbytes for op in program.ops if op.kind is kind]
+        moved = [op.nbytes for op in program.ops if op.kind is kind and not op.of_graph]
         assert moved == [2 * 8 * 64 * 4] * 5
+
+
+@pytest.mark.parametrize("recompute", ["all", "none"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_graphs_hold_in_file_maps_goes_out_once_and_comes_back_where_it_is_kept(
+    recompute: str, device: str
+) -> None:
+    """Closed form: on a processor each block and micro-batch writes what its graph saves, and reads it again unless the block
+    was recomputed; its backward waits for what comes back. On an accelerator graphs lie in device memory."""
+    model = toy(5, lora=True, tied=False)
+    costs = Costs(((model.blocks[0].kind, UnitCost(saved=7000)),))
+    plan = method("mebp", frozen="disk × raw", recompute=recompute, gradient_accumulation_steps=2)
+    program = compile(plan, model, StepKind.TRAIN, Shape(2, 8), costs=costs, device=device)
+    of_graphs = [op for op in program.ops if op.of_graph]
+    saves = [op.nbytes for op in of_graphs if op.kind is OpKind.SAVE]
+    loads = [op for op in of_graphs if op.kind is OpKind.LOAD]
+    on_cpu = device == "cpu"
+    assert saves == [7000] * 10 * on_cpu
+    assert [op.nbytes for op in loads] == [7000] * 10 * (on_cpu and recompute == "none")
+    backwards = {(op.unit, op.micro_batch): op for op in program.ops if op.kind is OpKind.BACKWARD}
+    assert all(op.index in backwards[op.unit, op.micro_batch].deps for op in loads)
 
 
 @settings(max_examples=40, deadline=None)

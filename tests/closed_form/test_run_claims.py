@@ -14,8 +14,8 @@ from blockwalk.data.encode import Encoded
 from blockwalk.plan.run_config import DataSettings, RunConfig
 from blockwalk.report import card
 from blockwalk.system import atomic_files
-from blockwalk.train.loop import Outcome
 from blockwalk.train.metrics_log import MetricsLog
+from blockwalk.train.outcome import Outcome
 from tests.support.messages import refused, says
 
 

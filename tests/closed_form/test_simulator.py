@@ -34,7 +34,13 @@ PLANS = {
     "plain": method("plain"),
     "recomputed": method("plain", recompute="all", gradient_accumulation_steps=2),
     "host": method(
-        "plain", recompute="all", frozen="host × raw", trainable="host × fp32", activation="host", prefetch=2
+        "plain",
+        recompute="all",
+        frozen="host × raw",
+        trainable="host × fp32",
+        optimizer_state="host × fp32",
+        activation="host",
+        prefetch=2,
     ),
     "mezo": method("mezo"),
     "zo2": method("zo2"),

@@ -103,8 +103,8 @@ class Effects:
         self._tap(torch.autograd, "grad", lambda *_, **__: ("differentiate",))
         self._tap(Perturbation, "noise", lambda z, *_: ("perturbed", z.step, z.query, z.scale) if z.scale else None)
         self._tap(mezo_original, "perturb_", lambda every, seed, sign, epsilon: ("perturb all", sign * epsilon))
-        self._tap(Activations, "save", lambda _, key, hidden: ("save", key[0]))
-        self._tap(Activations, "load", lambda _, key: ("load", key[0]))
+        self._tap(Activations, "save", lambda _, key, *__: ("save", key[0]))
+        self._tap(Activations, "load", lambda _, key, *__: ("load", key[0]))
 
     def _moving(self) -> None:
         engine = self.walker.engine

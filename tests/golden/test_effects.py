@@ -63,6 +63,8 @@ def expected(op: Op, program: Program, walker: Walker, step: int) -> set[Effect]
             found |= {("perturbed", step, query, sign * plan.zo.epsilon)} if sign else set()
         return found
     match op.kind:
+        case OpKind.SAVE | OpKind.LOAD if op.of_graph:  # pages, which the kernel moves
+            return set()
         case OpKind.SAVE | OpKind.LOAD:
             return {(op.kind.lower(), op.unit)}
         case OpKind.PERTURB:

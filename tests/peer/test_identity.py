@@ -142,7 +142,7 @@ def test_eval_and_generate_keep_their_pack(tiny_run: TinyRun, tmp_path: Path, ca
     assert main.main(evaluate) == main.main(generate) == 0
     assert [path.stat() for path in cache.rglob("store.json")] == [made]
     store.unlink()
-    train = ["train", *arguments, "--max_steps", "1", "--lora.rank", "2", "--data.eval", ""]
+    train = ["train", *arguments, *rounded, "--max_steps", "1", "--lora.rank", "2", "--data.eval", ""]
     for more in ([], ["--overwrite_output_dir", "true"]):
         assert main.main([*train, *more]) == 0
         (packed,) = (tmp_path / "out" / run_checkpoint.SCRATCH).rglob("store.json")

@@ -137,6 +137,20 @@ def test_a_checkpoint_without_an_adapter_says_what_gives_its_weights(
     assert said(capsys, "generate", str(out), "--prompt", "x", "--max_new_tokens", "2")
 
 
+def test_a_run_that_has_not_ended_names_its_newest_checkpoint(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the folders that are there. What the refusal names can be pasted."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(run / "adapter")
+    asked = ["generate", str(run), "--chat", "--prompt", "hi", "--max_new_tokens", "3"]
+    for more in ([], ["--adapter", str(run)]):
+        assert main.main([*asked, *more]) == 2
+        assert f"--adapter {run / 'checkpoint-000004'}" in capsys.readouterr().err
+    of_checkpoint = said(capsys, *asked, "--adapter", str(run / "checkpoint-000004"))
+    assert of_checkpoint == said(capsys, "generate", str(trained), *asked[2:])
+
+
 def test_positions_are_the_limit(tiny_run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the configuration, which has 128 positions, and a tokenizer of bytes."""
     flags = ["generate", str(tiny_run.model), "--prompt", "fresh"]

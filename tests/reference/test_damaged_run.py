@@ -19,7 +19,7 @@ from tests.support.messages import says
 COMMON = "--optimizer.schedule constant --save_every 2 --log_every 100 --data.eval "
 RUNS = {
     "plain": "--method plain --optimizer.learning_rate 1e-3",
-    "mebp": "--method mebp --lora.rank 4 --optimizer.learning_rate 1e-2",
+    "mebp": "--method mebp --frozen disk×int4a --lora.rank 4 --optimizer.learning_rate 1e-2",
     "mezo": "--method mezo --optimizer.learning_rate 1e-5",
     "zo2 host": "--method zo2 --optimizer.learning_rate 1e-5",
     "zo2 disk": "--method zo2 --trainable disk --optimizer.learning_rate 1e-5",

@@ -35,6 +35,11 @@ PROGRAMS: dict[str, str | None] = {
 }
 """First words of command lines, with the reason for which a test does not run that program at all."""
 
+HUB_NAMES = re.compile(
+    r"\b(?:Qwen|HuggingFaceTB|meta-llama|google|mistralai|TinyLlama|ibm-granite|allenai|microsoft)/[\w.-]+"
+)
+"""Models of the hub, in whose place a test puts a folder of that name."""
+
 SHELLS = ("console", "bash", "sh", "shell")
 
 

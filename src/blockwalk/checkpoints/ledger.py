@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.links import open_own
@@ -186,7 +187,8 @@ def require(path: Path, mark: Mark, checkpoint: Path) -> None:
     _, entries, digests, _ = _read(path)
     if len(entries) < mark.steps:
         raise ValueError(
-            f"{path} has {len(entries)} steps, and {checkpoint} was saved at step {mark.steps} of its ledger: {remedy}"
+            f"{path} has {counted(len(entries), 'step')}, and {checkpoint} was saved at step {mark.steps} of its ledger:"
+            f" {remedy}"
         )
     if digests[mark.steps] != mark.digest:
         raise ValueError(f"{path} is another ledger than the one that {checkpoint} was saved beside: {remedy}")
@@ -241,7 +243,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
     header, *rest = values
     seal = header.get("exported")
     if seal and seal != {"steps": len(rest)}:
-        raise Damaged(f"{path} is damaged: it has {len(rest)} steps of the {seal.get('steps')} it was written with")
+        raise Damaged(
+            f"{path} is damaged: it has {counted(len(rest), 'step')} of the {seal.get('steps')} it was written with"
+        )
     entries = [entry_of(value, number, path) for number, value in enumerate(rest, 1)]
     return header, entries, digests, sum(len(line) + 1 for line in lines)
 

@@ -23,6 +23,7 @@ from blockwalk.checkpoints import ledger as ledger_module
 from blockwalk.checkpoints import marks
 from blockwalk.plan.choices import LoraSettings
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files, links
 from blockwalk.system.atomic_files import Damaged
 from blockwalk.system.paths import StrPath
@@ -286,8 +287,9 @@ def prepare(folder: StrPath, resume_from_checkpoint: str, overwrite: bool) -> St
         start, damaged = _newest_undamaged(output_dir)
         if start is None and not overwrite and ledger.exists() and (steps := len(ledger_module.read_ledger(ledger)[1])):
             raise ValueError(
-                f"{ledger} has {steps} steps, and no checkpoint stands beside it, which says where the data go on; put the"
-                " checkpoints back, rebuild the weights with blockwalk replay, or begin again with overwrite_output_dir: true"
+                f"{ledger} has {counted(steps, 'step')}, and no checkpoint stands beside it, which says where the data go on;"
+                " put the checkpoints back, rebuild the weights with blockwalk replay, or begin again with"
+                " overwrite_output_dir: true"
             )
     elif resume_from_checkpoint:
         start = Path(resume_from_checkpoint)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from blockwalk.models.run_folder import adapter_of
+from blockwalk.models.run_folder import ADAPTER_CONFIG, adapter_of
 from blockwalk.models.saved_template import FILE as TEMPLATE
 from blockwalk.plan.run_config import DataSettings
 
@@ -17,7 +17,7 @@ NONE = "none"
 
 @contextmanager
 def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
-    """The folder of an adapter of a model; None where none is named.
+    """Yield the folder of an adapter of a model; None where none is named.
 
     Raises:
         ValueError: a checkpoint that holds no adapter, with what gives its weights.
@@ -28,6 +28,8 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
     from blockwalk.convert.checkpoint_adapter import is_checkpoint, write_adapter
 
     folder = adapter_of(adapter)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        refuse_unfinished(folder)
     if not is_checkpoint(folder):
         yield folder
         return
@@ -36,6 +38,18 @@ def opened_adapter(adapter: str | None, model: str) -> Iterator[Path | None]:
         write_adapter(model, folder, out)
         _write_template(folder, model, out)
         yield out
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Raise ValueError for the folder of a run that has checkpoints and has not ended, with what can be used of it."""
+    from blockwalk.checkpoints import run_checkpoint
+
+    newest = run_checkpoint.latest(folder)
+    if newest is not None:
+        raise ValueError(
+            f"{folder} holds no trained adapter or model, since its run has not ended: --adapter {newest} takes its newest"
+            f" checkpoint, --adapter {NONE} the model before it"
+        )
 
 
 def _write_template(checkpoint: Path, model: str, out: Path) -> None:

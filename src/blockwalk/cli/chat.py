@@ -13,6 +13,7 @@ from typing import Any
 
 from blockwalk.cli.speaker import Speaker, opened
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.words import counted, is_or_are
 from blockwalk.system.signals import handled
 from blockwalk.system.terminal import is_terminal, say
 
@@ -40,7 +41,7 @@ def chat(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def _lines(talks: bool) -> Iterator[str]:
-    """The user's lines: with a mark before each, and with editing, on a terminal."""
+    """Yield the user's lines: with a mark before each, and with editing, on a terminal."""
     if not talks:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -97,8 +98,8 @@ class _Talk:
         self.turns.append({"role": "assistant", "content": text})
 
     def _fitting(self) -> Any:
-        """The tokens of the conversation, without its oldest turns where the model's positions have no room for them; None
-        where the last turn alone has none."""
+        """Return the tokens of the conversation, without its oldest turns where the model's positions have no room for them;
+        None where the last turn alone has none."""
         least = min(self.arguments.max_new_tokens, LEAST_ROOM)
         left_out = 0
         while True:
@@ -117,7 +118,8 @@ class _Talk:
             left_out += 2
         if left_out:
             say(
-                f"note: the oldest {left_out} turns are left out: the model was made for {self.speaker.positions} positions",
+                f"note: the oldest {counted(left_out, 'turn')} {is_or_are(left_out)} left out: the model was made for"
+                f" {self.speaker.positions} positions",
                 file=sys.stderr,
             )
         return ids_BS

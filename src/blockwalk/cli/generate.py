@@ -29,7 +29,7 @@ def generate(run: RunConfig, arguments: argparse.Namespace) -> None:
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
-    """The text of ``--prompt``; empty where ``--messages`` stands for it.
+    """Return the text of ``--prompt``; empty where ``--messages`` stands for it.
 
     Raises:
         ValueError: neither is given, or the text is no text.
@@ -47,7 +47,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 
 def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
-    """The turns of a conversation that is answered; none where the prompt is continued as it stands."""
+    """Return the turns of a conversation that is answered; none where the prompt is continued as it stands."""
     turns = _read_messages(Path(arguments.messages)) if arguments.messages else []
     if not (turns or arguments.chat or arguments.system):
         return []
@@ -64,7 +64,7 @@ def _turns(arguments: argparse.Namespace, text: str) -> list[dict[str, Any]]:
 
 
 def _read_messages(path: Path) -> list[dict[str, Any]]:
-    """The turns in a file of JSON: a list of them, or an object whose ``messages`` it is.
+    """Return the turns in a file of JSON: a list of them, or an object whose ``messages`` it is.
 
     Raises:
         ValueError: it holds none.

@@ -67,7 +67,7 @@ _SYSTEM = _value("--system", "TEXT", "a system prompt before the conversation")
 _TEMPERATURE = _value("--temperature", "T", "0, the default: greedy", type=float, default=0.0)
 _UNTIL = _value("--until", "STEP", "the last step to apply; default: all", type=int)
 _JSON = _switch("--json", "print JSON")
-_AS_TRAINED = _switch("--as-trained", "over rounded weights alone, where the plan rounds: half the time")
+_AS_TRAINED = _switch("--as-trained", "evaluate only on the quantised weights (halves the time)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ COMMANDS = (
             _value("--nnodes", "N", "print the command for each of N nodes instead", type=int, default=1),
             _value("--trace", "FILE", "a step's timeline, for Perfetto (also in output_dir/trace.json)"),
             _switch("--dry-run", "read and check everything, say what will happen, and stop"),
-            _switch("--join", "lend forwards to the zeroth-order run at the address that elastic names, until it ends"),
+            _switch("--join", "join a running zeroth-order job (address: elastic) as an extra worker"),
         ),
         takes_settings=True,
         needs=("model", "data.train"),
@@ -265,6 +265,13 @@ COMMANDS = (
         (_value("--out", "FILE", "default: hardware.yaml", default="hardware.yaml"),),
     ),
     Command(
+        "settings",
+        "print every setting with its sentence and default",
+        "blockwalk.cli.start:settings",
+        (_switch("--schema", "print a JSON Schema of a run's file instead, for editors"),),
+        answers=True,
+    ),
+    Command(
         "complete",
         "print a script that completes commands and settings: source it, or put it where your shell looks",
         "blockwalk.cli.start:complete",
@@ -333,7 +340,7 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
             here, starts = place.place(), getattr(values, "nproc_per_node", None)
             if starts and here.world == 1:
                 there = place.Place(world=starts * values.nnodes, ranks_per_node=starts)
-                _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1)
+                _configured(command, values, [*given, *there.settings()], runs_here=values.nnodes == 1, starts=True)
                 return launch.start(_without(all_arguments, launch.LAUNCH_FLAGS), starts, values.nnodes)
             run = _configured(command, values, [*given, *here.settings()])
             return command.function()(run, values) or 0
@@ -349,12 +356,17 @@ def _run(command: Command | None, all_arguments: list[str]) -> int:
 
 
 def _configured(
-    command: Command, values: argparse.Namespace, overrides: list[tuple[str, Any]], *, runs_here: bool = True
+    command: Command,
+    values: argparse.Namespace,
+    overrides: list[tuple[str, Any]],
+    *,
+    runs_here: bool = True,
+    starts: bool = False,
 ) -> run_config.RunConfig:
     """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     values.config, model = _file_of(values.config)
     overrides = [*model, *overrides]
-    with _notes_printed():
+    with _notes_printed(starts=starts):
         run = config.load(values.config, overrides, as_flags=True)
     values.named = {name for name, _ in overrides}
     require_temporary(run.output_dir)
@@ -372,23 +384,27 @@ def _configured(
 
 
 @contextmanager
-def _notes_printed() -> Iterator[None]:
-    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank."""
+def _notes_printed(*, starts: bool) -> Iterator[None]:
+    """Print the notes on settings that are read meanwhile to standard error, each once, on the first rank; where this process
+    starts the ranks, only if the settings are refused."""
+    failed = True
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", Note)
             yield
+        failed = False
     finally:
         notes = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, Note))
-        for note in notes if place.place().rank == 0 else ():
-            say(f"note: {one_line(note)}", file=sys.stderr)
+        if failed or (not starts and place.place().rank == 0):
+            for note in notes:
+                say(f"note: {one_line(note)}", file=sys.stderr)
         for each in caught:
             if not issubclass(each.category, Note):
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
-    """The YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
+    """Return the YAML file that a positional argument means, and the settings: a run's folder has one, and a model is one.
 
     Raises:
         ValueError: a folder that is neither.

@@ -14,6 +14,7 @@ from blockwalk.cli.adapters import opened_adapter
 from blockwalk.models import saved_template
 from blockwalk.models.run_folder import adapter_of
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
 from blockwalk.system.terminal import is_terminal, say
 
@@ -76,7 +77,7 @@ def replay(arguments: argparse.Namespace) -> None:
     with _bar("replaying") as progress:
         given = (arguments.base, arguments.ledger, arguments.out)
         steps = replaying.replay(*given, until=arguments.until, progress=progress)
-    say(f"replayed {steps} steps of {arguments.ledger} on {arguments.base}: {arguments.out}")
+    say(f"replayed {counted(steps, 'step')} of {arguments.ledger} on {arguments.base}: {arguments.out}")
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -86,7 +87,7 @@ def export(arguments: argparse.Namespace) -> None:
     with _bar("checking") as progress:
         given, rebuild = (arguments.base, arguments.ledger, arguments.out), not arguments.no_rebuild
         steps, nbytes = replaying.export(*given, until=arguments.until, rebuild=rebuild, progress=progress)
-    say(f"exported {steps} steps of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
+    say(f"exported {counted(steps, 'step')} of {arguments.ledger} in {human_bytes(nbytes)}: {arguments.out}")
     say(f"rebuild the model with: blockwalk replay {arguments.base} {arguments.out} FOLDER")
 
 

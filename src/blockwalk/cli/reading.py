@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint
@@ -12,19 +13,33 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
 from blockwalk.system import cache
+from blockwalk.system.terminal import say
 
 
-def plan_to_read(run: RunConfig, adapter: Path | None, arguments: argparse.Namespace) -> Plan:
-    """The plan for a model that is read and not trained. Without an adapter that learnt over rounded weights there is no reason
-    to round them: they are read raw from disk, unless the command line itself names their place or codec."""
+def plan_to_read(
+    run: RunConfig, adapter: Path | None, arguments: argparse.Namespace, *, as_trained: bool = False
+) -> Plan:
+    """Return the plan for a model that is read and not trained.
+
+    Without an adapter that learnt over rounded weights there is no reason to round them: they are read raw from disk, unless
+    the command line itself names their place or codec. A codec that the settings leave open is that of the run that trained
+    the adapter.
+    """
+    from blockwalk.train.frozen_codec import settled
+
     named = {"frozen", "frozen.codec"} & arguments.named
-    rounds = run.plan.frozen.codec.encoded
-    return override(run.plan, {"frozen": "disk"}) if rounds and adapter is None and not named else run.plan
+    codec = run.plan.frozen.codec
+    if adapter is None and not named and not as_trained and (codec.encoded or codec.facts.chosen_later):
+        return override(run.plan, {"frozen": "disk"})
+    run, lines = settled(run, adapter=None if adapter is None else arguments.adapter or adapter)
+    for line in lines:
+        say(f"note: {line}", file=sys.stderr)
+    return run.plan
 
 
 def packed_model(run: RunConfig, plan: Plan) -> str | Path:
-    """The model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there, else one
-    that stays in the cache folder until the model's weights change."""
+    """Return the model of a run, or its block store where the plan wants one: what a training in ``output_dir`` left there,
+    else one that stays in the cache folder until the model's weights change."""
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.engine import open_model as opening
     from blockwalk.tiers.block_store.store import is_store

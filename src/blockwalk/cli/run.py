@@ -14,6 +14,7 @@ from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.folder import model_folder
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.launches import of_block
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import Shape
@@ -32,12 +33,13 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Train, and print the results. Answers 0, or 128 + the number of the signal that ended the run early."""
     from blockwalk.train import loop as training
     from blockwalk.train.ready import dry_run
+    from blockwalk.train.stop_signals import Stopped
 
     here = place.place()
     if arguments.join:
         from blockwalk.train.elastic import lend
 
-        say(f"the run at {run.elastic} has ended; this rank walked {lend(run)} times for it")
+        say(f"the run at {run.elastic} has ended; this rank walked {counted(lend(run), 'time')} for it")
         return 0
     if arguments.dry_run:
         say(*dry_run(run))
@@ -48,7 +50,7 @@ def train(run: RunConfig, arguments: argparse.Namespace) -> int:
             say(*outcome.lines())  # of ranks other than 0 to their logs
             if outcome.stopped_by is not None:
                 say(f"stopped by {outcome.stopped_by.name}; go on with --resume_from_checkpoint latest")
-    except training.Stopped as stopped:
+    except Stopped as stopped:
         say(f"blockwalk: stopped by {stopped.signal.name} before the run began; nothing was changed", file=sys.stderr)
         sys.stdout.flush()
         os._exit(128 + stopped.signal)  # a thread may wait for other ranks, or for the tokenizer
@@ -61,11 +63,14 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     if arguments.hardware:
         plan_for(run, arguments)
         return
+    from blockwalk.train.frozen_codec import settled
     from blockwalk.walk.unit_costs import of_run
 
+    run, lines = settled(run)
     forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
     steps = outlook.steps_of(run)
     for line in (
+        *lines,
         *forecast.overview(steps),
         *wear(run, forecast, steps),
         *forecast.lines(),
@@ -99,7 +104,7 @@ def evaluate(run: RunConfig, arguments: argparse.Namespace) -> None:
             say(f"note: {note}", file=sys.stderr)
         if run.data.packing:
             require_borders(run.model)
-        plans = [run.plan if arguments.as_trained else plan_to_read(run, adapter, arguments)]
+        plans = [plan_to_read(run, adapter, arguments, as_trained=arguments.as_trained)]
         codec = plans[0].frozen.codec
         if codec.encoded and not is_store(model_folder(run.model)):
             both = not arguments.as_trained

@@ -18,10 +18,10 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
-from blockwalk.plan import choices, run_config
+from blockwalk.plan import choices, plan, run_config
 from blockwalk.plan.methods import METHODS
 from blockwalk.plan.parsing import READERS, flat, hints_of
-from blockwalk.plan.plan import CHOICES, Plan
+from blockwalk.plan.plan import Plan
 from blockwalk.train import config
 
 _ALL, _EVAL, _TRAIN = ("train", "plan", "eval", "generate", "chat"), ("train", "plan", "eval"), ("train", "plan")
@@ -51,7 +51,9 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 """Each group's title, its settings by name or pattern, and the commands that read them."""
 
-_CHOICES = {**CHOICES, "method": ("auto", *METHODS)}
+CHOICES = {**plan.CHOICES, "method": ("auto", *METHODS)}
+"""Settings that take one of a few words, and the words."""
+
 _CLASSES: dict[str, tuple[type, ...]] = {
     "": (run_config.RunConfig, Plan),
     "lora": (choices.LoraSettings,),
@@ -64,7 +66,7 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 def lines(command: str) -> Iterator[str]:
     """Lines of ``blockwalk COMMAND --help`` on the settings that the command reads."""
     width = min(shutil.get_terminal_size().columns, 120)
-    defaults = flat(config.from_mapping({}).to_mapping())
+    standing = defaults()
     yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
     if command not in _TRAIN:
         yield f"A training run's other settings may stand in the file as well; {command} does not read them."
@@ -73,10 +75,15 @@ def lines(command: str) -> Iterator[str]:
             yield f"\n{title}:"
             for name in settings_of(names):
                 form, sentence = described(name)
-                default = "" if name == "lora" or defaults.get(name) in ("", None, [], {}) else _shown(defaults[name])
+                default = "" if name == "lora" or standing.get(name) in ("", None, [], {}) else shown(standing[name])
                 text = f"{sentence} (default: {default})" if default else sentence
                 yield f"  --{name} {form}"
                 yield textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def defaults() -> dict[str, Any]:
+    """Return the values that settings have unless given, by dotted name, under method mebp."""
+    return flat(config.from_mapping({}).to_mapping())
 
 
 def settings_of(names: str) -> Iterator[str]:
@@ -89,14 +96,26 @@ def settings_of(names: str) -> Iterator[str]:
 
 def described(name: str) -> tuple[str, str]:
     """One word for the values that a setting takes, and the sentence of its field."""
+    cls, field = _field(name)
+    hint = bool if name == "lora" else hint_of(name)
+    sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
+    if name in CHOICES:
+        return "|".join(CHOICES[name]), sentence
+    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else READERS[hint][0], sentence
+
+
+def hint_of(name: str) -> Any:
+    """Return the type of a setting's field."""
+    cls, field = _field(name)
+    return hints_of(cls)[field]
+
+
+def _field(name: str) -> tuple[type, str]:
+    """Return the class that a setting is a field of, and the field's name."""
     section, _, setting = name.rpartition(".")
     field = f"{setting}_" if keyword.iskeyword(setting) else setting
     (cls,) = [cls for cls in _CLASSES[section] if field in cls.__dataclass_fields__]  # type: ignore[attr-defined]
-    hint = bool if name == "lora" else hints_of(cls)[field]
-    sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
-    if name in _CHOICES:
-        return "|".join(_CHOICES[name]), sentence
-    return "|".join(hint) if isinstance(hint, type) and issubclass(hint, StrEnum) else READERS[hint][0], sentence
+    return cls, field
 
 
 @functools.cache
@@ -112,7 +131,7 @@ def _sentences(cls: type) -> dict[str, str]:
     }
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A default as it would be written."""
     if isinstance(value, list):
         return ",".join(map(str, value))

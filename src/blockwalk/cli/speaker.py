@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cli.adapters import NONE, opened_adapter
+from blockwalk.cli.adapters import NONE, opened_adapter, refuse_unfinished
 from blockwalk.cli.reading import packed_model, plan_to_read
 from blockwalk.models.positions import positions_of
 from blockwalk.models.run_folder import ADAPTER_CONFIG, SETTINGS, is_model
@@ -34,7 +34,7 @@ class Speaker:
     model: str
 
     def tokens(self, text: str, *, special: bool) -> Any:
-        """The token ids of a text, int64 [1, S]; ``special``: with the marks that the tokenizer puts around a text.
+        """Return the token ids of a text, int64 [1, S]; ``special``: with the marks that the tokenizer puts around a text.
 
         Raises:
             ValueError: the text is no text, or the model has no row for one of its tokens.
@@ -49,7 +49,7 @@ class Speaker:
         return ids_BS
 
     def conversation(self, turns: Sequence[Mapping[str, Any]]) -> str:
-        """Turns as the chat template writes them, as far as the assistant's next one.
+        """Return turns as the chat template writes them, as far as the assistant's next one.
 
         Raises:
             ValueError: there is no template, or it refuses the turns.
@@ -67,7 +67,7 @@ class Speaker:
             raise ValueError(f"the chat template refused the conversation: {error}") from error
 
     def room(self, prompt_tokens: int) -> int:
-        """Tokens that an answer may have after a prompt; very many where the model does not say."""
+        """Return tokens that an answer may have after a prompt; very many where the model does not say."""
         return self.positions - prompt_tokens if self.positions else sys.maxsize
 
     def require_room(self, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -128,8 +128,8 @@ def opened(run: RunConfig, arguments: argparse.Namespace) -> Iterator[Speaker]:
 
 
 def _trained(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, str | None]:
-    """The run with the model that it has trained, and the adapter to use: the one that is named, or that the run has trained. A
-    line says which."""
+    """Return the run with the model that it has trained, and the adapter to use: the one that is named, or that the run has
+    trained. A line says which."""
     named: str | None = arguments.adapter
     if named is not None:
         return run, None if named == NONE else named
@@ -143,5 +143,10 @@ def _trained(run: RunConfig, arguments: argparse.Namespace) -> tuple[RunConfig, 
         return run, os.fspath(folder / "adapter")
     if is_model(folder / "model"):
         say(f"note: the trained model in {folder / 'model'} (--adapter {NONE}: the one before)", file=sys.stderr)
-        return dataclasses.replace(run, model=os.fspath(folder / "model")), None
+        own: dict[str, Any] = {"model": os.fspath(folder / "model")}
+        if "data.chat_template" in arguments.named:
+            return dataclasses.replace(run, **own), None
+        return dataclasses.replace(run, **own, data=dataclasses.replace(run.data, chat_template="")), None  # it has its own
+    if Path(arguments.config).resolve().parent == folder.resolve():  # the run itself was named, not a file for one to come
+        refuse_unfinished(folder)
     return run, None

@@ -1,15 +1,17 @@
-"""``blockwalk init``: a run's YAML file from a few answers, the plan chosen for this machine; ``blockwalk complete``."""
+"""``blockwalk init``: a run's YAML file from a few answers, the plan chosen for this machine; ``blockwalk settings``;
+``blockwalk complete``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from blockwalk.cli import settings_help
+from blockwalk.cli import schema, settings_help
 from blockwalk.plan.parsing import flat
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.program.program import Pool, Shape, human_bytes
@@ -46,7 +48,9 @@ def init(arguments: argparse.Namespace) -> None:
     best = next(iter(found.first_order), None)
     if best is None:
         raise ValueError(f"no method with exact gradients fits {machine.name}: give --budget, or a smaller model")
+    beside = out.with_name(schema.FILE).is_file()
     facts = [
+        *([f"yaml-language-server: $schema={schema.FILE}"] if beside else []),
         f"The fastest of {len(found.first_order)} plans that fit {machine.name}: {_held(best)} of tensors in a step.",
         *_of_little_memory(found, best),
         f"Look at it: blockwalk plan {out}. Train: blockwalk train {out}. Every setting: blockwalk train --help.",
@@ -65,7 +69,7 @@ def _held(candidate: planner.Candidate) -> str:
 
 
 def _of_little_memory(ranking: planner.Ranking, best: planner.Candidate) -> Iterator[str]:
-    """A line on the memory that method mebp would take, where it was not chosen."""
+    """Yield a line on the memory that method mebp would take, where it was not chosen."""
     mebp = [candidate for candidate in ranking.first_order if candidate.plan.method == "mebp"]
     if mebp and best.plan.method != "mebp":
         least = min(mebp, key=lambda candidate: candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
@@ -106,7 +110,7 @@ EDITED = {
 
 
 def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iterator[str]:
-    """Lines of a YAML file: what was chosen, with the sentence of each setting above it, then those that people edit."""
+    """Yield lines of a YAML file: what was chosen, with the sentence of each setting above it, then those that people edit."""
     values = flat(run.to_mapping())
     left_out = {"data.eval_share"} if run.data.eval else set()
     if run.lora is None:
@@ -131,9 +135,17 @@ def _file(facts: list[str], settings: Mapping[str, Any], run: RunConfig) -> Iter
 
 
 def _commented(name: str, value: Any) -> str:
-    """A setting's line of YAML, with its few words behind it where it has some."""
+    """Return a setting's line of YAML, with its few words behind it where it has some."""
     line = config.as_yaml({name.rpartition(".")[2]: value}).rstrip()
     return f"{line:<28}# {EDITED[name]}" if name in EDITED else line.replace("\n", "\n  ")
+
+
+def settings(arguments: argparse.Namespace) -> None:
+    """Print every setting, or the schema of a run's file."""
+    if arguments.schema:
+        say(json.dumps(schema.schema(), indent=1, ensure_ascii=False))
+    else:
+        say(*settings_help.lines("train"))
 
 
 def complete(arguments: argparse.Namespace) -> None:

@@ -13,8 +13,11 @@ from blockwalk.checkpoints.ledger import NAME as LEDGER
 from blockwalk.cutting.adapters import adapt, save_adapter
 from blockwalk.cutting.anatomy import canonical_name
 from blockwalk.cutting.skeleton import build_skeleton
+from blockwalk.models.folder import model_folder
+from blockwalk.models.stops import GENERATION, with_stops
 from blockwalk.plan.choices import Adapters
 from blockwalk.plan.parsing import adapter_settings
+from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 
 _MASTER = "/master"
@@ -55,10 +58,12 @@ def write_adapter(model: StrPath, checkpoint: StrPath, out: Path) -> None:
             saved.read_into(key, 0, values[name])
             values[name] = values[name].view(shape)
     save_adapter(wrapped, values, out)
+    if stops := state.data.get("stops"):  # none in a checkpoint of an older version
+        atomic_files.write_bytes(out / GENERATION, with_stops(model_folder(model, weights=False), stops))
 
 
 def _adapters_of(state: run_checkpoint.Checkpoint, folder: Path) -> Adapters:
-    """The settings of the adapters that a checkpoint's run trains.
+    """Return the settings of the adapters that a checkpoint's run trains.
 
     Raises:
         ValueError: it trains all parameters, or is zeroth-order; the message says what gives its weights.

@@ -25,6 +25,7 @@ from blockwalk.models.folder import model_folder
 from blockwalk.models.gguf_config import settings_of
 from blockwalk.models.gguf_splits import SPLITS, WHOLE_WORDS
 from blockwalk.models.places import adapter_paths, model_paths, refuse_output
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.model_folder.folder import CheckpointFolder
@@ -280,9 +281,9 @@ def _tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     beyond = sorted(number for number in by_id if number >= vocab_size)
     if beyond:
         raise ValueError(
-            f"{folder} has a tokenizer with {len(beyond)} tokens that the model has no row for ({by_id[beyond[0]]!r} is number"
-            f" {beyond[0]}, of {vocab_size} rows), and llama.cpp refuses such a file: take them out of tokenizer.json, or"
-            " resize the model's embedding (resize_token_embeddings) and train it"
+            f"{folder} has a tokenizer with {counted(len(beyond), 'token')} that the model has no row for"
+            f" ({by_id[beyond[0]]!r} is number {beyond[0]}, of {vocab_size} rows), and llama.cpp refuses such a file: take them"
+            " out of tokenizer.json, or resize the model's embedding (resize_token_embeddings) and train it"
         )
     tokens, types = [], []
     for number in range(vocab_size):
@@ -341,8 +342,8 @@ def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folde
     words = [token for token in model["vocab"] if len(token) > 1 and token not in made | added]
     if words and ignores_merges != (name in WHOLE_WORDS):
         raise ValueError(
-            f"{folder} has ignore_merges = {str(ignores_merges).lower()} with {len(words)} tokens that no merges make"
-            f" ({words[0]!r}): llama.cpp takes it for {str(not ignores_merges).lower()} under the name {name}: take"
+            f"{folder} has ignore_merges = {str(ignores_merges).lower()} with {counted(len(words), 'token')} that no merges"
+            f" make ({words[0]!r}): llama.cpp takes it for {str(not ignores_merges).lower()} under the name {name}: take"
             " llama.cpp's convert_hf_to_gguf.py"
         )
 

@@ -35,7 +35,7 @@ class BatchFacts:
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor]) -> BatchFacts | None:
-        """The facts of a batch on the processor; None where a tensor that they rest on is elsewhere."""
+        """Find the facts of a batch on the processor; None where a tensor that they rest on is elsewhere."""
         mask, positions, labels = (batch.get(name) for name in ("attention_mask", "position_ids", "labels"))
         if any(each is not None and not is_cpu(each.device) for each in (mask, positions, labels)):
             return None
@@ -56,8 +56,8 @@ def note(ids_BS: Tensor, facts: BatchFacts | None) -> None:
 
 @contextmanager
 def answered(batch: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, transformers gets the facts that were noted of a batch in place of the device's answers, and builds no causal
-    mask that hides the unseen alone."""
+    """Give transformers the facts that were noted of a batch in place of the device's answers, so that it waits for none and
+    builds no causal mask that hides the unseen alone."""
     facts: BatchFacts | None = getattr(batch.get("input_ids"), _NOTED, None)
     masks: Any = import_module("transformers.masking_utils")
     if facts is None or not all(hasattr(masks, name) for name in _QUESTIONS):
@@ -71,7 +71,7 @@ def answered(batch: Mapping[str, Any]) -> Iterator[None]:
         return bool(needs_none(None if known.hides_unseen else padding_mask, *sizes, **named))
 
     def documents_of(position_ids: Tensor) -> Tensor | None:
-        """Each token's document, counted from 0."""
+        """Number each token's document, from 0."""
         if not known.documents:
             return None
         begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1

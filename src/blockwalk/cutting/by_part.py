@@ -1,5 +1,7 @@
-"""A module that owns trained parameters, called once with the rows of several forwards, of which each has its own values of
-these: a linear layer reads the weight that they have in common once, any other answers part by part."""
+"""One call of a module on the stacked rows of several forwards, each with its own perturbed parameters.
+
+A linear layer reads the common weight once; any other module answers part by part.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _OF_THE_FILE: dict[str, Any] = {
 
 
 def settings_from(lora: LoraSettings, named: Collection[str]) -> LoraSettings:
-    """The settings of the adapter in ``lora.from``, for a run that names some of them itself.
+    """Return the settings of the adapter in ``lora.from``, for a run that names some of them itself.
 
     Args:
         lora: the run's settings; ``from`` is the folder of an adapter, or of the run that trained it.
@@ -71,7 +71,7 @@ def _saved_settings(folder: Path) -> LoraSettings:
 
 
 def _plain(value: Any) -> Any:
-    """A value for a comparison: names in whatever order, and whole numbers as numbers."""
+    """Return a value for a comparison: names in whatever order, and whole numbers as numbers."""
     return sorted(value) if isinstance(value, list | tuple | set) else value
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from blockwalk.data.encode import Choices, Encoded, Ids, Numbers
 from blockwalk.plan.sizes import ROW_TILE, steps_of_epochs
+from blockwalk.plan.words import counted
 
 Batch = dict[str, Tensor]
 """``input_ids``, ``attention_mask`` and ``labels``, each int64 [B, S]; labels are −100 where nothing is learnt. Packed rows
@@ -30,7 +31,7 @@ _CHANGES = {"records": "text of the records", "template": "chat template", "toke
 IGNORE = -100
 SIDE_BY_SIDE = 2048
 """The most tokens of a row that a batch's examples are laid side by side in: transformers makes its mask in 17 MB. Longer rows
-are rid of their padding, so that they have no mask (:func:`cut_padding`)."""
+are rid of their padding or of what hides it, so that they have no mask (:func:`cut_padding`)."""
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Numbers:
@@ -244,11 +245,13 @@ def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
     }
 
 
-def cut_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A micro-batch, tensors [B, S], without the padding that ends its rows: where they have more than :data:`SIDE_BY_SIDE`
-    tokens, hold one document each and end together, as a single row does.
+def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, Tensor]:
+    """Cut the padding off that ends all rows of a micro-batch, tensors [B, S], where they have more than :data:`SIDE_BY_SIDE`
+    tokens and hold one document each.
 
-    The rest hides nothing, so that transformers makes no mask of S × S. The batch itself where something in the padding is
+    Rows that end together hide nothing then, so that transformers makes no mask of S × S. With ``unmask`` shorter rows hide
+    nothing either: no token of a causal model attends to the padding behind it, and nothing is learnt of the padding itself.
+    Without it they keep their mask (a model's own loss may read it). The batch itself where something in the padding is
     learnt, and in every other case.
     """
     length = batch["input_ids"].shape[1]
@@ -256,12 +259,17 @@ def cut_padding(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return batch
     places_S = torch.arange(length, device=batch["input_ids"].device)
     own_BS = batch["attention_mask"] != 0 if "attention_mask" in batch else batch["position_ids"] == places_S
-    stop = int(own_BS[0].sum())
-    if not 0 < stop < length or not torch.equal(own_BS, (places_S < stop).expand_as(own_BS)):
+    lengths_B = own_BS.sum(1)
+    stop = int(lengths_B.max())
+    alike = bool((lengths_B == stop).all())
+    if int(lengths_B.min()) == 0 or not torch.equal(own_BS, places_S < lengths_B.unsqueeze(1)):
         return batch
-    if bool((batch["labels"][:, stop:] != IGNORE).any()):
+    if (stop == length and alike) or not (alike or (unmask and "attention_mask" in batch)):
         return batch
-    return {name: each_BS[:, :stop] for name, each_BS in batch.items()}
+    if bool((batch["labels"] != IGNORE)[~own_BS].any()):
+        return batch
+    cut = {name: each_BS[:, :stop] for name, each_BS in batch.items()}
+    return cut if alike else {**cut, "attention_mask": torch.ones_like(cut["attention_mask"])}
 
 
 def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
@@ -285,7 +293,8 @@ def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Ten
         raise ValueError(f"every tensor of a batch must be [batch, sequence] of one shape, not empty; got {shapes}")
     if shape[0] % count:
         raise ValueError(
-            f"the batch has {shape[0]} sequences, which gradient_accumulation_steps × mesh.data = {count} does not divide"
+            f"the batch has {counted(shape[0], 'sequence')}, which gradient_accumulation_steps × mesh.data = {count} does"
+            " not divide"
         )
     parts = {key: value.chunk(count) for key, value in batch.items()}
     return [{key: parts[key][m] for key in parts} for m in range(count)]

@@ -82,7 +82,7 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
 
 
 def reserved(tokenizer: Any) -> set[str]:
-    """Names of the arguments of a rendering that neither a record nor a setting may set."""
+    """Return names of the arguments of a rendering that neither a record nor a setting may set."""
     named = inspect.signature(tokenizer.apply_chat_template).parameters
     return {*named, "tokenizer", "messages"} - {"tools"}
 

@@ -51,7 +51,8 @@ def training_set(
 
 
 def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
-    """The numbers of the records of ``data.train`` that ``data.eval_share`` holds out, over all sources: drawn by ``seed``.
+    """Return the numbers of the records of ``data.train`` that ``data.eval_share`` holds out, over all sources: drawn by
+    ``seed``.
 
     Raises:
         ValueError: the share leaves no record to train on.

@@ -36,6 +36,7 @@ from blockwalk.models.folder import require_config
 from blockwalk.models.saved_template import saved_with
 from blockwalk.models.stops import end_note, texts_of_stops
 from blockwalk.plan.run_config import DataSettings
+from blockwalk.plan.words import counted, is_or_are
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.file_maps import map_file
 from blockwalk.system.lfs import refuse_pointers
@@ -59,16 +60,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.js
 
 
 def tokenizer_of(model: str | Path, settings: DataSettings, adapter: StrPath | None = None) -> Tokenizer:
-    """The tokenizer of a model as a run uses it: with the chat template that was saved with the adapter, else the one that the
-    settings name, and with the settings' arguments.
+    """Return the tokenizer of a model as a run uses it: with the chat template that was saved with the adapter, else the one
+    that the settings name, and with the settings' arguments.
 
     Raises:
         ValueError: there is no tokenizer, or no such template.
     """
     tokenizer = load_tokenizer(model)
-    set_template(tokenizer, settings.chat_template, settings.chat_template_arguments)
-    if template := saved_with(adapter):
-        tokenizer.chat_template = template
+    saved = saved_with(adapter)
+    set_template(tokenizer, "" if saved else settings.chat_template, settings.chat_template_arguments)
+    if saved:
+        tokenizer.chat_template = saved
     return tokenizer
 
 
@@ -149,6 +151,7 @@ class EncodeReport:
     turns_left_out: int = 0
     longest: int = 0
     turns_marked: int = 0
+    turns_of_others: int = 0
     turns_unwritten: int = 0
     unwritten: str = ""
     """Place and role of the first turn whose content the chat template dropped."""
@@ -166,8 +169,9 @@ class EncodeReport:
 
     def __add__(self, other: EncodeReport) -> EncodeReport:
         """The counts of two sources together."""
-        counts = ("records", "truncated", "answers_cut", "dropped", "turns_left_out", "turns_marked", "turns_unwritten")
-        names = (*counts, "turn_ends", "origin")
+        counts = ("records", "truncated", "answers_cut", "dropped")
+        turns = ("turns_left_out", "turns_marked", "turns_of_others", "turns_unwritten")
+        names = (*counts, *turns, "turn_ends", "origin")
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return EncodeReport(
             **sums,
@@ -198,16 +202,22 @@ class EncodeReport:
             )
         if self.turns_left_out:
             lines.append(
-                f"{self.turns_left_out} assistant turns are not learnt: they open the conversation, or the chat "
-                "template writes them differently once it goes on"
+                f"{counted(self.turns_left_out, 'assistant turn')} {is_or_are(self.turns_left_out)} not learnt: they open the"
+                " conversation, or the chat template writes them differently once it goes on"
             )
         if self.end_note:
             lines.append(self.end_note)
         if self.turns_marked:
-            lines.append(f"{self.turns_marked} assistant turns are not learnt: their records mark them so")
+            turns = f"{counted(self.turns_marked, 'assistant turn')} {is_or_are(self.turns_marked)}"
+            lines.append(f"{turns} not learnt: their records mark them so")
+        if self.turns_of_others:
+            lines.append(
+                f"{counted(self.turns_of_others, 'turn')} of other roles than the assistant's {is_or_are(self.turns_of_others)}"
+                " marked as to be learnt, and not learnt: the assistant's alone are"
+            )
         if self.turns_unwritten:
             lines.append(
-                f"the chat template drops content, reasoning or a call of {self.turns_unwritten} turns, the first in"
+                f"the chat template drops content, reasoning or a call of {counted(self.turns_unwritten, 'turn')}, the first in"
                 f" {self.unwritten}"
             )
         return lines
@@ -396,7 +406,7 @@ def encode(
     if not ids:
         why = "; ".join(replace(report, dropped=0).warnings())
         where = source and f"{source}: "
-        raise ValueError(f"{where}none of {report.records} records has a token to learn{why and ': '}{why}")
+        raise ValueError(f"{where}none of {counted(report.records, 'record')} has a token to learn{why and ': '}{why}")
     marks, report.end_note = end_note(report.turn_ends, tokenizer)
     report.stops = tuple(marks)
     template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -520,6 +530,7 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
             report.records += 1
             report.turns_left_out += item.turns_left_out
             report.turns_marked += item.turns_marked
+            report.turns_of_others += item.turns_of_others
             report.turns_unwritten += len(item.unwritten)
             if item.unwritten and not report.unwritten:
                 report.unwritten = f"{item.where} (role {item.unwritten[0]!r})"

@@ -7,7 +7,8 @@ field. Nothing here knows of tokens.
     messages          messages (role, content)                    the assistant's turns
     sharegpt          conversations (from, value)                 the assistant's turns
     alpaca            instruction, input, output                  the output
-    completion        prompt, completion                          the completion
+    completion        prompt, completion: texts, or lists of      the completion; of turns, the assistant's in it
+                      turns (role, content)
     classification    those of a Template, label                  the label word
     text              text                                        all of it
 """
@@ -228,25 +229,57 @@ def detect_format(record: Record) -> Format:
 
 
 def turns_of(record: Record, kind: Format) -> list[dict[str, Any]]:
-    """The conversation of a record of the format messages, sharegpt or alpaca, as a chat template takes it.
+    """Return the conversation of a record of any format of turns, as a chat template takes it.
 
     Raises:
         ValueError: no list of turns with a role and a text each, or none of the assistant.
     """
     if kind is Format.ALPACA:
         return _alpaca(record)
-    name = COLUMNS[kind][0]
+    turns: list[dict[str, Any]] = []
+    for name in COLUMNS[kind]:
+        listed = _listed(record, name)
+        learnt = [_turn(turn, f"{record.where}: field {name!r}[{i}]") for i, turn in enumerate(listed)]
+        turns += learnt
+    if not any(turn["role"] == "assistant" for turn in learnt):
+        raise ValueError(f"{record.where}: field {name!r} has no assistant turn: there is nothing to learn")
+    return _with_system(record, turns)
+
+
+def _listed(record: Record, name: str) -> list[Any]:
+    """Return the turns that a field of a record lists, with the answer of a pair that is beside them.
+
+    Raises:
+        ValueError: no such field, or no list.
+    """
     given = record.fields.get(name)
     if name not in record.fields:
         record.text(name)  # refuses it, with the fields that are there
     if not isinstance(given, list) or not given:
         raise ValueError(f"{record.where}: field {name!r} must be a list of turns")
     chosen = record.fields.get("chosen")
-    listed = [*given, chosen] if isinstance(chosen, dict) else given
-    turns = [_turn(turn, f"{record.where}: field {name!r}[{i}]") for i, turn in enumerate(listed)]
-    if not any(turn["role"] == "assistant" for turn in turns):
-        raise ValueError(f"{record.where}: field {name!r} has no assistant turn: there is nothing to learn")
-    return _with_system(record, turns)
+    return [*given, chosen] if isinstance(chosen, dict) and name in ("messages", "conversations") else given
+
+
+def in_turns(record: Record) -> bool:
+    """Return whether prompt and completion are lists of turns, as in TRL's conversational data, and not texts.
+
+    Raises:
+        ValueError: one is a list of turns, and the other is none.
+    """
+    present = [name for name in COLUMNS[Format.COMPLETION] if name in record.fields]
+    listed = [name for name in present if isinstance(record.fields[name], list)]
+    if listed and (texts := [name for name in present if name not in listed]):
+        raise ValueError(
+            f"{record.where}: field {listed[0]!r} is a list of turns, and {texts[0]!r} is none: give both as texts, or both as"
+            " lists of turns with 'role' and 'content'"
+        )
+    return bool(listed)
+
+
+def prompt_turns(record: Record, kind: Format, turns: Sequence[dict[str, Any]]) -> int:
+    """Count a conversation's first turns that are a prompt, of which nothing is learnt."""
+    return len(turns) - len(record.fields["completion"]) if kind is Format.COMPLETION else 0
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
@@ -321,6 +354,11 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return read
 
 
+def is_marked(turn: dict[str, Any]) -> bool:
+    """Return whether a turn has a mark that says yes, beside whatever its role says."""
+    return is_learnt(turn, "") and any(turn.get(name) is not None for name in MARKS)
+
+
 def is_learnt(turn: dict[str, Any], where: str) -> bool:
     """Whether a turn's marks (:data:`MARKS`) let it be learnt.
 
@@ -364,7 +402,7 @@ def alpaca_prompt(record: Record) -> str:
 
 
 def alpaca_columns(record: Record) -> tuple[str, str]:
-    """The columns of a record's instruction and output, whatever they are called."""
+    """Return the columns of a record's instruction and output, whatever they are called."""
     own = COLUMNS[Format.ALPACA]
     names = record.fields.keys()
     first, second = next((pair for pair in (own, *PAIRS) if names >= set(pair)), own)
@@ -372,7 +410,7 @@ def alpaca_columns(record: Record) -> tuple[str, str]:
 
 
 def answer_column(kind: Format, record: Record) -> str:
-    """The column that holds what is learnt of a record with one answer.
+    """Return the column that holds what is learnt of a record with one answer.
 
     Raises:
         ValueError: records of the format have no such column.

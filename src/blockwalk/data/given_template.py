@@ -9,10 +9,8 @@ from typing import Any
 
 from blockwalk.data.chat_template import ARGUMENTS, reserved
 from blockwalk.data.named_templates import TEMPLATES
+from blockwalk.models.saved_template import read_template
 from blockwalk.plan.parsing import did_you_mean
-
-LARGEST = 1 << 20
-"""Bytes of a template's file at most; the longest published ones have some 20,000."""
 
 
 def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) -> None:
@@ -30,8 +28,8 @@ def set_template(tokenizer: Any, template: str, arguments: Mapping[str, Any]) ->
 
 
 def _named(name: str, tokenizer: Any) -> str:
-    """The text of a named template; where the tokenizer does not have the mark that ends a turn as one token, its own end of
-    text takes that place, since generation stops at one token."""
+    """Return the text of a named template; where the tokenizer does not have the mark that ends a turn as one token, its own
+    end of text takes that place, since generation stops at one token."""
     template = TEMPLATES[name]
     end = tokenizer.eos_token
     lacks = template.end and template.end not in tokenizer.get_vocab()
@@ -39,7 +37,7 @@ def _named(name: str, tokenizer: Any) -> str:
 
 
 def missing_marks(name: str, tokenizer: Any) -> str:
-    """A sentence on the marks of a named template that the tokenizer does not have as tokens; empty where it has all."""
+    """Return a sentence on the marks of a named template that the tokenizer does not have as tokens; empty where it has all."""
     if name not in TEMPLATES:
         return ""
     vocabulary = tokenizer.get_vocab()
@@ -56,16 +54,9 @@ def missing_marks(name: str, tokenizer: Any) -> str:
 
 
 def _of_file(name: str) -> str:
-    """The text of a template's file."""
+    """Return the text of a template's file."""
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         near = did_you_mean(name, list(TEMPLATES))
         raise ValueError(f"data.chat_template is {name!r}: no such file{near}; by name: {', '.join(TEMPLATES)}")
-    if path.stat().st_size > LARGEST:
-        raise ValueError(
-            f"data.chat_template: {path} has {path.stat().st_size:,} bytes; a template has {LARGEST:,} at most"
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"data.chat_template: {path} is not UTF-8 text") from None
+    return read_template(path)

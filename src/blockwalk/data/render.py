@@ -4,6 +4,7 @@ format            begin, end added   learnt                              too lon
 messages          by the template    each assistant turn with its end    cut on the right
 sharegpt, alpaca  as messages; an alpaca record without history is a completion where there is no template
 completion        yes, yes           the completion and the end          prompt cut on the left, then right
+                  of turns, as messages; learnt are the assistant's turns in the completion
 classification    yes, no            the label word                      prompt cut on the left
 text              yes, yes           all of it                           cut on the right
 """
@@ -22,12 +23,16 @@ from typing import Any
 from blockwalk.data.chat_template import chat_bounds, render_chat, reserved
 from blockwalk.data.formats import (
     MARKS,
+    ROLES,
     Format,
     Record,
     alpaca_columns,
     alpaca_prompt,
     answer_column,
+    in_turns,
     is_learnt,
+    is_marked,
+    prompt_turns,
     record_is_learnt,
     template_options,
     turns_of,
@@ -52,6 +57,8 @@ class Rendered:
     turns_left_out: int = 0
     turns_marked: int = 0
     """Assistant turns that the record marks as not to be learnt."""
+    turns_of_others: int = 0
+    """Turns of other roles that the record marks as to be learnt, and which are not."""
     unwritten: tuple[str, ...] = ()
     """Roles of turns whose content, or learnt turns whose reasoning, is not in the text: the template dropped it."""
 
@@ -72,21 +79,22 @@ def render(
         return render_pair(_filled(prompts, record, answer), record.text(answer), record.where)
     if kind is Format.TEXT:
         return render_pair("", record.text("text"), record.where)
-    if kind is Format.COMPLETION:
+    if kind is Format.COMPLETION and not in_turns(record):
         return render_pair(record.text("prompt"), record.text("completion"), record.where)
     if not getattr(tokenizer, "chat_template", None):
         if kind is Format.ALPACA:
             return render_pair(alpaca_prompt(record) + "\n", record.text(alpaca_columns(record)[1]), record.where)
         raise ValueError(
-            f"{record.where}: format {kind} needs a chat template, and the tokenizer has none: set data.chat_template to"
-            f" one of {', '.join(TEMPLATES)} or to a file, or give records with 'prompt' and 'completion', or 'text'"
+            f"{record.where}: format {kind} {'of turns ' * (kind is Format.COMPLETION)}needs a chat template, and the tokenizer"
+            f" has none: set data.chat_template to one of {', '.join(TEMPLATES)} or to a file, or give records with 'prompt'"
+            " and 'completion', or 'text'"
         )
     with chat_bounds(tokenizer, record.fields):
         return _render_turns(record, kind, tokenizer, stops)
 
 
 def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:
-    """The first of the prompts whose columns the record fills, with its values; the last one where none is.
+    """Return the first of the prompts whose columns the record fills, with its values; the last one where none is.
 
     Raises:
         ValueError: a column is missing, or is the answer itself.
@@ -141,8 +149,13 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
     unreasoned: list[str] = []
     left_out = 0
     marked = 0
+    others = 0
+    asked = prompt_turns(record, kind, turns)
     for i, (turn, message) in enumerate(zip(turns, messages, strict=True)):
         if message["role"] != "assistant":
+            others += is_marked(turn)
+            continue
+        if i < asked:
             continue
         if not learnt or not is_learnt(turn, record.where):
             marked += 1
@@ -181,6 +194,7 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
         end=False,
         turns_left_out=left_out,
         turns_marked=marked,
+        turns_of_others=others,
         unwritten=unwritten,
     )
 
@@ -302,13 +316,16 @@ def _as_the_template_takes(
         ValueError: a role that neither the field nor the template knows, or no shape that the template takes.
     """
     template = str(tokenizer.chat_template)
-    for turn in turns:
-        role = turn["role"]
-        if role not in KNOWN_ROLES and not re.search(rf"""['"]{re.escape(role)}['"]""", template):
-            raise ValueError(
-                f"{where}: a turn has the role {role!r}, which the chat template does not know; known are"
-                f" {', '.join(KNOWN_ROLES)}"
-            )
+    roles = dict.fromkeys(turn["role"] for turn in turns if turn["role"] not in KNOWN_ROLES)
+    unknown = [role for role in roles if not re.search(rf"""['"]{re.escape(role)}['"]""", template)]
+    if unknown:
+        named = f"a turn has the role {unknown[0]!r}"
+        if unknown[1:]:
+            named = f"turns have the roles {', '.join(map(repr, unknown))}"
+        raise ValueError(
+            f"{where}: {named}, which the chat template does not know; known are {', '.join(KNOWN_ROLES)}, and by other data"
+            f" sets' names {', '.join(ROLES)}"
+        )
     first: list[dict[str, Any]] | None = None
     refusal: ValueError | None = None
     for messages in _shapes(turns):

@@ -15,6 +15,7 @@ import numpy as np
 
 from blockwalk.data.formats import Question, Record, Template
 from blockwalk.plan.run_config import DataSettings
+from blockwalk.plan.words import counted
 
 SEPARATOR = "\n\n"
 """The text between demonstrations."""
@@ -162,8 +163,8 @@ def part_of(records: Sequence[Record], settings: DataSettings, part: str, source
     left = len(taken) - settings.task_dev
     if left < 1:
         raise ValueError(
-            f"{source} has {len(records)} records, which data.task_dev={settings.task_dev} takes all; set it lower (MeZO"
-            " takes 100 of CB and COPA), or 0 for none"
+            f"{source} has {counted(len(records), 'record')}, which data.task_dev={settings.task_dev} takes all; set it lower"
+            " (MeZO takes 100 of CB and COPA), or 0 for none"
         )
     return taken[:left] if part == "train" else taken[left:]
 

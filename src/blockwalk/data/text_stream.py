@@ -22,7 +22,7 @@ class TextStream:
     """Tokens whose text was given out."""
 
     def add(self, token: int) -> str:
-        """The text that another token brings; empty where a character is not whole yet."""
+        """Return the text that another token brings; empty where a character is not whole yet."""
         self.token_ids.append(token)
         piece = self._rest()
         if not piece or piece.endswith(HALF):
@@ -31,7 +31,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """The text that was held back, after the last token."""
+        """Return the text that was held back, after the last token."""
         return self._rest() if self._shown < len(self.token_ids) else ""
 
     @property

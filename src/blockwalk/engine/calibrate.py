@@ -153,9 +153,12 @@ class Calibrated:
         self._done = unit
 
     def _calls(self, unit: int, values: Tensors, wanted: Container[str]) -> tuple[list[list[str]], set[str]]:
-        """The weights of a block's linear layers in the order of their calls, those of one input together; and those of them
-        whose outputs the block adds to its hidden state: where that is more by a noise and an output less by it, with the
-        additions before it held, the block's answer is the same."""
+        """Group the linear layers of a block that share an input, in the order of their calls, and find those whose output is
+        added to the residual stream.
+
+        Adding noise to the stream and subtracting it from such an output leaves the block's result unchanged, while the
+        additions before it are held.
+        """
         hidden_2SD, prologue = next(self._inputs())
         call, own_SD = prologue.calls[unit - 1], hidden_2SD[0]
         noise_SD = own_SD.std() * torch.randn(own_SD.shape, generator=torch.Generator().manual_seed(0))
@@ -192,8 +195,8 @@ class Calibrated:
         return seen
 
     def _inputs(self, rounded: bool = False) -> Iterator[tuple[Tensor, Prologue]]:
-        """The inputs of a block [2, S, D], the model's own and those of the model rounded so far, for each sequence; and what
-        comes before the blocks, with its own parameters or with its rounded ones, run on it."""
+        """Yield for each sequence the block's inputs [2, S, D] (original model, model quantised so far) and the prologue, run
+        with the original or with the ``rounded`` weights."""
         params = self._cut.spec().prologue.params
         self._cut.bind(0, {param.name: self._outside(param, rounded) for param in params})
         for ids_S, hidden_2SD in zip(self._sequences, self._hidden_2SD, strict=True):

@@ -3,6 +3,7 @@ buffers, which are reduced to this rank's slices."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -146,7 +147,7 @@ class NamedGradients:
         self._landed |= landed
 
     def waits(self, name: str) -> bool:
-        """Whether a gradient is there for an update."""
+        """Return whether a gradient is there for an update."""
         return name in self.sums or name in self._landed
 
     def use_up(self, name: str) -> Tensor:
@@ -214,11 +215,14 @@ class FlatGradients:
         """Units whose buffer holds something."""
         self._summed: dict[int, Tensor] = {}
         """The gradients of each unit as far as they are reduced."""
+        self._left: deque[tuple[Tensor, torch.Event]] = deque()
+        """Sums that another lane reads than the one that made them, and the events that it has read them, the oldest first."""
         self._waiting: dict[int, int] = {}
         """The micro-batches of this step that each unit's accumulator holds."""
 
     def begin(self) -> None:
         self._open.clear()
+        self._left.clear()  # an earlier step's: every lane begins after it
         self._waiting.clear()
         self._summed.clear()
 
@@ -256,8 +260,7 @@ class FlatGradients:
 
         def work() -> None:
             made = flat if flat is not None else self._summed[unit]
-            if flat is None and not is_cpu(made.device):  # this lane lets go of it when its work is issued
-                made.record_stream(torch.accelerator.current_stream(made.device))
+            came = made
             if sums_replicas(plan, axes):
                 self._groups.sum_(made, axes, op.lane)
             else:
@@ -273,9 +276,18 @@ class FlatGradients:
                 if place.data_ptr() != made.data_ptr():
                     place.copy_(made)
                 del self._summed[unit]
+            if flat is None and not is_cpu(came.device):
+                self._left.append((came, recorded(came.device)))
 
         self._open.discard(unit)
         return work
+
+    def _let_go(self) -> None:
+        """Give the memory of sums that another lane has read back to this one, which made them, but for the newest, which it
+        may still read."""
+        while len(self._left) > self._plan.prefetch + 1:
+            came, read = self._left.popleft()
+            torch.accelerator.current_stream(came.device).wait_event(read)
 
     def gather(self, op: Op) -> Callable[[], None]:
         """GATHER: complete a unit's sum, of which the ranks of a node hold slices that came from the other nodes."""
@@ -289,6 +301,7 @@ class FlatGradients:
         before, self._waiting[unit] = self._waiting.get(unit, 0), self._waiting.get(unit, 0) + 1
         if held.device == made.device:
             return held.add_(made) if before else held.copy_(made)
+        self._let_go()
         total = sent(held, made.device).add_(made) if before else made
         if self._waiting[unit] < self._plan.gradient_accumulation_steps:
             held.copy_(total, non_blocking=True)

@@ -61,7 +61,7 @@ class MasterCopies:
             self.values |= self._tensors(unit, bytes_P)
 
     def masters(self, unit: int) -> dict[str, Tensor]:
-        """A unit's masters by name, where the processor updates them."""
+        """Return a unit's masters by name, where the processor updates them."""
         return self._tensors(unit, self._bytes[unit])
 
     def _tensors(self, unit: int, bytes_P: Tensor) -> dict[str, Tensor]:

@@ -74,10 +74,11 @@ def comes_in(model: StrPath | Any) -> Codec | None:
 
 
 def as_it_comes(plan: Plan, model: StrPath | Any) -> Plan:
-    """The plan for a model: where it is packed, or comes in codes, and ``frozen`` is no more than what the method's row has,
-    its weights are read as they lie. One in memory that stays on the device whole stays as it is."""
-    row, stays = METHODS.get(plan.method), isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
-    if not plan.frozen.codec.encoded or not (stays or (row is not None and plan.frozen == row().frozen)):
+    """Return the plan for a model: where it is packed, or comes in codes, its weights are read as they lie if ``frozen`` leaves
+    the codec open or is the row's. One in memory that stays on the device whole stays as it is."""
+    stays = isinstance(model, nn.Module) and plan.frozen.on_device and not plan.sharded
+    unnamed = plan.frozen.codec.facts.chosen_later or plan.frozen == METHODS["mebp"]().frozen
+    if not unnamed and not (plan.frozen.codec.encoded and stays):
         return plan
     packed_before = isinstance(model, str | os.PathLike) and is_store(model)
     if stays or packed_before or comes_in(model) is not None:

@@ -1,4 +1,4 @@
-"""A walk's question: what an estimator is asked for over some micro-batches."""
+"""The result that one walk should compute: a training step, losses, or next-token logits."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from blockwalk.numerics.lazy_parameter import LazyParameter
 from blockwalk.numerics.loss import chunked_cross_entropy
 from blockwalk.numerics.noise.key import derive_seed
 from blockwalk.numerics.updates import clip_coefficient
-from blockwalk.program.program import Op, OpKind
+from blockwalk.program.program import Op, OpKind, Shape
 from blockwalk.program.residency import maps_graphs
 from blockwalk.ranks.shared_forwards import SharedForwards
 from blockwalk.tiers.scratch_maps import Activations, SavedTensors
@@ -70,6 +70,8 @@ class _State:
     """dL/d(differentiable arguments that the blocks take, and tensors that they hand on), by micro-batch and identity of
     the leaf, summed over blocks."""
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    graph_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Bytes that the graph of each block and micro-batch wrote to file maps."""
     loaded: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     prologue_trainables: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     loss_sum: float = 0.0
@@ -127,6 +129,15 @@ class Backprop:
         """Entries that wait to be applied: none, every step updates its weights."""
         return 0
 
+    @property
+    def graph_bytes(self) -> Mapping[tuple[int, int], int]:
+        """Bytes that graphs of this step wrote to file maps, by unit and micro-batch."""
+        return {} if self.state is None else self.state.graph_bytes
+
+    def reserve(self, shape: Shape) -> None:
+        """Size what a step keeps of its micro-batches by the largest of the run."""
+        self.activations.reserve(self._input_bytes(shape.tokens))
+
     def resume(self, entries: Sequence[Entry], after: int = 0) -> None:
         """Entries to go on from: masters and moments are all of a first-order run's state."""
 
@@ -168,7 +179,7 @@ class Backprop:
         if self.engine.module.training != asked.training:
             self.engine.module.train(asked.training)
         self.engine.gradients.begin()
-        self.activations.clear()
+        self.activations.begin(max(self._input_bytes(batch["input_ids"].numel()) for batch in batches))
         self.state = _State(batches, labels, tokens, asked)
 
     def prepare(self, op: Op) -> Callable[[], None]:
@@ -176,9 +187,23 @@ class Backprop:
         later, on another lane."""
         assert self.state is not None
         self.engine.gradients.expect(op)
+        if op.of_graph:
+            return self._move_graph(op)
         if op.kind is OpKind.SAVE:
-            return partial(self.activations.save, self._place(op), self.state.hidden[op.micro_batch])
+            staged = self.activations.stage(self.state.hidden[op.micro_batch])
+            return partial(self.activations.save, self._place(op), *staged)
+        if op.kind is OpKind.LOAD:
+            return partial(self._load, op, self.state, self.activations.place())
         return partial(getattr(self, f"_{op.kind.lower()}"), op, self.state)
+
+    def _input_bytes(self, tokens: int) -> int:
+        """Bytes of the hidden state of so many tokens."""
+        return tokens * self.engine.spec.hidden_size * self.engine.compute_dtype.itemsize
+
+    def _move_graph(self, op: Op) -> Callable[[], None]:
+        """The work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes pages out when it needs the room."""
+        saved = self.saved.get(self._place(op))
+        return (lambda: None) if op.kind is OpKind.SAVE or saved is None else saved.will_need
 
     def _seed(self, state: _State, op: Op) -> int:
         """Dropout's seed for one unit and micro-batch: the same in forward and recomputation, in any order of the walk.
@@ -216,10 +241,13 @@ class Backprop:
         call = state.prologues[op.micro_batch].calls[op.unit - 1]
         saving: AbstractContextManager[None] = nullcontext()
         if self._maps_graphs:
-            input_BSD, saving = self._save_graph(op, call, input_BSD, trainables)
+            saved = self._saved_tensors(op)
+            input_BSD, saving = self._save_graph(saved, call, input_BSD, trainables)
         input_BSD = input_BSD.detach().requires_grad_()
         with self.engine.graph(op.unit), saving, torch.enable_grad():
             result = self.engine.cut.run(call, input_BSD, seed=self._seed(state, op))
+        if self._maps_graphs:
+            state.graph_bytes[op.unit, op.micro_batch] = saved.nbytes
         outputs: list[Tensor | GradientEdge | None] = []
         for tensor in result.outputs:
             if not tensor.requires_grad:
@@ -228,14 +256,19 @@ class Backprop:
                 outputs.append(get_gradient_edge(tensor) if self._maps_graphs else tensor)
         return _Graph(input_BSD, outputs, trainables), result.hidden_BSD
 
-    def _save_graph(
-        self, op: Op, call: BlockCall, input_BSD: Tensor, trainables: Mapping[str, Tensor]
-    ) -> tuple[Tensor, AbstractContextManager[None]]:
-        """Move a block's input and the copies of its trainables to file maps where they are in none, and what its graph will
-        save with them."""
+    def _saved_tensors(self, op: Op) -> SavedTensors:
+        """The file maps of a block's graph, to be written anew."""
         key = self._place(op) if op.keep_graph else (0, 0)
         saved = self.saved.setdefault(key, SavedTensors(self.engine.scratch))
         saved.rewind()
+        return saved
+
+    @staticmethod
+    def _save_graph(
+        saved: SavedTensors, call: BlockCall, input_BSD: Tensor, trainables: Mapping[str, Tensor]
+    ) -> tuple[Tensor, AbstractContextManager[None]]:
+        """Move a block's input and the copies of its trainables to file maps where they are in none, and what its graph will
+        save with them."""
         for leaf in trainables.values():
             leaf.data = saved.write(leaf.data)
         kept_elsewhere = [*call.module.parameters(), *call.module.buffers(), *tensors_of(call.arguments), *call.leaves]
@@ -246,8 +279,8 @@ class Backprop:
         over one micro-batch ends before the next begins, so that all of them share one."""
         return op.unit, op.micro_batch if self.engine.plan.accumulation_order == "block" else 0
 
-    def _load(self, op: Op, state: _State) -> None:
-        state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op))
+    def _load(self, op: Op, state: _State, place: Tensor) -> None:
+        state.loaded[op.unit, op.micro_batch] = self.activations.load(self._place(op), place)
 
     def _loss(self, op: Op, state: _State) -> None:
         m, engine = op.micro_batch, self.engine

@@ -134,7 +134,7 @@ _COMPILE = "a plan compiles blocks (compile: true)"
 REFUSED = {
     "optim_args": _OPTIMIZER,
     "optim_target_modules": _OPTIMIZER,
-    "label_smoothing_factor": "the walk computes the plain cross-entropy; Walker(objective=...) takes a loss of one's own",
+    "label_smoothing_factor": "the walk computes the plain cross-entropy; Walker(objective=...) takes a loss that you write",
     "torch_compile": _COMPILE,
     "torch_compile_backend": _COMPILE,
     "torch_compile_mode": _COMPILE,
@@ -301,7 +301,7 @@ def refuse_methods(cls: type, ours: type) -> None:
         if name not in METHODS_FOLLOWED:
             raise ValueError(
                 f"{cls.__name__} overrides {name}, which a walk never calls: it would change nothing; leave it out"
-                " (Walker(objective=...) takes a loss of one's own)"
+                " (Walker(objective=...) takes a loss that you write)"
             )
 
 

@@ -30,6 +30,7 @@ from blockwalk.models import gguf_config, gguf_splits
 from blockwalk.models.gguf_config import ARCHITECTURES
 from blockwalk.plan.model_spec import encoded_nbytes
 from blockwalk.plan.placement import Codec
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files, cache
 from blockwalk.system.lfs import refuse_pointer
 from blockwalk.system.paths import StrPath
@@ -122,7 +123,9 @@ def read_header(path: StrPath) -> Header:
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
     told = parts[0].metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and told != len(tensors):
-        raise ValueError(f"model: {files[0]} tells of {told} tensors in {len(parts)} parts, which have {len(tensors)}")
+        raise ValueError(
+            f"model: {files[0]} tells of {counted(told, 'tensor')} in {len(parts)} parts, which have {len(tensors)}"
+        )
     return replace(parts[0], tensors=tensors)
 
 
@@ -215,7 +218,9 @@ def _parse(path: str, cursor: _Cursor, size: int) -> Header:
         )
     blocks, told = metadata.get(f"{architecture}.block_count", 0), metadata.get("split.tensors.count", tensors)
     if number == 1 and not 0 < blocks <= told:
-        raise ValueError(f"model: {path} is altered: it tells of {blocks} blocks, and of {told} tensors")
+        raise ValueError(
+            f"model: {path} is altered: it tells of {counted(blocks, 'block')}, and of {counted(told, 'tensor')}"
+        )
     table = []
     for _ in range(tensors):
         name, dimensions = cursor.text(), cursor.number("I")

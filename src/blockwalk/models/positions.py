@@ -10,13 +10,19 @@ from blockwalk.system.paths import StrPath
 
 
 def text_config(model: StrPath) -> dict[str, Any]:
-    """The configuration of a model's text decoder, as its file has it."""
+    """Return the configuration of a model's text decoder, as its file has it."""
     found: dict[str, Any] = read_json(model_folder(model, weights=False) / "config.json")
     text: dict[str, Any] = found.get("text_config", found)
     return text
 
 
 def positions_of(model: StrPath) -> int:
-    """Tokens of the longest sequence that a model was made for; 0 where its configuration does not say."""
+    """Return tokens of the longest sequence that a model was made for; 0 where its configuration does not say."""
     found = text_config(model)
-    return int(found.get("max_position_embeddings") or found.get("n_positions") or 0)
+    positions = int(found.get("max_position_embeddings") or found.get("n_positions") or 0)
+    rotary = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type"))
+    if kind not in ("linear", "dynamic", "yarn"):  # other kinds name all of them
+        return positions
+    before = rotary.get("original_max_position_embeddings") or positions
+    return max(positions, int(before * rotary.get("factor", 1)))

@@ -13,12 +13,12 @@ SETTINGS = "config.yaml"
 
 
 def adapter_of(folder: StrPath) -> Path:
-    """The adapter that a folder is, or that the run in it has trained; the folder itself where it holds neither."""
+    """Return the adapter that a folder is, or that the run in it has trained; the folder itself where it holds neither."""
     path = Path(folder).expanduser()
     inner = path / "adapter"
     return inner if not (path / ADAPTER_CONFIG).is_file() and (inner / ADAPTER_CONFIG).is_file() else path
 
 
 def is_model(folder: StrPath) -> bool:
-    """Whether a folder holds a model: its configuration, and no run's settings."""
+    """Return whether a folder holds a model: its configuration, and no run's settings."""
     return (Path(folder) / "config.json").is_file()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockwalk.models.folder import model_folder
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 
@@ -91,8 +92,8 @@ def end_note(turn_ends: Mapping[int, int], tokenizer: Any) -> tuple[list[int], s
     count = sum(turn_ends[i] for i in stray)
     last = tokenizer.decode([stray[0]])
     return [], (
-        f"{count} of {sum(turn_ends.values())} turns are learnt without an end: the last learnt token, as {last!r}, is plain"
-        f" text, and generation stops at {named}; an answer may go on until max_new_tokens"
+        f"{count} of {counted(sum(turn_ends.values()), 'turn')} are learnt without an end: the last learnt token, as {last!r},"
+        f" is plain text, and generation stops at {named}; an answer may go on until max_new_tokens"
     )
 
 

@@ -88,9 +88,9 @@ def left_on(device: torch.device) -> int:
         return 0
     try:
         free, _ = torch.accelerator.get_memory_info(device)
+        return int(free + torch.accelerator.memory_reserved(device))
     except (RuntimeError, NotImplementedError):
         return 0
-    return int(free + torch.accelerator.memory_reserved(device))
 
 
 def card_of(device: torch.device) -> Card:

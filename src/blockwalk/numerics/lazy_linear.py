@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,9 +34,9 @@ _ALIGN = 64
 
 FUSED_ROWS = 128
 """Rows of the input up to which an accelerator decodes inside the product: a guess until it is measured. Inside, the matrix is
-decoded anew for every 64 rows; before, it is decoded once, written and read once more. By the instructions of the compiled
-kernels inside is the cheaper up to 190 rows on an H100 and to 300 on an RTX 4090, were there no waits for memory. It waits
-more than a decoded product, and at 512 rows it takes twice as long, so the number is below both."""
+decoded anew for every 64 rows, in 8 to 10 instructions an element on an H100 (14 to 20 on an RTX 4090) by the compiled kernels;
+before, it is decoded once, in 22 to 24, written and read once more. So counted, inside is the cheaper to beyond 512 rows on an
+H100. A library's product keeps its units busier than ours does, by nobody knows how much, so the number is low until then."""
 
 _unread: ContextVar[tuple[Weight, ...]] = ContextVar("unread", default=())
 """Weights, by identity, whose products' values nobody reads for now: those of the thread that recomputes, and of no other."""
@@ -88,7 +89,7 @@ def lazy_linear_by_part(
             if weight is not None:
                 into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
                 thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
+                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, _turned(out_of))
             if bias is not None:
                 y_part += bias
     return y
@@ -121,40 +122,44 @@ def lora_linear(
 
 def grouped_linear(x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed: bool = False) -> Tensor:
     """``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D] (transposed:
-    as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. An expert without a row is not read.
+    as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. On a processor an expert without a row is not
+    read; an accelerator decodes a layer's experts in one launch, where they are few enough, and waits for ``offs_E`` no
+    longer where torch has a grouped kernel for it (bfloat16 on CUDA).
 
     Returns:
         [S, N]; rows after the last expert's are as they came.
     """
     with torch._C.DisableTorchFunction():
-        y: Tensor = _GroupedLinear.apply(x_SD, experts, experts.ends(offs_E, x_SD.shape[0]), transposed)  # type: ignore[no-untyped-call]
+        y: Tensor = _GroupedLinear.apply(x_SD, experts, offs_E, transposed)  # type: ignore[no-untyped-call]
     return y
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, experts: Experts, ends: list[int], transposed: bool) -> Tensor:
-        ctx.experts, ctx.ends, ctx.transposed = experts, ends, transposed
-        return _grouped_product(x_SD, experts, ends, by_rows=not transposed)
+    def forward(ctx: Any, x_SD: Tensor, experts: Experts, offs_E: Tensor, transposed: bool) -> Tensor:
+        ctx.experts, ctx.offs_E, ctx.transposed = experts, offs_E, transposed
+        return _grouped_product(x_SD, experts, offs_E, by_rows=not transposed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return _grouped_product(grad_y, ctx.experts, ctx.ends, by_rows=ctx.transposed), None, None, None
+        return _grouped_product(grad_y, ctx.experts, ctx.offs_E, by_rows=ctx.transposed), None, None, None
 
 
-def _grouped_product(a_SI: Tensor, experts: Experts, ends: list[int], *, by_rows: bool) -> Tensor:
-    """Each expert's rows of ``a_SI`` by its Wᵀ, or by its W."""
+def _grouped_product(a_SI: Tensor, experts: Experts, offs_E: Tensor, *, by_rows: bool) -> Tensor:
+    """Multiply each expert's rows of ``a_SI`` by its Wᵀ, or by its W."""
+    whole_END = experts.whole()
+    if whole_END is not None:
+        return F.grouped_mm(a_SI.contiguous(), whole_END.mT if by_rows else whole_END, offs=offs_E)
     out_SO = a_SI.new_empty(a_SI.shape[0], experts.shape[-2 if by_rows else -1])
-    for expert, (start, stop) in enumerate(pairwise([0, *ends])):
+    for expert, (start, stop) in enumerate(pairwise([0, *experts.ends(offs_E, a_SI.shape[0])])):
         if stop > start:
             out_SO[start:stop] = _product(a_SI[start:stop], experts.expert(expert), None, by_rows=by_rows)
     return out_SO
 
 
 class _LazyLinear(torch.autograd.Function):
-    """A product with a weight, and with an adapter's A and B where there are any. Every thin matrix lies row by row, [D, R] or
-    [R, D], forward and backward: the library keeps a program of half a megabyte for each shape and layout of a product."""
+    """A product with a weight, and with an adapter's A and B where there are any."""
 
     @staticmethod
     def forward(
@@ -175,7 +180,7 @@ class _LazyLinear(torch.autograd.Function):
         if a_RD is not None and b_NR is not None:
             t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(scaling)
             if not skipped:
-                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
+                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, _turned(b_NR))
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         return y
 
@@ -194,10 +199,23 @@ class _LazyLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
             if ctx.needs_input_grad[2]:
-                grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).t().contiguous()
+                grad_b = _outer_turned(t_PR, grad_PN)
         if ctx.needs_input_grad[3]:
             grad_bias = grad_PN.sum(0)
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
+
+
+def _turned(thin_AB: Tensor) -> Tensor:
+    """Turn a thin matrix to [B, A]. On a processor it lies row by row, as every thin matrix there, forward and backward: the
+    library keeps a program of half a megabyte for each shape and layout of a product. Elsewhere that is wasted."""
+    return thin_AB.t().contiguous() if is_cpu(thin_AB.device) else thin_AB.t()
+
+
+def _outer_turned(a_PI: Tensor, b_PO: Tensor) -> Tensor:
+    """Multiply bᵀ·a, [O, I], row by row, of a thin ``a``."""
+    if is_cpu(a_PI.device):
+        return row_tiles.sum_of_outer(a_PI, b_PO).t().contiguous()
+    return row_tiles.sum_of_outer(b_PO, a_PI)
 
 
 def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:

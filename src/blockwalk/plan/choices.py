@@ -19,17 +19,17 @@ class LoraSettings:
     """Low-rank adapters (``lora.*``); see PEFT's ``LoraConfig``."""
 
     rank: int = 8
-    """Columns of A and rows of B of each adapter; its size is in proportion."""
+    """The rank of each adapter: columns of A and rows of B. Its size is in proportion."""
     alpha: float = 16
     """An adapter's answer is multiplied by alpha / rank."""
     dropout: float = 0.0
-    """The share of an adapter's inputs that training leaves out, drawn anew for each step; none under zeroth order."""
+    """The share of an adapter's inputs that a training step leaves out; none under zeroth order."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of the modules that get an adapter, or a pattern; all-linear: every linear layer that text passes but the
-    head, experts and routers; [] for none: ``lora.options.modules_to_save`` alone are trained, such as the head."""
+    """Names of the modules that get an adapter, or a pattern. all-linear: every linear layer that text passes but the head,
+    experts and routers. []: none, so that ``lora.options.modules_to_save`` alone are trained."""
     from_: str = ""
-    """The folder of a trained adapter, or of its run, that training goes on from; its rank, alpha, dropout, modules and options
-    are those of the run."""
+    """The folder of a trained adapter, or of its run, that training goes on from. Its rank, alpha, dropout, modules and options
+    are taken too."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 
@@ -54,8 +54,8 @@ class PrefixSettings:
     num_virtual_tokens: int = 0
     """The tokens of the prefix (5 in MeZO); 0: there is none."""
     init_weights: str = "tokens"
-    """The values that a prefix begins with: tokens (the keys and values of tokens that are drawn at random from the
-    vocabulary, as in MeZO), random (normal ones, PEFT's own), or zero."""
+    """The first values of a prefix. tokens: keys and values of tokens drawn from the vocabulary, as in MeZO. random: normal
+    ones, as in PEFT. zero: zeros."""
 
     def __post_init__(self) -> None:
         if self.init_weights not in ("tokens", "random", "zero"):
@@ -95,9 +95,10 @@ class OptimizerSettings:
     name: str = "adamw"
     """The update rule; sign with zeroth order alone."""
     learning_rate: float = 1e-4
-    """The highest that the schedule comes to; zeroth order needs far smaller ones, 1e-7 to 1e-6 for billions of parameters."""
+    """The highest learning rate of the schedule. Zeroth order needs far smaller ones: 1e-7 to 1e-6 for billions of
+    parameters."""
     lora_b_ratio: float = 1.0
-    """The learning rate of adapters' B, in learning rates of the rest: LoRA+ takes 16 or so (Hayou et al. 2024)."""
+    """The learning rate of adapters' B over that of the rest. LoRA+ takes about 16 (Hayou et al. 2024)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """adamw: the decay of the mean of the gradient, and of its square."""
     eps: float = 1e-8
@@ -105,12 +106,13 @@ class OptimizerSettings:
     momentum: float = 0.9
     """momentum: the share of the last step's direction that is kept."""
     weight_decay: float = 0.0
-    """The share of a parameter, times the learning rate, that an update takes off (adamw), or that is added to the gradient."""
+    """The weight decay. adamw: the share of a parameter, times the learning rate, that an update takes off. Other rules add
+    this share to the gradient."""
     decay: str = "matrices"
-    """First order: the parameters that ``weight_decay`` reaches: matrices (all but norms and biases, as in transformers'
-    Trainer) or all. Zeroth order spares the original's names: those with bias, layer_norm or layernorm in them."""
+    """First order: the parameters that ``weight_decay`` reaches. matrices: all but norms and biases, as in transformers'
+    Trainer. all: every one. Zeroth order spares the original's names: those with bias, layer_norm or layernorm in them."""
     schedule: str = "constant"
-    """The learning rate's way after ``warmup_steps``, by transformers' names: it stays (constant), or falls."""
+    """The way of the learning rate after ``warmup_steps``, by transformers' names. constant: it stays."""
     warmup_steps: int | float = 0
     """Steps over which the learning rate climbs from 0 to its highest; below 1, a share of ``total_steps``."""
     total_steps: int = 0
@@ -124,8 +126,7 @@ class OptimizerSettings:
     cooldown_steps: int | float = 0.1
     """warmup_stable_decay: the last steps, in which the rate falls along half a cosine; below 1, a share of ``total_steps``."""
     max_grad_norm: float = 0.0
-    """The global norm that the gradient is clipped to, with zeroth order the magnitude of each projected gradient; 0 switches
-    clipping off."""
+    """The global norm that gradients are clipped to; 0: no clipping. Zeroth order clips each projected gradient by its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,10 @@ class UpdateSettings:
     """The time of updates and their rounding (``update.*``)."""
 
     timing: Timing = Timing.STEP
-    """The time of a block's update: its turn of the backward walk, the step's end, or (zeroth order) deferred to its next
-    fetch."""
+    """The time of a block's update. block: at its turn of the backward walk. step: at the step's end. deferred: at its next
+    fetch (zeroth order)."""
     flush_every: int = 1
-    """Deferred updates: a block is written back every this many steps; in between, entries wait and are applied at fetch."""
+    """Deferred updates: the steps between writes of a block. In between, updates wait and are applied at each fetch."""
     rounding: str = "stochastic"
     """The rounding of a 16- or 8-bit master after an update: stochastic (counter-based, reproducible) or nearest."""
 
@@ -158,28 +159,28 @@ class ZerothOrderSettings:
     kind: str = "spsa"
     """The forwards of a step, and what is made of their losses: two-point estimates are spsa (MeZO)."""
     target: str = "weights"
-    """weights, or scales: those of matrices that ``trainable`` keeps in 4- or 8-bit codes, which stay as they are, as does
-    everything else."""
+    """The values that are trained: weights, or scales. scales: those of matrices whose 4- or 8-bit codes stay as they are."""
     epsilon: float = 1e-3
     """The size of the perturbation: losses are taken at the parameters plus and minus epsilon times the noise."""
     queries: int = 1
     """Independent directions a step: q pairs for spsa, N one-sided losses for fzoo."""
     noise: str = "gaussian"
-    """gaussian, rademacher, lowrank (a matrix's noise is a product of thin factors), torch (the original's draws), or mezo (the
-    original's draws and its in-place arithmetic)."""
+    """The noise of perturbations: gaussian, rademacher, lowrank, torch or mezo. lowrank: a matrix's noise is a product of thin
+    factors. torch: the original's draws. mezo: its draws and its in-place arithmetic."""
     noise_rank: int = 1
     """lowrank: the columns of the factors."""
     noise_interval: int = 1
     """lowrank: steps for which the factor of a matrix's inputs stays (50 to 100 in LOZO)."""
     seed_pool: int = 0
-    """Directions that a run draws its queries from, so that K numbers say what it learnt; 0: every query has its own."""
+    """The number of directions that queries are drawn from; 0: every query has its own. K numbers then say what a run
+    learnt."""
     hessian_alpha: float = 1e-8
     """HiZOO's smoothing of the diagonal curvature; 0 would leave it inert."""
     hessian_codec: Codec = Codec.FP32
     """The codec that HiZOO's curvature is kept in: fp32, bf16 or fp16."""
     rounding: str = "nearest"
-    """The rounding of perturbed weights to a forward's 16 bits: nearest, or stochastic, by the same draws in all forwards of a
-    step: an epsilon far below a weight's last place then moves it in expectation."""
+    """The rounding of perturbed weights to a forward's 16 bits: nearest, or stochastic. stochastic uses the same draws in all
+    forwards of a step. An epsilon far below a weight's last place then moves it in expectation."""
     objective: str = "loss"
     """loss, label_words, accuracy or f1; a Python function may be given to the walker instead."""
 
@@ -189,12 +190,11 @@ class CacheSettings:
     """The cache that keeps forward-gathered parameters for the backward walk (``cache.*``)."""
 
     tier: str = "none"
-    """The tier on which slices of parameters over the group of ``trainable`` stay from one use to the next, where optimizer
-    states are spread over more ranks: host (fcdp) or device (zeropp; hzp, whose none is the device as well). none: every use
-    gathers them from all ranks (zero3, mics)."""
+    """The place of gathered parameters from one use to the next. none: every use gathers them from all ranks (zero3, mics).
+    host: a rank's slices stay in RAM (fcdp). device: they stay on the device (zeropp, hzp)."""
     threshold: float = 0.0
-    """Adaptive cache, ``tier: host``: a rank's slice of a gathered block stays on the device instead of going to the host where
-    the device's use, all that time and with every op's transients, stays within this share of the budget (0 to 1)."""
+    """Adaptive cache, ``tier: host``: the share of the budget, 0 to 1, within which slices stay on the device. Beyond it they
+    go to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +207,11 @@ class MeshSettings:
     perturb: int = 1
     """Ranks that share the forwards of a step, the inner axis: neighbours."""
     check_every: int = 100
-    """Steps between comparisons of the weights, and of the optimizer's states, that ranks hold copies of: the run ends where
-    two differ. Backpropagation compares them before every checkpoint as well."""
+    """The steps between comparisons of the copies of weights and moments that ranks hold. The run ends where two differ.
+    Backpropagation compares them before every checkpoint as well."""
     groups: tuple[str, ...] = ()
-    """Further groups of neighbours that placements may name, beside node and world, as name=ranks: [half=4, island=16]. Each
-    size divides the next larger one."""
+    """Further groups of neighbours that placements may name, beside node and world: ``[half=4, island=16]``. Each is
+    name=ranks. Each size divides the next larger one."""
     ranks_per_node: int = 1
     """Ranks that share a machine; the launcher says how many."""
     world: int = 1

@@ -23,7 +23,7 @@ class Source:
     prompt: Sequence[str] = ()
 
     def changes(self) -> dict[str, Any]:
-        """The settings that it has of its own, by their names in ``data``."""
+        """Return the settings that it has of its own, by their names in ``data``."""
         return {name: value for name in OWN if (value := getattr(self, name))}
 
 
@@ -41,7 +41,7 @@ def listed(sources: Sources) -> tuple[Source, ...]:
 
 
 def weights_of(sources: Sources) -> tuple[float, ...]:
-    """The weights that sources have of their own; empty where none has one."""
+    """Return the weights that sources have of their own; empty where none has one."""
     weights = [source.weight for source in listed(sources)]
     if all(weight is None for weight in weights):
         return ()
@@ -49,14 +49,14 @@ def weights_of(sources: Sources) -> tuple[float, ...]:
 
 
 def plain(source: Source) -> dict[str, Any]:
-    """A source as a mapping of the settings that it has, in YAML's types."""
+    """Return a source as a mapping of the settings that it has, in YAML's types."""
     values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
     kept = {name: value for name, value in values.items() if value not in ("", None, ())}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def columns_of(value: Mapping[str, Any]) -> tuple[str, ...]:
-    """A mapping of fields to columns as the list that ``data.columns`` is."""
+    """Return a mapping of fields to columns as the list that ``data.columns`` is."""
     return tuple(f"{field}={column}" for field, column in value.items())
 
 
@@ -71,7 +71,7 @@ def joined(sources: Sources) -> str:
 
 
 def shown(sources: Sequence[Any] | str, name: Callable[[str], str]) -> Any:
-    """Sources in plain types (texts, and mappings with a ``path``) with each path as the function ``name`` gives it."""
+    """Return sources in plain types (texts, and mappings with a ``path``) with each path as the function ``name`` gives it."""
     if isinstance(sources, str):
         return name(sources)
     return [{**each, "path": name(each["path"])} if isinstance(each, Mapping) else name(each) for each in sources]

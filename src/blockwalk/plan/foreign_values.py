@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.update_rules import RULES
@@ -22,17 +23,17 @@ Line = Callable[[Any, Mapping[str, Any]], Pair | None]
 
 
 def word(value: Any) -> str:
-    """A value as a word in lower case: flags give text, YAML gives true and null."""
+    """Return a value as a word in lower case: flags give text, YAML gives true and null."""
     return str(value).strip().lower()
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value switches something off."""
+    """Return whether a value switches something off."""
     return value is None or value in ([], {}) or word(value) in ("false", "no", "none", "null", "off", "0", "")
 
 
 def number(value: Any) -> int | float:
-    """The number that a value holds, whole where it is.
+    """Return the number that a value holds, whole where it is.
 
     Raises:
         ValueError, TypeError: it holds none.
@@ -42,17 +43,17 @@ def number(value: Any) -> int | float:
 
 
 def same(name: str) -> Line:
-    """The value itself under our name."""
+    """Return the value itself under our name."""
     return lambda value, given: (name, value)
 
 
 def always(name: str, ours: Any) -> Line:
-    """One value of ours, whatever theirs is."""
+    """Return one value of ours, whatever theirs is."""
     return lambda value, given: (name, ours)
 
 
 def switch(name: str, on: Any, off: Any = None) -> Line:
-    """One value of ours where theirs is on, and another where it is off; None: nothing to write."""
+    """Return one value of ours where theirs is on, and another where it is off; None: nothing to write."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
         ours = off if is_off(value) else on
@@ -62,7 +63,7 @@ def switch(name: str, on: Any, off: Any = None) -> Line:
 
 
 def words(name: str, table: Mapping[str, Any], otherwise: Any = None) -> Line:
-    """The value of ours by a table of theirs; ``otherwise`` for those that are not in it."""
+    """Return the value of ours by a table of theirs; ``otherwise`` for those that are not in it."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
         ours = table.get(word(value), otherwise)
@@ -72,12 +73,12 @@ def words(name: str, table: Mapping[str, Any], otherwise: Any = None) -> Line:
 
 
 def whole_batch(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The sequences of a step: those of one device, times accumulation, times ranks."""
+    """Return the sequences of a step: those of one device, times accumulation, times ranks."""
     return "batch_size", number(value) * _times(given, *ACCUMULATION) * _times(given, "mesh.world", "world_size")
 
 
 def evaluated_together(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The sequences of an evaluation batch: those of one device times ranks."""
+    """Return the sequences of an evaluation batch: those of one device times ranks."""
     return "eval_batch_size", number(value) * _times(given, "mesh.world", "world_size")
 
 
@@ -89,21 +90,21 @@ def _times(given: Mapping[str, Any], *names: str) -> int | float:
 
 
 def betas(value: Any, given: Mapping[str, Any]) -> Pair:
-    """Adam's two decays of which a setting of theirs holds one."""
+    """Return Adam's two decays of which a setting of theirs holds one."""
     first = given.get("adam_beta1", given.get("beta1", 0.9))
     second = given.get("adam_beta2", given.get("beta2", 0.999))
     return "optimizer.betas", [number(first), number(second)]
 
 
 def last_rate(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The last learning rate over the highest."""
+    """Return the last learning rate over the highest."""
     names = ("optimizer.learning_rate", "learning_rate", "lr")
     highest = next((number(given[name]) for name in names if name in given), 1e-4)
     return "optimizer.min_ratio", number(value) / highest
 
 
 def every(name: str, *steps: str, most: int = 100) -> Line:
-    """A count of steps for a strategy: none for *no*, the one that another setting gives, or a usual one."""
+    """Return a count of steps for a strategy: none for *no*, the one that another setting gives, or a usual one."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
         if is_off(value):
@@ -114,20 +115,18 @@ def every(name: str, *steps: str, most: int = 100) -> Line:
 
 
 def rule(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The update rule by transformers' names and torch's."""
+    """Return the update rule by transformers' names and torch's."""
     kind = word(value)
-    if kind in RULES:
-        return "optimizer.name", kind
-    return "optimizer.name", "sgd" if kind.startswith("sgd") else "adamw"
+    return "optimizer.name", next((name for name in RULES if kind.startswith(name)), OptimizerSettings().name)
 
 
 def same_rule(value: Any) -> bool:
-    """Whether the rule of a name elsewhere is exactly one of ours."""
+    """Return whether the rule of a name elsewhere is exactly one of ours."""
     return word(value) in (*RULES, "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "torch_adamw")
 
 
 def schedule(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The schedule by the names that others have."""
+    """Return the schedule by the names that others have."""
     kind = word(value)
     if kind in SCHEDULES:
         return "optimizer.schedule", kind
@@ -141,24 +140,24 @@ def schedule(value: Any, given: Mapping[str, Any]) -> Pair:
 
 
 def same_schedule(value: Any) -> bool:
-    """Whether a schedule has the same name here."""
+    """Return whether a schedule has the same name here."""
     return word(value) in SCHEDULES
 
 
 def other_rule(value: Any) -> bool:
-    """Whether a value is an update rule of other tools, and none of ours."""
+    """Return whether a value is an update rule of other tools, and none of ours."""
     families = ("ada", "paged", "sgd_", "lion", "lomo", "galore", "apollo", "muon", "rmsprop", "torch", "schedule_free")
     return word(value) not in RULES and word(value).startswith(families)
 
 
 def other_schedule(value: Any) -> bool:
-    """Whether a value is a schedule of other tools, and none of ours."""
+    """Return whether a value is a schedule of other tools, and none of ours."""
     families = ("cosine_", "reduce_", "greedy", "one_cycle", "rex", "wsd", "linear_", "exponential", "step_", "warmup")
     return word(value) not in SCHEDULES and word(value).startswith(families)
 
 
 def below_one(value: Any) -> bool:
-    """Whether a value is a share of the run's steps: from 0, below 1."""
+    """Return whether a value is a share of the run's steps: from 0, below 1."""
     try:
         return 0 <= number(value) < 1
     except (TypeError, ValueError):
@@ -166,7 +165,7 @@ def below_one(value: Any) -> bool:
 
 
 def share(name: str) -> Line:
-    """A share of the run's steps; none where the value is no share."""
+    """Return a share of the run's steps; none where the value is no share."""
     return lambda value, given: (name, number(value)) if below_one(value) else None
 
 
@@ -180,7 +179,7 @@ DTYPES = {
 
 
 def same_dtype(value: Any) -> bool:
-    """Whether a name of a dtype means the same in ``compute_dtype``."""
+    """Return whether a name of a dtype means the same in ``compute_dtype``."""
     return word(value) in ("auto", "float32", "bfloat16", "fp32", "bf16")
 
 
@@ -202,19 +201,19 @@ TIERS = {"cpu": "host", "ram": "host", "nvme": "disk", "ssd": "disk", "gpu": "de
 
 
 def is_a_part(value: Any) -> bool:
-    """Whether a value names a codec alone, or a memory by another name than a tier's."""
+    """Return whether a value names a codec alone, or a memory by another name than a tier's."""
     return word(value) in {*TIERS, *CODECS, *Codec}
 
 
 def placed(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The part of ``frozen`` that a word names: a tier, or else a codec."""
+    """Return the part of ``frozen`` that a word names: a tier, or else a codec."""
     if word(value) in TIERS:
         return "frozen.tier", TIERS[word(value)]
     return "frozen.codec", CODECS.get(word(value), word(value))
 
 
 def offloaded(kind: str) -> Line:
-    """The tier of a kind of state by the device that others offload it to."""
+    """Return the tier of a kind of state by the device that others offload it to."""
     tiers = {
         "cpu": "host",
         "nvme": "disk",
@@ -228,19 +227,20 @@ def offloaded(kind: str) -> Line:
 
 
 def modules(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The modules with adapters; *all* is PEFT's all-linear."""
+    """Return the modules with adapters; *all* is PEFT's all-linear."""
     if word(value) in ("all", "all-linear", "all_linear", "true"):
         return "lora.target_modules", "all-linear"
     return "lora.target_modules", value
 
 
 def same_modules(value: Any) -> bool:
-    """Whether names of modules are PEFT's: a list, a pattern, or all-linear."""
+    """Return whether names of modules are PEFT's: a list, a pattern, or all-linear."""
     return word(value) not in ("all", "all_linear", "true", "false", "none")
 
 
 def option(name: str) -> Line:
-    """One of PEFT's own fields, or None where it is off; a text with commas is a list of names where PEFT takes a list."""
+    """Return one of PEFT's own fields, or None where it is off; a text with commas is a list of names where PEFT takes a
+    list."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair | None:
         if is_off(value):
@@ -256,14 +256,14 @@ def option(name: str) -> Line:
 
 
 def scale(value: Any, given: Mapping[str, Any]) -> Pair:
-    """LoRA's alpha from alpha over rank."""
+    """Return LoRA's alpha from alpha over rank."""
     names = ("lora.rank", "lora_parameters.rank", "lora_rank", "lora_r")
     rank = next((number(given[name]) for name in names if name in given), 8)
     return "lora.alpha", number(number(value) * rank)
 
 
 def adapter(value: Any, given: Mapping[str, Any]) -> Pair:
-    """Adapters or all parameters, by the kinds of training that others name."""
+    """Return adapters or all parameters, by the kinds of training that others name."""
     kind = word(value)
     if kind in ("qlora", "qdora"):
         return "frozen.codec", "nf4"
@@ -273,9 +273,11 @@ def adapter(value: Any, given: Mapping[str, Any]) -> Pair:
 
 
 def paths(name: str) -> Line:
-    """Data sources: a name, several with commas, or a list of names or of mappings with a path."""
+    """Return data sources: a name, several with commas, or a list of names or of mappings with a path."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
+        if is_off(value):
+            raise ValueError("no source is named")
         if isinstance(value, str) and value[:1] == "[":
             value = ast.literal_eval(value)
         sources = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
@@ -286,17 +288,17 @@ def paths(name: str) -> Line:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is one name."""
+    """Return whether a value is one name."""
     return isinstance(value, str) and value != ""
 
 
 def column(field: str) -> Line:
-    """The column that holds a field of a record."""
+    """Return the column that holds a field of a record."""
     return lambda value, given: ("data.columns", [f"{field}={value}"])
 
 
 def numbers(name: str) -> Line:
-    """Several numbers, which commas may divide."""
+    """Return several numbers, which commas may divide."""
 
     def line(value: Any, given: Mapping[str, Any]) -> Pair:
         return name, [number(each) for each in (value.split(",") if isinstance(value, str) else value)]
@@ -305,22 +307,22 @@ def numbers(name: str) -> Line:
 
 
 def revision(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The model at a revision of the hub."""
+    """Return the model at a revision of the hub."""
     names = ("model", "model_name_or_path", "base_model", "model_name")
     model = next((given[name] for name in names if name in given), "OWNER/NAME")
     return "model", f"{str(model).partition('@')[0]}@{value}"
 
 
 def repository(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The repository that a run is uploaded to."""
+    """Return the repository that a run is uploaded to."""
     return "push_to_hub", "" if is_off(value) else str(given.get("hub_model_id") or "OWNER/NAME")
 
 
 def memory(value: Any, given: Mapping[str, Any]) -> Pair:
-    """A budget of bytes: a number is of gibibytes, a text has its unit."""
+    """Return a budget of bytes: a number is of gibibytes, a text has its unit."""
     return "budget", f"{value}GiB" if word(value).replace(".", "").isdigit() else str(value)
 
 
 def ranks(value: Any, given: Mapping[str, Any]) -> Pair:
-    """The method that spreads parameters, gradients and optimizer states over ranks."""
+    """Return the method that spreads parameters, gradients and optimizer states over ranks."""
     return "method", "zero3"

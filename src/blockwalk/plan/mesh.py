@@ -22,6 +22,7 @@ from functools import lru_cache
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.placement import NOBODY, NODE, WORLD
+from blockwalk.plan.words import counted
 
 PERTURB, DATA = "perturb", "data"
 """The axes that a zeroth-order step's forwards, and the global batch, are shared over."""
@@ -88,7 +89,7 @@ def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
     for small, large in [*steps, (max(names), mesh.world)]:
         if large % small:
             raise ValueError(
-                f"groups must be nested: {names[small]} has {small} ranks, which do not divide the {large} of"
+                f"groups must be nested: {names[small]} has {counted(small, 'rank')}, which do not divide the {large} of"
                 f" {names[large]}; change mesh.groups, mesh.ranks_per_node or mesh.world"
             )
     return tuple(Axis(names[large], small, large, small >= mesh.ranks_per_node) for small, large in steps)

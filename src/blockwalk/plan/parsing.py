@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import string
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -48,12 +49,12 @@ OPEN = ("lora.options", "data.chat_template_arguments")
 
 
 def is_open(key: str) -> bool:
-    """Whether a dotted name is a part of one of :data:`OPEN`."""
+    """Return whether a dotted name is a part of one of :data:`OPEN`."""
     return key.startswith(tuple(f"{name}." for name in OPEN))
 
 
 def setting_of(field: str) -> str:
-    """The name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
+    """Return the name of a field as a setting: a word of Python's, such as ``from``, has a line behind it as a field."""
     return field.removesuffix("_")
 
 
@@ -74,7 +75,7 @@ def section(cls: type, name: str, settings: dict[str, Any]) -> Any:
 
 
 def _as_yaml(key: str, text: str) -> Any:
-    """A text as YAML.
+    """Return a text as YAML.
 
     Raises:
         ValueError: it is none.
@@ -181,8 +182,8 @@ LOOSE = 0.6
 
 
 def did_you_mean(key: str, known: list[str], cutoff: float = NEAR) -> str:
-    """``"; did you mean 'x'?"`` for the known name that does what ``key`` does in another tool, or for the nearest one; or
-    nothing."""
+    """Return ``"; did you mean 'x'?"`` for the known name that does what ``key`` does in another tool, or for the nearest one;
+    or nothing."""
     match = find(key)
     if match is not None and not SETTINGS.isdisjoint(known):
         return f"; did you mean {match.row.ours!r}?" if match.row.ours in known else ""
@@ -246,6 +247,8 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if not isinstance(value, str):
         raise ValueError
     return value
@@ -274,7 +277,7 @@ def _number(value: Any) -> float:
 
 
 def _steps(value: Any) -> int | float:
-    """A number of steps, or a share of them; a whole number is an int."""
+    """Return a number of steps, or a share of them; a whole number is an int."""
     number = _number(value)
     return int(number) if number.is_integer() else number
 
@@ -287,13 +290,15 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 def _pattern_or_texts(value: Any) -> str | tuple[str, ...]:
     """Names with commas between them are a list, as in every other setting; a pattern stays one text."""
+    if isinstance(value, os.PathLike):
+        return str(_text(value))
     several = not isinstance(value, str) or re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)+", value)
     return _texts(value) if several else str(value)
 
 
 def _sources(value: Any) -> str | tuple[str | Source, ...]:
-    """A source, or several; each a text, or a mapping of the fields of :class:`Source`."""
-    if isinstance(value, str):
+    """Return a source, or several; each a text, or a mapping of the fields of :class:`Source`."""
+    if isinstance(value, str | os.PathLike):
         return _pattern_or_texts(value)
     listed = [value] if isinstance(value, Mapping) else value
     return tuple(_source(each) if isinstance(each, Mapping) else _text(each) for each in listed)
@@ -329,12 +334,12 @@ def _source(settings: Mapping[str, Any]) -> Source:
 
 
 def _prompts(value: Any) -> tuple[str, ...]:
-    """A text with commas in it is one prompt; a list is several."""
+    """Read prompts: a text with commas in it is one prompt; a list is several."""
     return (value,) if isinstance(value, str) and value else tuple(map(_text, value))
 
 
 def fields_of(text: str, setting: str) -> list[str]:
-    """Names in braces, in order.
+    """Return names in braces, in order.
 
     Raises:
         ValueError: braces that do not close, or with more in them than a name.

@@ -40,6 +40,8 @@ class CodecFacts:
     parted: bool = False
     """True where codes, scales and zero points are tensors of their own in another tool's files: such a codec is read and never
     written."""
+    chosen_later: bool = False
+    """True where it stands for a codec that is chosen when the model and the machine are known."""
     trainable: bool = False
     """True where a trainable parameter may be kept in these codes, rounded stochastically (zeroth order only)."""
 
@@ -65,6 +67,7 @@ class Codec(StrEnum):
         return member
 
     RAW = "raw", _AS_IT_IS
+    AUTO = "auto", CodecFacts(chosen_later=True)
     FP32 = "fp32", CodecFacts("float32")
     BF16 = "bf16", CodecFacts("bfloat16")
     FP16 = "fp16", CodecFacts("float16")
@@ -91,7 +94,7 @@ class Codec(StrEnum):
     @property
     def written(self) -> bool:
         """True where Blockwalk writes it; others are read from files that have it."""
-        return not (self.facts.block_bytes or self.facts.parted)
+        return not (self.facts.block_bytes or self.facts.parted or self.facts.chosen_later)
 
     @property
     def encoded(self) -> bool:

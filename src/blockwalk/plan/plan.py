@@ -28,6 +28,7 @@ from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.schedules import SCHEDULES
 from blockwalk.plan.sizes import THIN_TOGETHER, TOGETHER
 from blockwalk.plan.update_rules import RULES, RuleFacts
+from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import KINDS, KindFacts
 
 AUTO = -1
@@ -43,21 +44,23 @@ class Plan:
     """
 
     method: str = "plain"
-    """The row of the table of methods that every other choice begins from; auto: the planner's best for this machine."""
+    """The method that every other setting begins from; auto: the planner's best for this machine."""
     estimator: Estimator = Estimator.BACKPROP
-    """The way in which a step gets its direction; the method's own."""
+    """The source of a step's direction: backprop (exact gradients) or zeroth-order (losses alone). The method decides it."""
     frozen: Placement = Placement()
-    """The placement of parameters that are not trained: tier (device, host, disk), codec (raw, fp32, bf16, fp16, fp8, int8,
-    int4) and group of ranks (nobody, node, world or one of ``mesh.groups``)."""
+    """The place and form of weights that are not trained: tier × codec × group. Tiers are device, host (RAM) and disk. Codecs
+    are raw, fp32, bf16, fp16, fp8, int8, int4, int4a, nf4, or what a file has. auto is the first of raw, int8 and int4a that
+    takes at most half of this machine's memory. The group of ranks is nobody, node, world or one of ``mesh.groups``."""
     trainable: Placement = Placement()
-    """The placement of parameters that are trained."""
+    """The place and form of weights that are trained. On a GPU an update needs them and ``optimizer_state`` in one place. That
+    is the device, or both lie off it, and the processor updates them."""
     gradient: Placement = Placement(codec=Codec.FP32)
-    """The placement of gradients that wait for their update: over ranks the device or the host; one process keeps them on the
-    device, or where a CPU computes and the step's end updates, on disk."""
+    """The place of gradients that wait for their update. Over ranks it is the device or the host. One process keeps them on the
+    device. Where a CPU computes and the step's end updates, they lie on disk."""
     optimizer_state: Placement = Placement(codec=Codec.FP32)
-    """The placement of the optimizer's moments."""
+    """The place of the optimizer's moments."""
     activation: Placement = Placement()
-    """The placement of activation checkpoints, which the backward walk needs of the forward walk."""
+    """The place of activation checkpoints: each block's input, which the backward walk needs again."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     update: UpdateSettings = field(default_factory=UpdateSettings)
     zo: ZerothOrderSettings = field(default_factory=ZerothOrderSettings)
@@ -66,27 +69,27 @@ class Plan:
     gradient_accumulation_steps: int = 1
     """Micro-batches that a step's batch is cut into."""
     accumulation_order: str = "micro_batch"
-    """micro_batch: walk once per micro-batch; block: fetch a block once and run every micro-batch through it."""
+    """micro_batch: a walk for each micro-batch. block: each block is fetched once, for all micro-batches."""
     recompute: str = "all"
-    """Activations in the backward walk: all (recompute every block), none (keep all, where ``activation`` says), auto (keep
-    those of as many of the last blocks as there is room for: in the budget; of file maps, in the page cache)."""
+    """Activations that the backward walk computes again. all: those of every block. none: they are kept, where ``activation``
+    says. auto: the last blocks' are kept, as many as there is room for."""
     prefetch: int = 1
-    """Blocks fetched ahead of the one that computes; slots are one more."""
+    """The number of blocks that are fetched ahead of the one that computes."""
     resident: int = AUTO
-    """Blocks, evenly over the walk, that stay on the device for good where ``frozen`` (or, with zeroth order, ``trainable``)
-    places them elsewhere; -1: as many as ``budget`` holds at a run's longest sequences, none without one."""
+    """The number of blocks that stay on the device for good, evenly spaced. The others come from where ``frozen`` (zeroth
+    order: ``trainable``) places them. -1: as many as ``budget`` holds at a run's longest sequences; none without a budget."""
     compute_dtype: str = "auto"
-    """float32, bfloat16, or with zeroth order float16 (fp32, bf16 and fp16 for short); auto takes the checkpoint's own, for
-    backpropagation of a float16 checkpoint bfloat16."""
+    """The precision that blocks compute in: float32, bfloat16 or float16 (fp32, bf16, fp16 for short). auto takes the
+    checkpoint's own. Backpropagation takes bfloat16 in place of float16."""
     loss: str = "chunked"
-    """chunked: cross-entropy over vocabulary chunks; model: the model's own loss."""
+    """chunked: cross-entropy over parts of the vocabulary, which never holds all logits. model: the model's own loss."""
     neftune_noise_alpha: float = 0.0
-    """NEFTune: training adds uniform noise of up to alpha / √(S·D) to embeddings, sequences of S tokens of width D (Jain et al.
-    2023); 0: none."""
+    """NEFTune: the strength of uniform noise that training adds to embeddings; 0: none. It goes up to alpha / √(S·D) for S
+    tokens of width D (Jain et al. 2023)."""
     budget: int | None = None
     """Device memory that the step may use, in bytes. Without one a run on an accelerator has 0.9 of what is free there."""
     compile: bool = False
-    """Whether each kind of block is compiled once with torch.compile; a block's weights are then whole while it computes."""
+    """Whether each kind of block is compiled once with torch.compile. A block's weights are then whole while it computes."""
     seed: int = 0
     """The seed of the data's order, the adapters' first values, dropout, noise, rounding, and of the draws of generate."""
 
@@ -309,8 +312,8 @@ def _groups(plan: Plan) -> Iterator[str]:
         if few > many or (inner == "frozen" and few < many):
             rule = "over as many as" if inner == "frozen" else "over no more than"
             yield (
-                f"{inner} is {getattr(plan, inner)}, {few} ranks, and {outer} is {getattr(plan, outer)}, {many}: {inner} is"
-                f" spread {rule} {outer}; change one of them"
+                f"{inner} is {getattr(plan, inner)}, {counted(few, 'rank')}, and {outer} is {getattr(plan, outer)}, {many}:"
+                f" {inner} is spread {rule} {outer}; change one of them"
             )
 
 
@@ -377,7 +380,13 @@ def _others(plan: Plan) -> Iterator[str]:
     if not zeroth_order and update.deferred:
         yield "update.timing: deferred belongs to zeroth order; use block or step"
     for name in ("frozen", "trainable"):
-        if not (codec := getattr(plan, name).codec).written:
+        if (codec := getattr(plan, name).codec).facts.chosen_later:
+            if name != "frozen" or plan.frozen.on_device:
+                yield (
+                    f"{name} is {getattr(plan, name)}; {codec} is for frozen weights on disk or the host: name a codec, such as"
+                    " raw"
+                )
+        elif not codec.written:
             yield f"{name} is {getattr(plan, name)}; {codec} is read from files that have it, and not written: set raw"
     for name in ("gradient", "optimizer_state", "activation"):
         placement, kept = getattr(plan, name), Codec.RAW if name == "activation" else Codec.FP32
@@ -445,7 +454,7 @@ def _others(plan: Plan) -> Iterator[str]:
     for name, ranks in (("frozen", plan.frozen_ranks), ("trainable", plan.parameter_ranks)):
         if zeroth_order and mesh.ranks_per_node % ranks != 0:
             yield (
-                f"{name} is {getattr(plan, name)}, {ranks} ranks, and slices are gathered inside a node, whose ranks"
+                f"{name} is {getattr(plan, name)}, {counted(ranks, 'rank')}, and slices are gathered inside a node, whose ranks"
                 f" (mesh.ranks_per_node={mesh.ranks_per_node}) these do not divide; name a smaller group"
             )
     if zeroth_order and group_sizes(mesh)[plan.frozen.group] > 1 and not plan.sliceable("frozen"):

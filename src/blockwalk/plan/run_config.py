@@ -23,17 +23,17 @@ class DataSettings:
     """The data sets, and how records become tokens (``data.*``)."""
 
     train: str | tuple[str | Source, ...] = ""
-    """JSON (lines, or an array), CSV, Parquet or text file, a folder of them, or a hub name; or a list of such sources. A
-    source may be a mapping with settings of its own: ``{path: a.jsonl, weight: 2, columns: {prompt: question}}``."""
+    """Training data: a JSON, CSV, Parquet or text file, a folder of them, or a hub name. A list names several sources. A source
+    may have settings of its own: ``{path: a.jsonl, weight: 2, columns: {prompt: question}}``."""
     eval: str | tuple[str | Source, ...] = ""
-    """Held-out records in the same form; empty: no evaluation."""
+    """Held-out data in the same form; empty: no evaluation."""
     weights: tuple[float, ...] = ()
-    """Shares of the sources of ``data.train`` in a mixture, one for each: records are drawn by them until every source has been
-    seen whole, a short one again and again; empty: every record once."""
+    """Shares of the sources of ``data.train`` in a mixture, one for each. Records are drawn by them until every source has been
+    seen whole. A short one comes again and again. Empty: every record once."""
     eval_share: float = 0.0
-    """The share of the records of ``data.train`` that is held out for evaluation, such as 0.05, drawn by ``seed``; 0: none."""
+    """The share of ``data.train`` that is held out for evaluation, such as 0.05; 0: none. ``seed`` draws it."""
     eval_limit: int = 200
-    """Records of ``data.eval`` that a training run evaluates, drawn at random once; 0: all, as ``blockwalk eval`` does."""
+    """The number of held-out records that a run evaluates, drawn at random once; 0: all."""
     subset: str = ""
     """The configuration of a hub data set; empty: the only one."""
     train_split: str = "train"
@@ -41,15 +41,16 @@ class DataSettings:
     eval_split: str = "validation"
     """The split of a hub data set that is evaluated on."""
     format: str = ""
-    """messages, sharegpt, alpaca, completion, classification or text; empty: by the columns of each source's first record."""
+    """The form of records: messages, sharegpt, alpaca, completion, classification or text. Empty: as the columns of each
+    source's first record say."""
     columns: tuple[str, ...] = ()
-    """Fields that a format asks for, and the columns that hold them, as in ``[prompt=question, completion=answer]``."""
+    """Fields that a format asks for, and the columns that hold them: ``[prompt=question, completion=answer]``."""
     prompt: Sequence[str] = ()
-    """The text before each answer, with the record's columns in braces, in place of a chat template; of several texts the
-    first whose columns are all filled is taken."""
+    """The text before each answer, with columns in braces, in place of a chat template. Of several texts the first whose
+    columns are all filled is taken."""
     task: str = ""
-    """A task of MeZO's by name (sst2, sst5, rte, cb, boolq, wsc, wic, multirc, copa, record, trec, squad, drop): prompt,
-    candidates, metric, and a data set on the hub where ``data.train`` or ``data.eval`` is empty."""
+    """A task of MeZO's: sst2, sst5, rte, cb, boolq, wsc, wic, multirc, copa, record, trec, squad or drop. It brings prompt,
+    candidates and metric. Where ``data.train`` or ``data.eval`` is empty, its data come from the hub."""
     task_part: str = "test"
     """A task's held-out records: test, drawn from the evaluation data, or dev, drawn from the training data."""
     task_train: int = 1000
@@ -61,33 +62,33 @@ class DataSettings:
     task_seed: int = 0
     """Seed of a task's draws and of its demonstrations: numpy's legacy permutation, as MeZO draws."""
     shots: int = 0
-    """Training records, with their answers, before each held-out question of a task or template: in-context learning."""
+    """In-context learning: training records, with answers, before each held-out question of a task or template."""
     template: str = ""
-    """Classification: the text with record fields in braces and the label's place, as in ``{text} It was {label}``."""
+    """Classification: the text, with fields and the label's place in braces: ``{text} It was {label}``."""
     label_words: tuple[str, ...] = ()
     """Classification: the word of each class, in the order of the classes' numbers."""
     label_field: str = "label"
     """Classification: the record's field that holds the class, as a number or as its word."""
     label_scores: str = "mean"
-    """Classification: the score that ranks label words, in evaluation and by ``zo.objective``: the mean of the
-    log-probabilities of a word's tokens (as MeZO does), or their sum."""
+    """Classification: the score that ranks label words. mean: the mean of the log-probabilities of a word's tokens, as in MeZO.
+    sum: their sum."""
     chat_template: str = ""
-    """The chat template that conversations are written with: a file, or chatml, llama3, gemma, phi3 or mistral; empty: the
-    tokenizer's own. It is saved with what is trained."""
+    """The chat template of conversations: a file, or chatml, llama3, gemma, phi3 or mistral. Empty: the tokenizer's own. It is
+    saved with what is trained."""
     chat_template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, such as ``{enable_thinking: false}``."""
     max_length: int = 512
-    """Tokens of a sequence at most; longer records are cut, and counted."""
+    """The most tokens of a sequence; longer records are cut, and counted."""
     allow_truncation: bool = False
     """Whether a run may begin where more than half of its records are longer than ``max_length``, and are cut."""
     packing: bool = False
-    """Whether a row of ``max_length`` tokens holds several records, each by itself: positions begin anew, attention does not
-    cross from one to the next, and nothing is cut away."""
+    """Whether a row of ``max_length`` tokens holds several records. Each stays by itself: positions begin anew, and attention
+    does not cross. Nothing is cut."""
     padding_multiple: int = 8
-    """Sequences are padded to a multiple of this many tokens, for fewer shapes."""
+    """Sequences of up to 2,048 tokens are padded to a multiple of this many tokens, for fewer shapes."""
     shuffle: bool = True
-    """Whether records come in an order drawn anew for each epoch, the first one's longest record in the first batch and its
-    fullest batch second, where too little memory shows at once; false: in the file's."""
+    """Whether records come in a new order for each epoch; false: in the file's. The longest comes in the first batch, where too
+    little memory shows at once. The fullest batch is second."""
     show_first: bool = True
     """Whether the first record is printed at the start, with the part that is learnt marked."""
 
@@ -138,24 +139,24 @@ class RunConfig:
     """
 
     model: str = ""
-    """A hub name (``owner/name``, ``owner/name@revision``), a folder as downloaded, a GGUF file, or a block store."""
-    plan: Plan = field(default_factory=lambda: method("mebp"))
+    """The model: a hub name (``owner/name``, ``owner/name@revision``), a downloaded folder, a GGUF file or a block store."""
+    plan: Plan = field(default_factory=lambda: method("mebp", frozen="disk × auto"))
     data: DataSettings = field(default_factory=DataSettings)
     lora: LoraSettings | None = None
-    """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, as the method
-    needs."""
+    """Whether adapters are trained (true, or any of the settings below) or all parameters (false). Unless given, the method
+    decides."""
     prefix: PrefixSettings = field(default_factory=PrefixSettings)
     batch_size: int = 8
-    """Sequences of an optimizer step, whatever ``gradient_accumulation_steps`` cuts them into."""
+    """Sequences of a whole step, whatever ``gradient_accumulation_steps`` cuts them into."""
     eval_batch_size: int = 0
     """Sequences of an evaluation batch, which ranks share; 0: those of a micro-batch."""
     eval_batches: int = 4
-    """Evaluation batches that a visit of a block computes: its weights are fetched and decoded once for all of them."""
+    """The number of evaluation batches for which a block is fetched and decoded once."""
     max_steps: int = 0
     """Optimizer steps; 0: as many as ``epochs`` takes."""
     epochs: float = 1.0
-    """Times that every record is trained on, where ``max_steps`` is 0; parts too, such as 0.5. The last batch goes on with the
-    records that come next, so that no record comes twice more than another."""
+    """The times that every record is trained on, where ``max_steps`` is 0. Parts such as 0.5 are taken too. The last batch goes
+    on with the records that come next: none comes twice more than another."""
     eval_every: int = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     eval_first: bool = True
@@ -163,40 +164,41 @@ class RunConfig:
     keep_best: str = ""
     """Score of the evaluation whose checkpoint is kept beside the newest ones: loss or accuracy; empty: none is."""
     early_stopping: int = 0
-    """Evaluations without a better one, in a row, after which the run ends; by ``keep_best``, else by loss; 0: never."""
+    """The number of evaluations in a row without a better one, after which the run ends; 0: never. ``keep_best`` says what is
+    better, else the loss does."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end, and when a signal ends the run."""
     keep_checkpoints: int = 2
     """Checkpoints that stay; older ones are removed."""
     skip_nonfinite: int = 0
-    """Batches of a run that may be left out because their loss or gradients are not finite: the step is taken with the next
-    batch. One more ends the run, as the first does where this is 0."""
+    """The number of batches that may be left out because their loss or gradients are not finite. The step is taken with the
+    next batch. One more ends the run; with 0 the first does."""
     log_every: int = 10
     """Steps between lines where standard output is no terminal."""
     start_timeout: float = 120.0
     """Seconds that a rank waits at the start for all others to come."""
     interface: str = ""
-    """The network interface, such as ib0, that ranks of several machines talk over; empty: the one that torch chooses. Ranks
-    that are started here talk over the loopback interface."""
+    """The network interface, such as ib0, that ranks of several machines talk over. Empty: torch chooses. Ranks that are
+    started here talk over the loopback interface."""
     elastic: str = ""
-    """Zeroth order: the address (``host:port``, on one machine such as 127.0.0.1:29600) at which this run takes in ranks that
-    come and go: ``blockwalk train run.yaml --join``, as often and whenever you like; empty: none."""
+    """Zeroth order: the address at which ranks may come and go, ``host:port``, such as 127.0.0.1:29600. Each of them is started
+    by ``blockwalk train run.yaml --join``. Empty: none."""
     report_to: tuple[str, ...] = ()
-    """Trackers that are told every figure: tensorboard, wandb, trackio, mlflow, swanlab, ... (accelerate's names); all: those
-    that are installed; none: none. WANDB_PROJECT, or such, names the project; without, it is blockwalk."""
+    """Trackers of every figure: tensorboard, wandb, trackio, mlflow, swanlab and others of accelerate's names. all: those that
+    are installed. none: none. WANDB_PROJECT and the like name the project, else it is blockwalk."""
     run_name: str = ""
     """The run's name at trackers; empty: the name of ``output_dir``."""
     push_to_hub: str = ""
-    """A repository of the hub (``owner/name``) that is given what was trained, with a model card; where there is none, one
-    is made, private, before the run."""
+    """The hub repository (``owner/name``) that gets what was trained, with a model card. Where there is none, a private one is
+    made before the run."""
     output_dir: str = "runs/blockwalk"
     """The folder of the run: its configuration, metrics, checkpoints, and trained weights."""
     overwrite_output_dir: bool = False
-    """Whether an earlier run's checkpoints, ledger, metrics and trained weights are replaced, and files under their names that
-    no run made; they stay in ``output_dir/replaced`` until this run's first checkpoint is whole, trained weights in their
-    place until the new ones are."""
+    """Whether a run may replace an earlier run's files in ``output_dir``. They are checkpoints, ledger, metrics and trained
+    weights, and files under their names that no run made. They stay in ``output_dir/replaced`` until this run's first
+    checkpoint is whole. Trained weights stay until the new ones are whole."""
     resume_from_checkpoint: str = ""
-    """A checkpoint's folder, or ``latest``: the newest whole one in ``output_dir``, if there is any."""
+    """A checkpoint's folder, or latest: the newest whole one in ``output_dir``, if there is any."""
     named: frozenset[str] | None = field(default=None, compare=False, repr=False)
     """The settings of its plan that a file or a flag gave, no setting itself; None: whoever made the plan chose all of it. The
     machine decides some of the others (:func:`blockwalk.program.settling.settle`)."""
@@ -223,6 +225,11 @@ class RunConfig:
             )
         if self.data.eval_share and (other := "data.eval" if self.data.eval else "data.task" if self.data.task else ""):
             raise ValueError(f"data.eval_share and {other} both say what is evaluated; leave one of them out")
+        if self.data.eval_share and self.data.shots:
+            raise ValueError(
+                f"data.shots={self.data.shots} are taken of data.train, of which data.eval_share holds out a part: set"
+                " data.eval instead of it"
+            )
         if self.keep_best not in ("", "loss", "accuracy"):
             raise ValueError(f"keep_best is {self.keep_best!r}; it must be loss or accuracy")
         if self.data.label_scores not in ("mean", "sum"):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockwalk.plan.choices import OptimizerSettings
+from blockwalk.plan.words import counted
 
 Schedule = Callable[[int], float]
 """The learning rate by the number of updates that are done."""
@@ -31,7 +32,7 @@ class Course:
     power: float
 
     def progress(self, done: int) -> float:
-        """The share of the updates after the warm-up that are done, at most 1."""
+        """Return the share of the updates after the warm-up that are done, at most 1."""
         return min(1.0, done / self.span)
 
 
@@ -96,6 +97,11 @@ SCHEDULES = tuple(_ROWS)
 """The schedules' names."""
 
 
+def endless(name: str) -> bool:
+    """Return whether a schedule's rates do not depend on the length of the run."""
+    return _ROWS[name].endless
+
+
 def make_schedule(
     name: str,
     learning_rate: float,
@@ -107,9 +113,9 @@ def make_schedule(
     power: float = 1.0,
     cooldown_steps: float = 0.1,
 ) -> Schedule:
-    """The schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the warm-up, then stays (constant) or falls
-    towards ``min_ratio``·``learning_rate``, which it reaches at ``total_steps`` and keeps: along a line (linear), half a cosine
-    (cosine), ``cycles`` of them (cosine_with_restarts), a power of the line (polynomial), or half a cosine over the last
+    """Return the schedule ``name``: it climbs linearly from 0 to ``learning_rate`` during the warm-up, then stays (constant) or
+    falls towards ``min_ratio``·``learning_rate``, which it reaches at ``total_steps`` and keeps: along a line (linear), half a
+    cosine (cosine), ``cycles`` of them (cosine_with_restarts), a power of the line (polynomial), or half a cosine over the last
     ``cooldown_steps`` alone (warmup_stable_decay); inverse_sqrt falls with the root of the steps and has no end.
 
     Args:
@@ -142,7 +148,8 @@ def make_schedule(
         )
     warmup = _steps(warmup_steps, total_steps)
     if not facts.endless and warmup > total_steps:
-        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {total_steps} steps of the run; lower it")
+        steps_of_run = counted(total_steps, "step")
+        raise ValueError(f"optimizer.warmup_steps is {warmup}, more than the {steps_of_run} of the run; lower it")
     cooldown = _steps(cooldown_steps, total_steps)
     if name == "warmup_stable_decay" and warmup + cooldown > total_steps:
         raise ValueError(
@@ -165,7 +172,7 @@ def make_schedule(
 
 
 def schedule_of(rate: OptimizerSettings) -> Schedule:
-    """The schedule that settings describe; see :func:`make_schedule`.
+    """Return the schedule that settings describe; see :func:`make_schedule`.
 
     Raises:
         ValueError: they describe none.
@@ -183,5 +190,5 @@ def schedule_of(rate: OptimizerSettings) -> Schedule:
 
 
 def _steps(steps: float, total_steps: int) -> int:
-    """Steps, given as a number or as a ratio of all below 1."""
+    """Return steps, given as a number or as a ratio of all below 1."""
     return math.ceil(total_steps * steps) if steps < 1 else int(steps)

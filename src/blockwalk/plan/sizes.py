@@ -33,6 +33,10 @@ DECODE_BYTES = ByDevice(cpu=9 << 19, cuda=256 << 20)
 """Bytes of decoded weight at a time. Measured on a CPU with 1–8 MB: under 2 MB the products lose to their own start, over 4 MB
 nothing is won; 4.5 cut Qwen2.5-0.5B's widest matrices into two chunks of one shape."""
 
+EXPERTS_BYTES = 1 << 30
+"""Bytes of a layer's decoded experts up to which an accelerator decodes them all in one launch: 0.8 GB of Qwen3-30B-A3B's.
+Larger ones are decoded one by one, those that rows are routed to."""
+
 UPDATE_ELEMENTS = ByDevice(cpu=1 << 19, cuda=1 << 22)
 """Elements of a zeroth-order update at a time: few enough to stay in cache on a processor, enough to pay for the launches on
 an accelerator."""
@@ -90,6 +94,13 @@ def widened_bytes(rows: int, inner: int, columns: int) -> int:
     """Bytes of the float32 copies that a product [rows, inner]·[inner, columns] is made of at a time, its result with them."""
     rows, columns = min(rows, WIDENED_ROWS), min(columns, widened_columns(inner))
     return 4 * (inner * columns + rows * (inner + columns))
+
+
+def decoded_bytes(numel: int, itemsize: int, device: str, *, experts: bool) -> int:
+    """Return the bytes of the largest part of a weight that is decoded at a time. ``experts``: it is all of a layer's."""
+    nbytes = numel * itemsize
+    at_once = experts and device != "cpu" and nbytes <= EXPERTS_BYTES
+    return nbytes if at_once else min(nbytes, DECODE_BYTES[device])
 
 
 def side_by_side(sizes: Iterable[int], align: int) -> tuple[list[int], int]:

@@ -11,7 +11,7 @@ from blockwalk.plan.placement import DTYPE_BYTES, StateKind
 from blockwalk.program.lower import Builder, Turn
 from blockwalk.program.program import Bytes, Lane, OpKind, Pool
 from blockwalk.program.reductions import Reductions
-from blockwalk.program.residency import activation_pool, compute_dtype, gradient_pool
+from blockwalk.program.residency import activation_pool, compute_dtype, gradient_pool, stages_inputs
 
 
 def backprop(b: Builder, *, update: bool, graphs: int) -> None:
@@ -51,13 +51,15 @@ class _Backprop:
     """The first unit with something to train: below it nothing is differentiated."""
     reductions: Reductions = field(init=False)
     saves: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The op that saved each block's input, by block and micro-batch."""
+    """The op that saved each block's input, or its graph in file maps, by block and micro-batch."""
     hidden: dict[int, int] = field(default_factory=dict)
     """The op that made each micro-batch's hidden state."""
     coming: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks and micro-batches whose inputs are still to be brought back, in the order of their backwards."""
+    """Blocks and micro-batches whose inputs or graphs are still to be brought back, in the order of their backwards."""
+    saved_inputs: list[int] = field(default_factory=list)
+    """The ops that saved inputs, in order."""
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The op that brought an input back, of those that no backward has used."""
+    """The op that brought one back, of those that no backward has used."""
     backwards: list[int] = field(default_factory=list)
     """The backwards that used one."""
     complete: dict[int, int] = field(default_factory=dict)
@@ -77,35 +79,42 @@ class _Backprop:
             if unit >= max(self.lowest, 1) and unit not in self.keep:
                 saved = self._moves_input(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m], takes=self._input())
                 self.saves[unit, m] = saved
+                self.saved_inputs.append(saved)
             kind, flops = (OpKind.FORWARD, cost.forward_flops) if unit else (OpKind.PROLOGUE, 0)
             details = {"micro_batch": m, "keep_graph": unit in self.keep, "flops": flops, "transient": transient}
-            self.hidden[m] = b.op(kind, unit, Lane.COMPUTE, after, takes=graph, **details)
+            deps = [*after, *self._leaves_buffer()]
+            self.hidden[m] = b.op(kind, unit, Lane.COMPUTE, deps, takes=graph, **details)
             used.append(self.hidden[m])
+            if unit in self.keep and b.places.maps_graphs:
+                self.saves[unit, m] = self._moves_graph(OpKind.SAVE, Lane.STORE, unit, m, self.hidden[m])
         return used
 
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
         """The loss at the epilogue's turn, or a backward; then what completes the unit's gradients and uses them."""
         b, places, cost, kept, used = self.b, self.b.places, self.b.cost(unit), unit in self.keep, []
-        block, freed = 0 < unit < places.last, self._graph(unit) if kept else (*self._input(), *self._brought())
+        block, freed = 0 < unit < places.last, self._graph(unit) if kept else self._input()
         flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
         kind = OpKind.BACKWARD if block else OpKind.LOSS if unit else OpKind.PROLOGUE_BACKWARD
         transient = cost.backward_transient - (cost.saved if block and (kept or places.maps_graphs) else 0)
         if unit == places.last:
             blocks = range(places.last - 1, max(self.lowest, 1) - 1, -1)
-            self.coming = [(i, m) for i in blocks if i not in self.keep for m in group]
+            self.coming = [(i, m) for i in blocks if self._comes_back(i) for m in group]
         if places.maps_gradients:
             after = [*after, *self._fetch_gradients(unit, group)]
         after = [*after, *self._leave(places.plan.prefetch)]
         for m in group:
             deps, details = self.reductions.open(unit, after), self._claims(unit, m, transient)
-            if block and not kept:
+            comes_back = block and self._comes_back(unit)
+            if comes_back:
                 deps.append(self._load(unit, m))
             if block:
                 details |= {"keep_graph": kept, "frees": freed}
             details |= {"micro_batch": m, "last": m == self.final, "flops": flops}
             used.append(b.op(kind, unit, Lane.COMPUTE, deps, buffer=self.reductions.buffer(unit), **details))
-            if block and not kept:
+            if comes_back:
                 self.backwards.append(used[-1])
+            if block and not kept and places.maps_graphs:  # the graph was made again, in file maps
+                self._moves_graph(OpKind.SAVE, Lane.STORE, unit, m, used[-1])
         complete = group[-1] == self.final
         done = used[-1]
         if places.maps_gradients:
@@ -183,14 +192,28 @@ class _Backprop:
         return [b.op(kind, b.places.last, Lane.COMPUTE, deps, part=part, axes=b.everyone)]
 
     def _load(self, unit: int, micro_batch: int) -> int:
-        """Bring back a block's input, and with it those of the next backwards, as far as places are free: ``prefetch`` + 1,
-        each of which the backward that used it frees."""
+        """Bring back a block's input or its graph, and with it those of the next backwards, as far as places are free:
+        ``prefetch`` + 1, each of which the backward that used it frees. Inputs come into the buffers that they left by, after
+        the last of them has left."""
         places = self.b.places.plan.prefetch + 1
         while self.coming and len(self.loaded) < places:
             key, before = self.coming.pop(0), len(self.backwards) + len(self.loaded) - places
-            after = [self.saves[key], *([self.backwards[before]] if before >= 0 else [])]
-            self.loaded[key] = self._moves_input(OpKind.LOAD, Lane.FETCH, *key, *after, takes=self._brought())
+            saved = self.saved_inputs[-1] if self._stages else self.saves[key]
+            after = [saved, *([self.backwards[before]] if before >= 0 else [])]
+            if key[0] in self.keep:
+                self.loaded[key] = self._moves_graph(OpKind.LOAD, Lane.FETCH, *key, *after)
+            else:
+                self.loaded[key] = self._moves_input(OpKind.LOAD, Lane.FETCH, *key, *after)
         return self.loaded.pop((unit, micro_batch))
+
+    def _comes_back(self, unit: int) -> bool:
+        """True where a block's backward needs something that was saved: its input, or its graph in file maps."""
+        return unit not in self.keep or self.b.places.maps_graphs
+
+    def _moves_graph(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int) -> int:
+        """Hand the file maps that a block's graph was written to over to the disk, or bring their pages back."""
+        details = {"part": StateKind.ACTIVATION, "micro_batch": micro_batch, "of_graph": True}
+        return self.b.op(kind, unit, lane, after, nbytes=self.b.cost(unit).saved, **details)
 
     def _moves_input(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int, **memory: object) -> int:
         """Write a block's input to its tier, or bring it back."""
@@ -202,11 +225,14 @@ class _Backprop:
         """The memory of a block's saved input."""
         return ((activation_pool(self.b.places.plan, self.b.places.device), self.b.hidden_bytes),)
 
-    def _brought(self) -> Bytes:
-        """The device memory of an input that was brought back: a processor reads it where it lies."""
-        places = self.b.places
-        there = places.device == "cpu" or activation_pool(places.plan, places.device) is Pool.DEVICE
-        return () if there else ((Pool.DEVICE, self.b.hidden_bytes),)
+    @property
+    def _stages(self) -> bool:
+        return stages_inputs(self.b.places.plan, self.b.places.device)
+
+    def _leaves_buffer(self) -> list[int]:
+        """The save that the device buffer of the next input must have been left by: ``prefetch`` + 1 before it."""
+        buffers = self.b.places.plan.prefetch + 1
+        return self.saved_inputs[-buffers:][:1] if self._stages and len(self.saved_inputs) >= buffers else []
 
     def _graph(self, unit: int) -> Bytes:
         """The memory of a block's kept graph."""

@@ -64,8 +64,12 @@ def compile(
 
     Raises:
         AssertionError: an invariant of :mod:`blockwalk.program.program` does not hold.
+        ValueError: the frozen codec is not chosen yet.
     """
-
+    if plan.frozen.codec.facts.chosen_later:
+        raise ValueError(
+            f"frozen is {plan.frozen}, and a program is of a codec that is known: name one, such as {plan.frozen.tier} × int4a"
+        )
     places = Placements(plan, model, device)
 
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:

@@ -12,7 +12,7 @@ from blockwalk.program.costs import Costs, UnitCost
 from blockwalk.program.flat_layout import has_node_slice
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import COMPUTES, Draft, Lane, OpKind, Pool, Program, Shape, StepKind
-from blockwalk.program.residency import activation_pool, compute_dtype
+from blockwalk.program.residency import activation_pool, compute_dtype, stages_inputs
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Turn:
     unit: int
     work: Callable[[tuple[int, ...]], list[int]]
     updates: bool = False
-    """An update at the step's end: it needs a unit's masters, and what is in a slot only where they are there."""
+    """True for updates after the walk: parameters are fetched only if the masters live in a slot."""
 
 
 @dataclass(slots=True)
@@ -220,7 +220,7 @@ class Builder:
         places, model = self.places, self.places.model
         slots, static = places.slot_sizes(), places.resident()
         gradients = 4 * sum(places.pools.gradients) if step_kind.trains else 0
-        static[Pool.DEVICE] += sum(slots) + gradients + self.costs.scratch + self._carried(step_kind)
+        static[Pool.DEVICE] += sum(slots) + gradients + self.costs.scratch + self._carried(step_kind) + self._staged()
         streamed = frozenset(u for u in range(places.last + 1) if places.parts(u))
         return Program(
             title=f"{places.plan.method} on {model.name}",
@@ -235,6 +235,12 @@ class Builder:
             slot_bytes=max(slots, default=0),
             dirty=self.residency.dirty,
         )
+
+    def _staged(self) -> int:
+        """Device bytes of the buffers by way of which inputs go to their tier and come back."""
+        plan = self.places.plan
+        saves = any(op.kind is OpKind.SAVE and not op.of_graph for op in self.draft.ops)
+        return (plan.prefetch + 1) * self.hidden_bytes if saves and stages_inputs(plan, self.places.device) else 0
 
     def _carried(self, step_kind: StepKind) -> int:
         """Device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the backward

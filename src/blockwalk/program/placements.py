@@ -175,7 +175,7 @@ class Placements:
         return sizes
 
     def rewritten(self, unit: int) -> bool:
-        """True where an update changes a unit's trainables where they come to at its turn, so that they are written back."""
+        """Return whether an update changes trainables where they come to at their turn, so that they are written back."""
         return self.streams(unit, StateKind.TRAINABLE) and not self.updates_on_host
 
     @property
@@ -333,7 +333,7 @@ class Placements:
         return +held
 
     def _beside_parameters(self) -> Counter[Pool]:
-        """Bytes of what a first-order run of one process holds beside its parameters."""
+        """Count what a first-order run of one process holds beside its parameters, in bytes."""
         plan, trained = self.plan, self.model.numel(trainable=True)
         sizes = [unit.nbytes(plan.trainable.codec, trainable=True) for unit in self.model.units]
         moments = len(plan.update_rule.states) * 4 * trained
@@ -354,7 +354,7 @@ class Placements:
         return held
 
     def bytes_in_maps(self) -> int:
-        """Bytes of the file maps that masters, optimizer states and copies of both lie in, behind an accelerator."""
+        """Count the bytes of file maps that masters, optimizer states and copies of both lie in, behind an accelerator."""
         held = self._beside_parameters()[Pool.DISK] if self.updates_on_host else 0
         if self.masters_on_disk:
             travel = [unit for u, unit in enumerate(self.model.units) if self.streams(u, StateKind.TRAINABLE)]
@@ -363,8 +363,8 @@ class Placements:
 
 
 def evenly(count: int) -> list[int]:
-    """The numbers below ``count`` in an order of which any beginning lies evenly among them (van der Corput's): a walk meets
-    blocks that stay between those that come, while which it computes on them the link goes on.
+    """Return 0 to ``count`` − 1 in van der Corput's order: every prefix is evenly spread, so resident blocks alternate with
+    fetched ones, and transfers hide behind them.
 
     >>> evenly(6)
     [0, 3, 1, 4, 2, 5]

@@ -8,7 +8,7 @@ program are written below as pure functions over it, each returning the broken p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -28,9 +28,10 @@ class OpKind(StrEnum):
     PROLOGUE = "PROLOGUE"
     FORWARD = "FORWARD"
     SAVE = "SAVE"
-    """A block's input, the activation checkpoint, is written to its tier."""
+    """A block's input, the activation checkpoint, is written to its tier; or, on a CPU, what a block's graph holds in file
+    maps goes to the disk as far as memory is short."""
     LOAD = "LOAD"
-    """An activation checkpoint is brought back."""
+    """An activation checkpoint, or what a kept graph holds in file maps, is brought back."""
     LOSS = "LOSS"
     """The epilogue: final norm, head and loss, with the gradient of its input where the estimator needs one."""
     BACKWARD = "BACKWARD"
@@ -159,6 +160,8 @@ class Op:
     """Entries of the ledger that an UPDATE or a REPLAY applies."""
     keep_graph: bool = False
     """True for a FORWARD whose activations stay for its BACKWARD, and for a BACKWARD that need not recompute."""
+    of_graph: bool = False
+    """True for a SAVE or LOAD of what a block's graph holds in file maps, in place of its input."""
     last: bool = False
     """The last of its micro-batches: gradients are complete after it."""
     takes: Bytes = ()
@@ -203,12 +206,20 @@ class Program:
     """Sharded over ranks: units whose node slices are out of date when the program has run."""
     _peaks: Counter[Pool] = field(default_factory=Counter, compare=False, repr=False)
 
-    def bytes_by_lane(self) -> dict[Lane, int]:
-        """Bytes that cross the link of each lane in one run."""
+    def bytes_by_lane(self, graphs: Mapping[tuple[int, int], int] | None = None) -> dict[Lane, int]:
+        """Bytes that cross the link of each lane in one run.
+
+        Args:
+            graphs: bytes that each block's graph wrote to file maps, by unit and micro-batch, in place of those foreseen: a
+                program that was compiled without costs foresees none.
+        """
         total: Counter[Lane] = Counter()
         for op in self.ops:
-            if op.nbytes:
-                total[op.lane.link] += op.nbytes
+            nbytes = op.nbytes
+            if graphs is not None and op.of_graph:
+                nbytes = graphs[op.unit, op.micro_batch]
+            if nbytes:
+                total[op.lane.link] += nbytes
         return dict(total)
 
     def peaks(self) -> Counter[Pool]:
@@ -273,6 +284,7 @@ def _detail(op: Op) -> str:
         "on device" if op.kept else "",
         f"{op.entries} pending" if op.entries else "",
         ("keeps graph" if op.kind is OpKind.FORWARD else "graph kept") if op.keep_graph else "",
+        "graph" if op.of_graph else "",
     )
     return " ".join(word for word in words if word)
 

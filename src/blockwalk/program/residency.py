@@ -70,6 +70,11 @@ def activation_pool(plan: Plan, device: str) -> Pool:
     return Pool.MAPPED if tier is Tier.DISK and device == "cpu" else POOLS[tier]
 
 
+def stages_inputs(plan: Plan, device: str) -> bool:
+    """Whether a block's input goes to its tier, and comes back, by way of device buffers: ``prefetch`` + 1 for all blocks."""
+    return device != "cpu" and activation_pool(plan, device) is not Pool.DEVICE
+
+
 def gradient_pool(plan: Plan, device: str) -> Pool:
     """The pool in which the gradients of one process wait for the step's end: the device's or, on a CPU, file maps."""
     on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn
@@ -77,7 +82,7 @@ def gradient_pool(plan: Plan, device: str) -> Pool:
 
 
 def updates_on_host(plan: Plan, device: str) -> bool:
-    """Whether the processor behind an accelerator updates one process's trainables: where their optimizer states, or without
+    """Return whether the processor behind an accelerator updates one process's trainables: where optimizer states, or without
     any they themselves, are not on the device. Masters and states then lie together, and the device has copies of masters."""
     updated = plan.optimizer_state if plan.update_rule.states else plan.trainable
     return device != "cpu" and not (plan.zeroth_order or plan.sharded or updated.on_device)

@@ -73,17 +73,21 @@ def settle(
     inputs: dict[str, Any] = {"costs": costs, "device": device, "page_cache": room.page_cache}
     if device == "cpu":
         return Settled(settled(plan, model, shape, **inputs))
+
+    def with_blocks(begun: Plan) -> tuple[Plan, int]:
+        """A plan with the blocks that stay, and the host bytes that its step pins."""
+        full = settled(begun, model, shape, **inputs)
+        return full, compile(full, model, StepKind.TRAIN, shape, **inputs).peaks()[Pool.HOST]
+
+    tried = [with_blocks(begun) for begun in begins(budgeted(plan, room.device_free), named)]
     most = int(PINNED * room.host_free)
-    pinned: list[int] = []
-    for begun in begins(budgeted(plan, room.device_free), named):
-        found = settled(begun, model, shape, **inputs)
-        pinned.append(compile(found, model, StepKind.TRAIN, shape, **inputs).peaks()[Pool.HOST])
-        if pinned[-1] <= most:
-            break
+    anyway = tried[-1][1]
+    # A tier takes no room where the step pins as much without it.
+    found, pinned = next((full, nbytes) for full, nbytes in tried if nbytes <= max(most, anyway))
     left = free_tiers(plan, named)
     names = [f"{kind}.tier" for kind in left]
     names += [name for name, unset in UNSET.items() if getattr(plan, name) == unset != getattr(found, name)]
-    return Settled(found, tuple(names), tuple(_notes(found, left, (pinned[0], pinned[-1], most))))
+    return Settled(found, tuple(names), tuple(_notes(found, left, (tried[0][1], pinned, most))))
 
 
 UNSET = {"budget": None, "resident": AUTO}
@@ -133,6 +137,6 @@ def _notes(found: Plan, left: Collection[str], pinned: tuple[int, int, int]) -> 
     moved = [kind for kind in left if getattr(found, kind).on_host]
     may = f"{most} may be, {PINNED} of what is free"
     if moved:
-        yield f"{' and '.join(moved)} begin from the host: {taken} pinned, {may} ({moved[0]}.tier: disk leaves it there)"
+        yield f"{' and '.join(moved)} begin from the host: {taken} lie there, {may} ({moved[0]}.tier: disk leaves it there)"
     if stays := [kind for kind in left if kind not in moved]:
-        yield f"{' and '.join(stays)} begin from the disk: the host would pin {wanted}, and {may}"
+        yield f"{' and '.join(stays)} begin from the disk: the host would hold {wanted}, and {may}"

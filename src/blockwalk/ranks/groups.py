@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.mesh import Axis, between, make_axes, named, slice_of
+from blockwalk.plan.words import counted
 from blockwalk.program.program import Lane
 from blockwalk.ranks.place import TIMEOUT, place
 
@@ -150,7 +151,7 @@ def started(mesh: MeshSettings) -> int:
     """The ranks that were started. Raises ValueError where they, or those of this node, are not the mesh's."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.world != world:
-        raise ValueError(f"mesh.world is {mesh.world}, and {world} ranks were started; set mesh.world: {world}")
+        raise ValueError(f"mesh.world is {mesh.world}, and {counted(world, 'rank')} started; set mesh.world: {world}")
     if world == 1:
         return world
     here = place()

@@ -28,6 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from blockwalk.plan.words import counted
 from blockwalk.ranks.place import LOST, PORT, TIMEOUT, LostRank, Place, meeting_point, port_of
 from blockwalk.system import links
 from blockwalk.system.cores import usable_cores
@@ -63,7 +64,7 @@ def start(arguments: Sequence[str], ranks_per_node: int, nodes: int) -> int:
         return 0
     _require_loopback()
     others = "for several nodes, add --nnodes N to see the command for each"
-    say(f"starting {ranks_per_node} ranks here; {others}")
+    say(f"starting {counted(ranks_per_node, 'rank')} here; {others}")
     with tempfile.TemporaryDirectory(prefix="blockwalk-ranks-") as folder:  # mode 0700
         common = {
             "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_node)),

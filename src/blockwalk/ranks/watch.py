@@ -52,9 +52,9 @@ class Watch:
     watched: more than :data:`STUCK_AFTER` seconds and ten usual steps, and the step is stuck. A slow step whose ops finish is
     left alone, and so is a first step of any length.
 
-    A silent rank of this node whose process has used its processor since is busy (a library can keep every other thread of
-    a process waiting): this rank counts its beat up for it. Any other is killed: one that was stopped would not hear its
-    launcher, which waits for it.
+    If a silent rank of this node still uses its processor, it is busy (a library can keep every other thread of a process
+    waiting), and this rank counts its beat up for it. Any other is killed with SIGKILL, because a stopped process ignores
+    its launcher's SIGTERM.
 
     Args:
         here: this process among the ranks.

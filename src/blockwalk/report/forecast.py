@@ -16,6 +16,7 @@ from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.parsing import plain_values
 from blockwalk.plan.placement import NOBODY, Codec, Placement, Tier
 from blockwalk.plan.plan import Plan
+from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import states_beside
 from blockwalk.program.costs import Costs
 from blockwalk.program.placements import Placements
@@ -115,7 +116,7 @@ class Forecast:
         # the simulation of a shorter row may take longer than that of the longest
         at_most = max(found.seconds, usual.seconds if usual else 0.0)
         duration = _duration(steps * (usual or found).seconds)
-        whole = f"; {steps} steps: about {duration}, evaluations left out" if steps else ""
+        whole = f"; {counted(steps, 'step')}: about {duration}, evaluations left out" if steps else ""
         yield f"time    {at_most:.3g} s a step at most{each}{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
@@ -170,7 +171,7 @@ class Forecast:
         moved = ", ".join(f"{lane} {human_bytes(nbytes)}" for lane, nbytes in program.bytes_by_lane().items())
         yield f"  one step     {shape.batch} × {shape.sequence} tokens{micro}; moves {moved or 'nothing'}"
         if plan.resident > 0:
-            yield f"  {plan.resident} of {len(self.model.blocks)} blocks stay on the device for good"
+            yield f"  {plan.resident} of {counted(len(self.model.blocks), 'block')} stay on the device for good"
         whose = "a step" if self.fullest is self.program else "an evaluation"
         yield f"  tensors at {whose}'s peak: {', '.join(self.pools())}"
         if plan.budget is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from blockwalk.checkpoints import run_checkpoint, sweeping
 from blockwalk.plan.run_config import RunConfig
+from blockwalk.plan.words import counted
 from blockwalk.program.placements import Placements
 from blockwalk.program.program import OpKind, Pool, human_bytes
 from blockwalk.program.residency import maps_graphs
@@ -156,9 +157,9 @@ def check_disks(run: RunConfig, forecast: Forecast, steps: int, data_maps: int =
         if needed > free + sum(nbytes for path, nbytes in goes if _disk(path) == disk):
             raise ValueError(
                 f"the run writes {human_bytes(needed)} to the disk of {place}, which has {human_bytes(free)} free:"
-                f" {kept} checkpoints at a time of {human_bytes(trained + state)} (keep_checkpoints: {run.keep_checkpoints},"
-                f" and the one that is being written), {human_bytes(final)} at the end, {human_bytes(scratch)} of scratch; free"
-                " some space, choose another output_dir, or lower keep_checkpoints"
+                f" {counted(kept, 'checkpoint')} at a time of {human_bytes(trained + state)} (keep_checkpoints:"
+                f" {run.keep_checkpoints}, and the one that is being written), {human_bytes(final)} at the end,"
+                f" {human_bytes(scratch)} of scratch; free some space, choose another output_dir, or lower keep_checkpoints"
             )
 
 

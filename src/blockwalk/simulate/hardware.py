@@ -238,9 +238,9 @@ def load(name_or_path: str | Path) -> Hardware:
 
 
 def described_as(name: str) -> Hardware:
-    """The shipped description of a card by torch's name of it; of one that none describes the RTX 4090's."""
+    """The shipped description of one card by torch's name of it; of one that none describes the RTX 4090's."""
     known = (found for found in map(load, names()) if is_called(name, found.card))
-    return next(known, None) or load("rtx-4090")
+    return dataclasses.replace(next(known, None) or load("rtx-4090"), devices_per_node=1, nodes=1)
 
 
 def with_facts(machine: Hardware, facts: Facts) -> Hardware:

@@ -33,6 +33,9 @@ TRAFFIC = 4
 """Bytes that a block's element-wise work reads and writes, as a multiple of the most that it holds at once: where only that
 is known."""
 
+HOST_MEMORY = 2e10
+"""Bytes/s of a processor's memory behind an accelerator, where it updates what lies there. A guess: no hardware file has it."""
+
 UPDATE_STARTS = 12
 """Operations that the update of one parameter starts."""
 
@@ -128,7 +131,7 @@ class CostModel:
             if self.plan.update.at_turn:  # the old values are copied first
                 moved = 8 * (1 + len(self.plan.update_rule.states)) * trained / share
             if op.lane is Lane.UPDATE:
-                return hw.op_seconds + (moved + self._touched(trained)) / hw.host_to_device.bandwidth
+                return hw.op_seconds + (moved + self._touched(trained)) / HOST_MEMORY
             return seconds + moved / hw.memory_bandwidth
         if op.kind in (OpKind.PERTURB, OpKind.UPDATE_ALL):
             return self.model.numel(trainable=True) / hw.noise_rate
@@ -202,7 +205,7 @@ class CostModel:
         return self._touched(elements) / self.hardware.memory_bandwidth
 
     def _touched(self, elements: float) -> float:
-        """Bytes that the update rule reads and writes for so many elements."""
+        """Count the bytes that the update rule reads and writes for so many elements."""
         return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements
 
     def _narrowed(self, rate: str, elements: float) -> float:
@@ -234,7 +237,10 @@ class CostModel:
         if not op.nbytes or tier is Tier.DEVICE:
             return 0.0
         if self.hardware.device == "cpu":
-            return (link if self._cached(op) else disk).seconds(op.nbytes)
+            cached = self._cached(op)
+            if cached and op.of_graph:  # the compute lane wrote it, and reads it, where it lies
+                return 0.0
+            return (link if cached else disk).seconds(op.nbytes)
         return link.seconds(op.nbytes) + (disk.seconds(op.nbytes) if tier is Tier.DISK else 0.0)
 
     def _cached(self, op: Op) -> bool:

@@ -31,6 +31,7 @@ _WILLNEED, _DONTNEED, _HUGEPAGE, _POPULATE_READ = 3, 4, 14, 22
 if sys.platform != "win32":
     _LIBC = ctypes.CDLL(None, use_errno=True)
     _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
@@ -103,13 +104,7 @@ class MappedFile:
         (MADV_POPULATE_READ, or one touch a page on an older kernel), so that computing takes no page fault.
         """
         ranges = list(ranges)
-        spans = _pages(ranges, self.nbytes)
-        base = self.bytes_P.data_ptr()
-        for start, stop in spans:
-            _advise(base + start, stop - start, _WILLNEED)
-        for start, stop in spans:
-            if not (sys.platform == "linux" and _advise(base + start, stop - start, _POPULATE_READ)):
-                self.bytes_P[start:stop:PAGE].sum(dtype=torch.int64)
+        will_need([self.bytes_P[start:stop] for start, stop in _pages(ranges, self.nbytes)])
         return sum(nbytes for _, nbytes in ranges)
 
     def dont_need(self, ranges: Iterable[tuple[int, int]], *, drop_cache: bool = False) -> None:
@@ -132,6 +127,26 @@ class MappedFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def will_need(parts: Sequence[Tensor]) -> None:
+    """Read and map the pages of parts (uint8 [bytes]) of file maps, each from the beginning of a page on, blocking."""
+    for part_P in parts:
+        _advise(part_P.data_ptr(), part_P.numel(), _WILLNEED)
+    for part_P in parts:
+        if not (sys.platform == "linux" and _advise(part_P.data_ptr(), part_P.numel(), _POPULATE_READ)):
+            part_P[::PAGE].sum(dtype=torch.int64)
+
+
+def is_in_memory(part_P: Tensor) -> bool:
+    """Whether the kernel has every page of a part (uint8 [bytes]) of a file map in memory; True where it does not tell. The
+    part begins with a page."""
+    if sys.platform == "win32":
+        return True
+    states = torch.empty(-(-part_P.numel() // PAGE), dtype=torch.uint8)
+    if _LIBC.mincore(part_P.data_ptr(), part_P.numel(), states.data_ptr()) != 0:
+        return True
+    return bool(states.bitwise_and_(1).all())
 
 
 def _drop_cache(path: Path, spans: Iterable[tuple[int, int]]) -> None:

@@ -10,21 +10,21 @@ import math
 import os
 import tempfile
 import time
-from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from blockwalk.numerics.device import host_buffers, is_cpu
+from blockwalk.numerics.device import host_buffers, is_cpu, recorded
 from blockwalk.plan.placement import Tier
 from blockwalk.plan.sizes import side_by_side
 from blockwalk.system.atomic_files import PARTIAL
 from blockwalk.system.paths import StrPath
-from blockwalk.tiers.disk import MappedFile
+from blockwalk.tiers.disk import MappedFile, is_in_memory, will_need
 
 _ALIGN = 64
 
@@ -99,46 +99,86 @@ class ScratchMaps:
 
 
 class Activations:
-    """The activation checkpoints of one step, on one tier. Buffers are kept from step to step and grow when they must. An
-    input that is brought back to an accelerator lies in the next of so many ``places``, whose last reader it waits for."""
+    """The activation checkpoints of one step, on one tier. Buffers are kept from step to step.
+
+    An input leaves an accelerator, and comes back, by way of one of so many device buffers (``places``), which take turns. The
+    compute lane copies it there and goes on; what the allocator may use again is thus known when that copy is issued. The
+    program says when a buffer may be filled again.
+    """
 
     def __init__(self, tier: Tier, device: torch.device, scratch: ScratchMaps, places: int) -> None:
         self._tier, self._device, self._scratch = tier, device, scratch
-        self._places = deque([torch.empty(0, dtype=torch.uint8, device=device)] * places)
+        self._stays = tier is Tier.DEVICE or (tier is Tier.HOST and is_cpu(device))
+        self._staged = not (self._stays or is_cpu(device))
+        self._places: list[Tensor] = []
+        self._turns = cycle(range(places))
+        self._count = places
+        self._longest = 0
+        """Bytes of the largest input that is known of."""
         self._buffers: dict[Hashable, Tensor] = {}
         self._held: dict[Hashable, Tensor] = {}
 
-    def save(self, key: Hashable, hidden_BSD: Tensor) -> None:
-        """Copy a block's input to its tier; on the device tier it is kept as it is."""
-        if self._tier is Tier.DEVICE or (self._tier is Tier.HOST and is_cpu(self._device)):
-            self._held[key] = hidden_BSD
-            return
-        buffer = self._buffers.get(key)
-        nbytes = hidden_BSD.nbytes
-        if buffer is None or buffer.numel() < nbytes:
-            on_host = self._tier is Tier.HOST
-            buffer = host_buffers([nbytes], self._device)[0] if on_host else self._scratch.bytes(nbytes)
-            self._buffers[key] = buffer
-        target = buffer[:nbytes].view(hidden_BSD.dtype).view(hidden_BSD.shape)
-        target.copy_(hidden_BSD, non_blocking=self._tier is Tier.HOST)
-        if not is_cpu(self._device):  # the compute lane lets go of it when this copy is issued, not when it is done
-            hidden_BSD.record_stream(torch.accelerator.current_stream(self._device))
-        self._held[key] = target
-
-    def load(self, key: Hashable) -> Tensor:
-        """The saved input on the device. On a CPU it is the map itself: valid until the key is saved again."""
-        held = self._held.pop(key)
-        if is_cpu(self._device) or self._tier is Tier.DEVICE:
-            return held
-        place, nbytes = self._places.popleft(), held.nbytes
-        if place.numel() < nbytes:
-            place = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._places.append(place)
-        return place[:nbytes].view(held.dtype).view(held.shape).copy_(held, non_blocking=True)
-
-    def clear(self) -> None:
-        """Begin a step: forget what a failed one has left."""
+    def begin(self, nbytes: int) -> None:
+        """Begin a step whose largest input has so many bytes: forget what a failed one has left."""
         self._held.clear()
+        self.reserve(nbytes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make buffers for inputs of so many bytes from now on, when they are used, once nothing is copied from or to smaller
+        ones: a driver would let go of memory under a copy. Between steps, on the compute lane."""
+        if nbytes <= self._longest:
+            return
+        if self._staged and self._buffers:
+            recorded(self._device).synchronize()
+        if self._staged:
+            self._buffers.clear()
+        self._places.clear()
+        self._longest = nbytes
+
+    def place(self) -> Tensor:
+        """The device buffer (uint8) whose turn it is; the compute lane asks, in the program's order."""
+        if not self._places:
+            size = self._longest if self._staged else 0
+            self._places = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(self._count)]
+        return self._places[next(self._turns)]
+
+    def stage(self, hidden_BSD: Tensor) -> tuple[Tensor, torch.Event | None]:
+        """A block's input where :meth:`save` may read it on another lane, and the event that it is there from on."""
+        if not self._staged:
+            return hidden_BSD, None
+        staged = _as(hidden_BSD, self.place()).copy_(hidden_BSD)
+        return staged, recorded(self._device)
+
+    def save(self, key: Hashable, staged_BSD: Tensor, there: torch.Event | None = None) -> None:
+        """Copy a block's input, as :meth:`stage` answered it, to its tier; on the device tier it is kept as it is."""
+        if self._stays:
+            self._held[key] = staged_BSD
+            return
+        if there is not None:
+            torch.accelerator.current_stream(self._device).wait_event(there)
+        buffer = self._buffers.get(key)
+        nbytes = staged_BSD.nbytes
+        if buffer is None or buffer.numel() < nbytes:
+            size = max(nbytes, self._longest)
+            on_host = self._tier is Tier.HOST
+            buffer = host_buffers([size], self._device)[0] if on_host else self._scratch.bytes(size)
+            self._buffers[key] = buffer
+        self._held[key] = _as(staged_BSD, buffer).copy_(staged_BSD, non_blocking=self._tier is Tier.HOST)
+
+    def load(self, key: Hashable, place: Tensor | None = None) -> Tensor:
+        """The saved input on the device, in ``place`` where it was elsewhere. On a CPU it is the map itself: valid until the
+        key is saved again."""
+        held = self._held.pop(key)
+        if not self._staged:
+            return held
+        assert place is not None
+        return _as(held, place).copy_(held, non_blocking=True)
+
+
+def _as(tensor: Tensor, buffer_P: Tensor) -> Tensor:
+    """The beginning of a buffer, in a tensor's dtype and shape."""
+    assert tensor.nbytes <= buffer_P.numel(), (tensor.shape, tensor.dtype, buffer_P.numel())
+    return buffer_P[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 _PIECE = 8 << 20
@@ -164,14 +204,26 @@ class SavedTensors:
     def __init__(self, scratch: ScratchMaps) -> None:
         self._scratch = scratch
         self._maps: list[Tensor] = []
+        self._used: list[int] = []
+        """The bytes of each map that were written, of any step."""
         self._place, self._since = (0, 0), 0.0
+        self.nbytes = 0
+        """The bytes written since the last :meth:`rewind`."""
         self._written: dict[object, tuple[StorageWeakRef, Tensor]] = {}
 
     def rewind(self) -> None:
         """Begin a new step: everything that was written may be overwritten, or goes with its map."""
         self._place = (0, 0)
+        self.nbytes = 0
         if time.monotonic() > self._since + _FRESH:
-            self._maps, self._since = [], time.monotonic()
+            self._maps, self._used, self._since = [], [], time.monotonic()
+
+    def will_need(self) -> None:
+        """Bring back what was written since the last :meth:`rewind`, blocking."""
+        number, stop = self._place
+        will_need([part_P[:used] for part_P, used in zip(self._maps[:number], self._used, strict=False) if used])
+        if stop:
+            will_need([self._maps[number][:stop]])
 
     def write(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map already is
@@ -211,11 +263,19 @@ class SavedTensors:
             self._written.clear()
 
     def _take(self, nbytes: int) -> Tensor:
+        """A place (uint8 [nbytes]) behind the last one. A map that the kernel has taken pages of is made anew: it would read
+        each from the disk, only to have it overwritten."""
         number, start = self._place
         while number < len(self._maps) and start + nbytes > self._maps[number].numel():
             number, start = number + 1, 0
         if number == len(self._maps):
             self._maps.append(self._scratch.bytes(max(nbytes, _PIECE)))
-        stop = start + -(-nbytes // _ALIGN) * _ALIGN
+            self._used.append(0)
+        elif not start and not is_in_memory(self._maps[number][: self._used[number]]):
+            self._maps[number] = self._scratch.bytes(self._maps[number].numel())
+            self._used[number] = 0
+        stop = min(start + -(-nbytes // _ALIGN) * _ALIGN, self._maps[number].numel())
         self._place = (number, stop)
+        self._used[number] = max(self._used[number], stop)
+        self.nbytes += nbytes
         return self._maps[number][start : start + nbytes]

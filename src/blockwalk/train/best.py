@@ -28,8 +28,8 @@ class Best:
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, Any]], score: str, records: str) -> Best:
-        """The best of the lines of ``evaluations.jsonl``. Evaluations of other records than these, by their digest, do not
-        count: their figures are not compared."""
+        """Return the best of the lines of ``evaluations.jsonl``. Evaluations of other records than these, by their digest, do
+        not count: their figures are not compared."""
         best = Best(score)
         for line in lines:
             if line.get("records", records) == records:
@@ -37,7 +37,7 @@ class Best:
         return best
 
     def after(self, line: Mapping[str, Any]) -> Best:
-        """The best once another evaluation is known, by its line."""
+        """Return the best once another evaluation is known, by its line."""
         value = line[self.score]
         if line["step"] <= 0 or line["step"] == self.step:
             return self

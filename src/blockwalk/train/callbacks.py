@@ -39,7 +39,7 @@ of them after this step as if it were the last."""
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:
-    """The trackers of ``report_to``, made when the run begins: none, all that are installed, or those of these names.
+    """Return the trackers of ``report_to``, made when the run begins: none, all that are installed, or those of these names.
 
     Raises:
         ValueError: an unknown name, one beside *none* or *all*, or a package that is not installed.
@@ -82,7 +82,8 @@ where it takes none."""
 def tracker_names(
     tracker: str, run_name: str, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, dict[str, str]]:
-    """The first argument of one of accelerate's trackers, a project where it has such, and the arguments that name the run."""
+    """Return the first argument of one of accelerate's trackers, a project where it has such, and the arguments that name the
+    run."""
     if tracker not in _NAMED:
         return run_name, {}
     variable, argument = _NAMED[tracker]
@@ -90,7 +91,7 @@ def tracker_names(
 
 
 def _tracker(name: str, cls: Any) -> Callback:
-    """A callback that hands each event's figures to one of accelerate's trackers, on rank 0."""
+    """Return a callback that hands each event's figures to one of accelerate's trackers, on rank 0."""
     opened: list[Any] = []
 
     def tell(event: Event) -> None:

@@ -8,6 +8,7 @@ keys are errors. Nothing here imports torch, but for ``method: auto``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -32,12 +33,16 @@ from blockwalk.plan.parsing import (
     section,
     setting_of,
 )
-from blockwalk.plan.placement import Placement
+from blockwalk.plan.placement import Codec, Placement
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.plan.schedules import endless
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.system.atomic_files import read_yaml
 from blockwalk.train.foreign_settings import translated
+
+log = logging.getLogger(__name__)
 
 _SECTIONS: dict[str, type] = {"data": DataSettings, "lora": LoraSettings, "prefix": PrefixSettings}
 PLACEMENTS = [f.name for f in dataclasses.fields(Plan) if isinstance(getattr(Plan(), f.name), Placement)]
@@ -52,8 +57,8 @@ def setting_names() -> list[str]:
 
 
 def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = (), *, as_flags: bool = False) -> RunConfig:
-    """The configuration in a YAML file (or the defaults), with dotted ``overrides`` winning; errors write these as flags where
-    they are.
+    """Return the configuration in a YAML file (or the defaults), with dotted ``overrides`` winning; errors write these as flags
+    where they are.
 
     Raises:
         ValueError: no valid YAML, an unknown key, a value of the wrong type, or settings that make no sense together.
@@ -64,20 +69,53 @@ def load(path: str | Path | None, overrides: Iterable[tuple[str, Any]] = (), *, 
     raw = read_yaml(Path(path), Loader)
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path} holds {type(raw).__name__}; a mapping of settings is needed, such as 'model: ...'")
-    return from_mapping(raw, overrides, as_flags=as_flags)
+    overrides = list(overrides)
+    return _with_room_to_warm_up(from_mapping(raw, overrides, as_flags=as_flags), {name for name, _ in overrides}, path)
+
+
+SHORTENS = frozenset(("max_steps", "epochs", "batch_size", "data.train"))
+"""Settings that make a run shorter, on the command line, than the file meant it."""
+
+
+def _with_room_to_warm_up(run: RunConfig, named: set[str], path: str | Path) -> RunConfig:
+    """Cut the warm-up of a run whose steps the command line made fewer than it: the learning rate climbs through all of
+    them, as a line on standard error says. Where one place says both, the run is refused later on."""
+    from blockwalk.train.outlook import steps_of
+
+    rate = run.plan.optimizer
+    warms = {"optimizer", "optimizer.warmup_steps", "optimizer.total_steps"} & named
+    if endless(rate.schedule) or rate.warmup_steps < 1 or rate.total_steps or warms or not named & SHORTENS:
+        return run
+    steps = steps_of(run)
+    if not 0 < steps < rate.warmup_steps:
+        return run
+    log.warning(
+        "optimizer.warmup_steps is %g in %s, and this run has %s: the learning rate climbs through all of it",
+        rate.warmup_steps, path, counted(steps, "step"),
+    )  # fmt: skip
+    return dataclasses.replace(run, plan=override(run.plan, {"optimizer.warmup_steps": steps}))
 
 
 def from_mapping(
     raw: Mapping[str, Any], overrides: Iterable[tuple[str, Any]] = (), *, as_flags: bool = False
 ) -> RunConfig:
-    """The configuration that nested or dotted settings describe; see :func:`load`. Names of other tools that mean the same as
-    ours are taken, with a warning that names ours."""
+    """Return the configuration that nested or dotted settings describe; see :func:`load`. Names of other tools that mean the
+    same as ours are taken, with a warning that names ours."""
     flags = [pair for k, v in overrides for pair in _flatten({k: v})]
     return _from_pairs(translated(_flatten(raw), flags, setting_names(), reads, as_flags=as_flags))
 
 
+def of(run: RunConfig | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a value, a mapping or a YAML file, with ``settings`` winning; see :func:`load`."""
+    if isinstance(run, RunConfig):
+        run = run.to_mapping()
+    if isinstance(run, Mapping):
+        return from_mapping(run, settings.items())
+    return load(run, settings.items())
+
+
 def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
-    """The configuration that dotted settings of our own names describe, the later ones winning."""
+    """Return the configuration that dotted settings of our own names describe, the later ones winning."""
     known = setting_names()
     settings: dict[str, Any] = {}
     for key, value in pairs:
@@ -114,18 +152,21 @@ def _from_pairs(pairs: Iterable[tuple[str, Any]]) -> RunConfig:
             f"unknown method {name!r}{did_you_mean(name, list(METHODS), LOOSE)}; known: auto, {', '.join(METHODS)}"
         )
     plan = method(name, **settings)
-    if plan.frozen.codec.encoded and not {"frozen", "frozen.codec"} & settings.keys() and _is_here(own):
+    named = {"frozen", "frozen.codec"} & settings.keys()
+    if plan.frozen.codec.encoded and not named and not plan.frozen.on_device:
+        plan = override(plan, {"frozen.codec": str(Codec.AUTO)})
+    if plan.frozen.codec.facts.chosen_later and _is_here(own):
         from blockwalk.engine.open_model import as_it_comes  # it imports torch
 
         plan = as_it_comes(plan, str(own["model"]))
     if not lora_given:  # weights in a block codec cannot be trained: a row that has them, or is given them, means LoRA
         codecs = (METHODS[name]().frozen.codec, plan.frozen.codec)
-        wants_lora = any(codec.encoded for codec in codecs) and not own["prefix"]
+        wants_lora = any(codec.encoded or codec.facts.chosen_later for codec in codecs) and not own["prefix"]
     return RunConfig(plan=plan, data=data, lora=lora if wants_lora else None, named=frozenset(settings), **own)
 
 
 def reads(settings: Mapping[str, Any]) -> bool:
-    """Whether settings of our own names can be read."""
+    """Return whether settings of our own names can be read."""
     try:
         _from_pairs(_flatten(settings))
     except ValueError:
@@ -168,9 +209,9 @@ def as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def split_flags(arguments: Iterable[str], options: Collection[str] = ()) -> tuple[list[tuple[str, Any]], list[str]]:
-    """The settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name and
-    value, and the other arguments. Names that other tools have for a setting are settings too, but for those of ``options``;
-    one of these without a value is true.
+    """Return the settings among ``["run.yaml", "--optimizer.learning_rate", "1e-4", "--prefetch=2"]`` as pairs of dotted name
+    and value, and the other arguments. Names that other tools have for a setting are settings too, but for those of
+    ``options``; one of these without a value is true.
 
     Raises:
         ValueError: a setting without a value.
@@ -196,7 +237,7 @@ def split_flags(arguments: Iterable[str], options: Collection[str] = ()) -> tupl
 
 
 def _has_ours(name: str, known: Collection[str]) -> bool:
-    """Whether a name that is not ours is one of another tool's, or ours with dashes."""
+    """Return whether a name that is not ours is one of another tool's, or ours with dashes."""
     return name.replace("-", "_") in known or find(name) is not None
 
 

@@ -18,6 +18,7 @@ from blockwalk.data.encode import Answers, Choices, Encoded, Tokenizer
 from blockwalk.data.metrics import exact_match, macro_f1, token_f1
 from blockwalk.data.tasks import ANSWER_TOKENS
 from blockwalk.plan.run_config import DataSettings, RunConfig
+from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
 from blockwalk.walk.walker import Walker
 
@@ -49,7 +50,7 @@ class Evaluation:
 
     def __str__(self) -> str:
         scores = "".join(f"{name} {value:.1f}%  " for name, value in self.scores.items())
-        return f"{scores}loss {self.loss:.4f}  ({self.examples} examples, {self.tokens} tokens)"
+        return f"{scores}loss {self.loss:.4f}  ({counted(self.examples, 'example')}, {counted(self.tokens, 'token')})"
 
 
 @dataclass(frozen=True)
@@ -187,5 +188,5 @@ class HeldOut:
 
 
 def eval_batch_size(run: RunConfig) -> int:
-    """Sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
+    """Return sequences of an evaluation batch: a micro-batch's, unless the settings say otherwise."""
     return run.eval_batch_size or run.batch_size // run.plan.gradient_accumulation_steps

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from blockwalk.plan.foreign_names import BY_NAME, VALUES, Foreign, find
+from blockwalk.plan.foreign_names import BY_NAME, VALUES, find
+from blockwalk.plan.foreign_rows import Foreign
 from blockwalk.plan.foreign_values import Pair, same
 
 WRITE = "Write: "
@@ -35,9 +36,13 @@ class Reader:
     """A function that tries whether settings of our names can be read."""
 
     def tries(self, name: str, value: Any) -> bool:
-        """Whether a setting can be read beside the run's method."""
+        """Return whether a setting can be read beside the run's method; that of an adapter's folder, wherever it is."""
+        if name == "lora.from":
+            return isinstance(value, str) and value != ""
         method = self.given.get("method", "auto")
         beside = {"method": method} if method != "auto" and self.reads({"method": method}) else {}
+        if name == "data.weights" and "data.train" in self.given:
+            beside["data.train"] = self.given["data.train"]
         return self.reads({**beside, name: value})
 
 
@@ -49,7 +54,7 @@ def translated(
     *,
     as_flags: bool = False,
 ) -> list[Pair]:
-    """The settings of a file, then those that override them, under our names.
+    """Return the settings of a file, then those that override them, under our names.
 
     Args:
         known: our names.
@@ -70,6 +75,8 @@ def translated(
             if row is None and name == key:
                 problems += _value_problem(key, value, reader, flag=flag)
                 result.append((key, value))
+            elif row is not None and value is None:
+                _note(f"{_as_text(key, flag=flag)} is left out, for it has no value")
             elif row is None or (exact and name in reader.known and row.same is not None and row.same(value)):
                 if name in taken:
                     problems.append(f"{taken[name]} and {key} are both given, and mean the same; leave one out")
@@ -88,7 +95,7 @@ def translated(
 
 
 def _grouped(pairs: list[Pair], known: frozenset[str]) -> list[Pair]:
-    """The settings, with mappings of other tools whole again where the table knows them and not their parts."""
+    """Return the settings, with mappings of other tools whole again where the table knows them and not their parts."""
     ours = {name.partition(".")[0] for name in known}
     result: dict[str, Any] = {}
     for key, value in pairs:
@@ -102,8 +109,8 @@ def _grouped(pairs: list[Pair], known: frozenset[str]) -> list[Pair]:
 
 
 def _row(key: str, known: frozenset[str]) -> tuple[str, Foreign | None, bool]:
-    """Our name for a name; the row that says so, None where the name is ours but for its dashes, or unknown; and whether the
-    name may be taken as it is."""
+    """Return our name for a name; the row that says so, None where the name is ours but for its dashes, or unknown; and whether
+    the name may be taken as it is."""
     name = key.replace("-", "_")
     section, _, field = key.partition(".")
     if f"{section}.{field.partition('.')[0]}" in known and "." in field:
@@ -119,7 +126,7 @@ def _row(key: str, known: frozenset[str]) -> tuple[str, Foreign | None, bool]:
 
 
 def _name_problem(key: str, value: Any, row: Foreign, reader: Reader, *, flag: bool) -> str:
-    """The error for a name that may not be taken as it is."""
+    """Return the error for a name that may not be taken as it is."""
     text = f"unknown setting {key!r}: {row.sentence}"
     if not row.ours:
         return f"{text} Leave it out."
@@ -129,7 +136,7 @@ def _name_problem(key: str, value: Any, row: Foreign, reader: Reader, *, flag: b
 
 
 def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[str]:
-    """The error for a value of another tool under a name of ours; none where the value is ours."""
+    """Return the error for a value of another tool under a name of ours; none where the value is ours."""
     row, is_theirs = VALUES.get(key, (None, None))
     if row is None or is_theirs is None or isinstance(value, Mapping | list) or not is_theirs(value):
         return []
@@ -138,7 +145,7 @@ def _value_problem(key: str, value: Any, reader: Reader, *, flag: bool) -> list[
 
 
 def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
-    """The line to write for a value of theirs, or else for the row's example; empty where neither can be read here."""
+    """Return the line to write for a value of theirs, or else for the row's example; empty where neither can be read here."""
     for theirs in (value, row.example):
         pair = _pair(row, theirs, reader)
         if pair is not None and reader.tries(*pair):
@@ -147,7 +154,8 @@ def _line(row: Foreign, value: Any, reader: Reader, *, flag: bool) -> str:
 
 
 def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
-    """The setting of ours and its value for a value of theirs; None where there is none, or theirs is of no such kind."""
+    """Return the setting of ours and its value for a value of theirs; None where there is none, or theirs is of no such
+    kind."""
     if row is None or row.line is None:
         return None
     try:
@@ -157,7 +165,7 @@ def _pair(row: Foreign | None, value: Any, reader: Reader) -> Pair | None:
 
 
 def _as_text(name: str, *value: Any, flag: bool) -> str:
-    """A setting as a line of YAML or as a flag; its name alone where there is no value."""
+    """Return a setting as a line of YAML or as a flag; its name alone where there is no value."""
     if flag:
         return " ".join(
             [f"--{name}", *(shlex.quote(each if isinstance(each, str) else _shown(each)) for each in value)]
@@ -166,7 +174,7 @@ def _as_text(name: str, *value: Any, flag: bool) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     return text if len(text.splitlines()) <= 1 else json.dumps(value)

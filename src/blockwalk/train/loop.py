@@ -20,10 +20,8 @@ import shlex
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -38,8 +36,8 @@ from blockwalk.numerics.device import chosen, described, is_cpu
 from blockwalk.plan.data_source import joined, names_of
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.program import human_bytes
-from blockwalk.ranks import place
 from blockwalk.ranks.agreement import facts_of, require_agreement
 from blockwalk.ranks.elastic import Elastic, elastic
 from blockwalk.ranks.shared_forwards import first
@@ -52,10 +50,9 @@ from blockwalk.system import atomic_files
 from blockwalk.system.atomic_files import whole_lines
 from blockwalk.system.heap import give_back
 from blockwalk.system.out_of_memory import OutOfMemory, is_out_of_memory
-from blockwalk.system.process_memory import COUNTED, PeakMemory, peak_resident_bytes, process_bytes
-from blockwalk.system.signals import STOPS, handled
-from blockwalk.system.terminal import hurry, say_in_handler, steady
-from blockwalk.tiers.model_folder.identity import weights_digest
+from blockwalk.system.process_memory import PeakMemory, peak_resident_bytes, process_bytes
+from blockwalk.system.terminal import steady
+from blockwalk.tiers.model_folder.identity import same_weights, weights_digest
 from blockwalk.train import config, outlook
 from blockwalk.train.best import Best
 from blockwalk.train.callbacks import Callback, Event, pushes, trackers
@@ -63,80 +60,38 @@ from blockwalk.train.data_identity import differences, identity
 from blockwalk.train.elastic import compare
 from blockwalk.train.elastic import facts as facts_to_join
 from blockwalk.train.evaluation import Evaluation
+from blockwalk.train.frozen_codec import settled
 from blockwalk.train.metrics_log import MetricsLog
+from blockwalk.train.outcome import Outcome
 from blockwalk.train.progress import Progress
 from blockwalk.train.ready import Ready, prepare, taken_up
+from blockwalk.train.stop_signals import Stop, stop_signals
 from blockwalk.walk.walker import StepResult, Walker
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Results of a run that has ended."""
-
-    steps: int
-    """Optimizer steps done, those before a resume included."""
-    first_loss: float | None
-    last_loss: float | None
-    """Mean training losses of the first and of the last tenth of the steps; None before the first step."""
-    before: Evaluation | None
-    after: Evaluation | None
-    peak_bytes: int
-    """The process's peak; see :func:`blockwalk.system.process_memory.process_bytes`."""
-    saved_to: Path
-    stopped_by: signal.Signals | None = None
-    """The signal that ended the run early, after a checkpoint."""
-    resident_bytes: int = 0
-    """The process's peak with the file pages that the kernel can drop; 0 where it is not known."""
-    compared: tuple[str, ...] = ()
-    """Forecast against measured."""
-    next_command: str = ""
-    """A command line that uses what was trained; empty where the run has not ended."""
-    best: str = ""
-    """The checkpoint of the best evaluation, its step and its score, where ``keep_best`` is set."""
-
-    def lines(self) -> Iterator[str]:
-        """The summary that a run prints last."""
-        if self.before is not None and self.after is not None:
-            for title, ended in self.after.scores.items():
-                yield f"held-out {title:<10}{self.before.scores[title]:.1f}% → {ended:.1f}%"
-            yield f"held-out loss      {self.before.loss:.4f} → {self.after.loss:.4f}"
-        elif self.after is not None:
-            yield f"held-out loss      {self.after.loss:.4f}"
-        if self.first_loss is not None and self.last_loss is not None:
-            tenth = -(-self.steps // 10)
-            beside = "" if tenth == 1 else f"; means of the first and the last {tenth}"
-            yield f"training loss      {self.first_loss:.4f} → {self.last_loss:.4f}  ({self.steps} steps{beside})"
-        yield f"peak memory        {human_bytes(self.peak_bytes)} ({COUNTED})"
-        if self.resident_bytes:
-            yield f"                   RSS incl. droppable file pages: {human_bytes(self.resident_bytes)}"
-        yield from self.compared
-        yield f"saved to           {self.saved_to}"
-        if self.best:
-            yield f"best evaluation    {self.best}"
-        if self.next_command:
-            yield f"try it             {self.next_command}"
-
-
 def train(
-    run: RunConfig | Mapping[str, Any] | str | Path,
+    run: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     callbacks: Iterable[Callback] = (),
     trace: str | Path | None = None,
+    **settings: Any,
 ) -> Outcome:
     """Train as configured, to the end or until SIGTERM, SIGINT, SIGHUP or SIGUSR1, on which a checkpoint is saved.
 
     Args:
-        run: the configuration: a value, a mapping of settings, or the path of a YAML file.
+        run: the configuration: the path of a YAML file, a mapping of settings, or a value; None: the settings alone.
         callbacks: functions that are told of every event; see :class:`blockwalk.train.callbacks.Event`.
         trace: where the timeline of one step goes, beside ``output_dir/trace.json``.
+        settings: settings by name, which win over those of ``run``: ``output_dir="runs/second"``,
+            ``optimizer={"learning_rate": 1e-4}``.
 
     Raises:
         ValueError: settings or data that cannot be trained with; nothing was written.
         DoesNotFit: the plan needs more than its budget.
         OutOfMemory: memory was refused while the run went on.
     """
-    if not isinstance(run, RunConfig):
-        run = config.from_mapping(run) if isinstance(run, Mapping) else config.load(run)
+    if settings or not isinstance(run, RunConfig):
+        run = config.of(run, settings)
     return _train(run, (*callbacks, *trackers(run.report_to), *pushes(run.push_to_hub)), trace)
 
 
@@ -144,9 +99,10 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
     """Train as :func:`train` says, a configuration that has been read."""
     if not run.model or not (run.data.train or run.data.task):
         raise ValueError(f"{'data.train' if run.model else 'model'} is missing; nothing can be trained without it")
+    run, codec_lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     output_dir = Path(run.output_dir)
-    with steady(), PeakMemory() as memory, _stop_signals() as stop, ExitStack() as folder:
+    with steady(), PeakMemory() as memory, stop_signals() as stop, ExitStack() as folder:
         first(lambda: folder.enter_context(sweeping.one_run(output_dir)))
         begin = (run.output_dir, run.resume_from_checkpoint, run.overwrite_output_dir)
         start = run_checkpoint.Start(**first(lambda: dataclasses.asdict(run_checkpoint.prepare(*begin))))
@@ -177,6 +133,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
         give_back()
         opened_at = process_bytes()
         with Walker(run.model, plan, lora=run.adapters_at_start, workdir=scratch, ledger=ledger, ranks=shared) as walker:
+            walker.reserve(foreseen.program.shape)
             step_forecast = StepForecast.of(foreseen, ready.usual, before=opened_at)
             stop.noted = True
             loop.begin(walker, step_forecast)
@@ -190,7 +147,7 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
             with Progress(ready.total, log_every=run.log_every, **known) as progress:
                 if shared is not None:
                     shared.say = progress.say
-                for line in _opening(run, ready, step_forecast, opened_at, start.damaged):
+                for line in (*_opening(run, ready, step_forecast, opened_at, start.damaged), *codec_lines):
                     progress.say(line)
                 if run.data.show_first and loop.saved is None:
                     progress.show_learnt("first record", ready.shown)
@@ -206,8 +163,8 @@ def _train(run: RunConfig, callbacks: Sequence[Callback], trace: str | Path | No
                         raise
                     needed, held = step_forecast.tensor_bytes, _grown(walker, memory.highest - opened_at)
                     raise OutOfMemory(
-                        f"out of memory after {walker.steps_done} steps: {human_bytes(needed)} of tensors were foreseen at a"
-                        f" step's peak, {human_bytes(held)} were held when more was refused"
+                        f"out of memory after {counted(walker.steps_done, 'step')}: {human_bytes(needed)} of tensors were"
+                        f" foreseen at a step's peak, {human_bytes(held)} were held when more was refused"
                         + next_plan(run, min(needed, held), foreseen.program.shape, device=walker.device.type)
                     ) from error
 
@@ -251,7 +208,7 @@ def _opening(
     held_out_notes = [] if ready.held_out is None else ready.held_out.notes()
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings(), *held_out_notes, *damaged))
     yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(ready.plan)
+    yield from outlook.usual_elsewhere(run)
     if ready.held_out is not None and 0 < run.data.eval_limit < ready.held_out.records:
         yield f"evaluates {run.data.eval_limit} of {ready.held_out.records} records (data.eval_limit)"
 
@@ -304,7 +261,7 @@ class _Loop:
         run: RunConfig,
         ready: Ready,
         memory: PeakMemory,
-        stop: _Stop,
+        stop: Stop,
         weights: str,
         start: run_checkpoint.Start,
         callbacks: Sequence[Callback],
@@ -339,7 +296,7 @@ class _Loop:
         """
         settings = self.config.to_mapping()
         began = saved.data.get("weights", self.weights)
-        if self.weights != began:
+        if self.weights != began and not first(lambda: same_weights(self.config.model, began)):
             raise ValueError(
                 f"{self.config.model} holds other weights, or another configuration, than when this run began (content"
                 f" {began}, now {self.weights}): put those back, or begin a new run in another output_dir"
@@ -452,7 +409,7 @@ class _Loop:
         return self.evaluations.last_step
 
     def _best_before(self) -> Best:
-        """The best evaluation that the log has, of this run up to now. Raises Damaged where the log does not tell."""
+        """Return the best evaluation that the log has, of this run up to now. Raises Damaged where the log does not tell."""
         path = self.evaluations.path
         with atomic_files.reading(path):
             return Best.of(whole_lines(path), self.config.keep_best or "loss", self.held_out)
@@ -632,6 +589,7 @@ class _Loop:
             "identity": self.identity,
             "run": self.start.run,
             "held_out": self.held_out,
+            "stops": list(self.ready.rows.report.stops),
             "evaluated": self.evaluated,
             **({"decided": dict(self.decided)} if self.decided else {}),
         }
@@ -668,7 +626,7 @@ class _Loop:
         return self.best.name if self.config.keep_best else ""
 
     def _next_command(self) -> str:
-        """The command line that shows what was trained: a chat where conversations were learnt."""
+        """Return the command line that shows what was trained: a chat where conversations were learnt."""
         folder = shlex.quote(os.fspath(self.output_dir))
         if self.ready.rows.report.turn_ends:
             return f"blockwalk chat {folder}"
@@ -681,7 +639,11 @@ class _Loop:
         else:
             first_rank = self.walker.ranks.rank == 0  # the others bring what it writes
             replaces = self.start.may_replace(saved_to)
-            with atomic_files.atomic_folder(saved_to, replace=replaces) if first_rank else nullcontext(saved_to) as folder:
+            with (
+                atomic_files.atomic_folder(saved_to, replace=replaces)
+                if first_rank
+                else nullcontext(saved_to) as folder
+            ):
                 if first_rank:
                     marks.write(folder, self.start.run)
                 self.walker.save_pretrained(folder)
@@ -728,42 +690,5 @@ def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in line.items() if value is not None}
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal before the run began; nothing was changed."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.signal = signal.Signals(number)
-
-
 class _Interrupted(Exception):
     """A signal came while held-out records were evaluated."""
-
-
-@dataclass(slots=True)
-class _Stop:
-    """The action of the signals that ask a run to end: they end the process where it stands, or are noted for the loop, which
-    ends between two steps."""
-
-    noted: bool = False
-    asked: int = 0
-    """The number of the signal that came; 0: none."""
-
-
-@contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """Signals that ask the run to end, as a :class:`_Stop` says; a second one acts as it would have."""
-    stop = _Stop()
-
-    def act(number: int, _: FrameType | None) -> None:
-        hurry()
-        signal.signal(number, previous[number])
-        if not stop.noted:
-            raise Stopped(number)
-        stop.asked = number
-        if place.place().rank == 0:  # not through a buffered writer, which this may have interrupted
-            when = "after this step, or this batch of an evaluation"
-            say_in_handler(f"\nstopping {when}, with a checkpoint; ^C again to quit\n")
-
-    with handled(act, STOPS) as previous:
-        yield stop

@@ -10,7 +10,6 @@ from blockwalk.data.sources import read_records
 from blockwalk.models.positions import positions_of, text_config
 from blockwalk.plan.choices import OptimizerSettings
 from blockwalk.plan.data_source import names_of
-from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.sizes import steps_of_epochs
 from blockwalk.system.versions import untested
@@ -60,12 +59,17 @@ def notes(run: RunConfig, longest: int) -> Iterator[str]:
         yield f"note: lora.rank is {run.lora.rank}, above the model's width of {width}: adapters that wide gain nothing"
 
 
-def usual_elsewhere(plan: Plan) -> Iterator[str]:
-    """A line on the defaults of backpropagation that differ from those of other tools, as far as they stand."""
-    rate = plan.optimizer
+def usual_elsewhere(run: RunConfig) -> Iterator[str]:
+    """Return a line on the defaults of backpropagation that differ from those of other tools, unless the run names them."""
+    rate = run.plan.optimizer
+    named = run.named or frozenset()
     default = OptimizerSettings()
     parts = {"schedule": "constant learning rate", "warmup_steps": "no warm-up", "max_grad_norm": "no clipping"}
-    standing = {name: text for name, text in parts.items() if getattr(rate, name) == getattr(default, name)}
-    if standing and not plan.zeroth_order:
+    standing = {
+        name: text
+        for name, text in parts.items()
+        if getattr(rate, name) == getattr(default, name) and f"optimizer.{name}" not in named
+    }
+    if standing and not run.plan.zeroth_order:
         settings = ", ".join(f"optimizer.{name}" for name in standing)
         yield f"defaults: {', '.join(standing.values())}; other tools differ (set {settings})"

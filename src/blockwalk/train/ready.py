@@ -34,6 +34,7 @@ from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
 from blockwalk.plan.schedules import schedule_of
 from blockwalk.plan.settings import override
+from blockwalk.plan.words import counted
 from blockwalk.program.program import Shape
 from blockwalk.program.settling import settled_before
 from blockwalk.report.forecast import Forecast, foresee
@@ -46,6 +47,7 @@ from blockwalk.train import outlook
 from blockwalk.train.best import require_evaluations
 from blockwalk.train.callbacks import trackers
 from blockwalk.train.evaluation import HeldOut
+from blockwalk.train.frozen_codec import settled
 from blockwalk.train.progress import learnt_lines
 from blockwalk.walk.unit_costs import of_run
 
@@ -115,6 +117,7 @@ def prepare(run: RunConfig) -> Ready:
     Raises:
         ValueError: data that cannot be trained on, or weights that do not fit their configuration's model.
     """
+    run, _ = settled(run)
     run = replace(run, plan=as_it_comes(run.plan, run.model))
     require_temporary(run.output_dir)
     with large_returned():
@@ -198,6 +201,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
         ValueError: settings or data that cannot be trained with.
         DoesNotFit: the plan needs more than its budget, or than this machine has.
     """
+    run, lines = settled(run)
     refuse_rounded(run.model, run.plan, run.adapters)
     trackers(run.report_to)  # which are named wrongly, or not installed
     ready = prepare(run)
@@ -205,17 +209,18 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     check_memory(run, ready.foreseen, ready.held_bytes)
     check_disks(run, ready.foreseen, ready.total, ready.map_bytes)
     yield f"device  {described(chosen())}"
+    yield from lines
     yield from ready.foreseen.overview(ready.total, ready.usual)
     yield from ready.foreseen.lines()
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
     learnt = int(np.count_nonzero(ready.rows.in_loss))
     yield (
-        f"data    {len(ready.rows)} sequences of up to {ready.longest} tokens, {learnt:,} of {len(ready.rows.token_ids):,}"
-        f" tokens learnt{held_out}; {ready.total} steps"
+        f"data    {counted(len(ready.rows), 'sequence')} of up to {ready.longest} tokens, {learnt:,} of"
+        f" {len(ready.rows.token_ids):,} tokens learnt{held_out}; {counted(ready.total, 'step')}"
     )
     yield from (f"note: {warning}" for warning in (*ready.notes, *ready.rows.report.warnings()))
     yield from outlook.notes(run, ready.longest)
-    yield from outlook.usual_elsewhere(ready.plan)
+    yield from outlook.usual_elsewhere(run)
     yield from learnt_lines("first record", ready.shown)
     yield "nothing was written; leave --dry-run out to train"
 

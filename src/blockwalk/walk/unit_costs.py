@@ -44,7 +44,7 @@ from blockwalk.plan.parsing import from_plain
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.plan import Plan
 from blockwalk.plan.run_config import RunConfig
-from blockwalk.plan.sizes import DECODE_BYTES, UPDATE_ELEMENTS
+from blockwalk.plan.sizes import UPDATE_ELEMENTS, decoded_bytes
 from blockwalk.program import costs as work
 from blockwalk.program import loss_costs
 from blockwalk.program.costs import Costs, UnitCost, Work, elementwise, sizes
@@ -67,7 +67,7 @@ class UnitCosts:
         lora: the adapters that the run trains, the folder of saved ones, or a PEFT configuration; None: none.
         device: ``cpu`` or ``cuda``: the kind of attention, and the sizes of chunks. The latter needs no GPU.
         padded: whether batches hold padding on the right, so that a processor makes a mask [B, 1, S, S].
-        cut: whether a long row by itself is rid of it (:func:`blockwalk.data.batching.cut_padding`).
+        cut: whether long rows are rid of it (:func:`blockwalk.data.batching.cut_padding`).
 
     Raises:
         ValueError: there is no such model, or it cannot be cut; at the first question for what is kept in no file.
@@ -118,8 +118,8 @@ class UnitCosts:
     def _measured(self, key: str, traits: _Traits, shape: Shape) -> Costs:
         dtype = dtype_of(traits.dtype) if traits.backprop else self.stored
         try:
-            alone = self._cut_padding and shape.batch == 1 and shape.sequence > SIDE_BY_SIDE
-            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded and not alone)
+            cut = self._cut_padding and shape.sequence > SIDE_BY_SIDE and (shape.batch == 1 or traits.chunked)
+            work = partial(_measure, self._cut(dtype), traits, shape, self.device, self._padded and not cut)
             found = row_tiles.standing_for(self.device, work)
         except (RuntimeError, NotImplementedError) as error:
             del self._cuts[dtype]  # what was bound is still there
@@ -171,6 +171,10 @@ class _FakeWeight:
 
     def expert(self, index: int) -> _FakeWeight:
         return replace(self, shape=self.shape[1:])
+
+    def whole(self) -> None:
+        """Experts are measured one by one: all together are counted apart as well."""
+        return
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         """Ends as they are where every expert has as many rows."""
@@ -464,7 +468,7 @@ def _scratch(bench: _Bench, device: str) -> int:
             if p.name == head.weight and chunked:
                 largest = max(largest, loss.memory.head_rows)
             elif unit.kind != "prologue":
-                largest = max(largest, min(DECODE_BYTES[device], p.numel * size))
+                largest = max(largest, decoded_bytes(p.numel, size, device, experts=len(p.shape) == 3))
     noise = NOISES[traits.noise]
     made = traits.shaped or not (noise.elementwise or noise.in_place)  # in float32, before it is added
     if made and (traits.shaped or traits.noise != "lowrank"):

@@ -26,8 +26,8 @@ from blockwalk.data.batching import (
     share,
     side_by_side,
 )
+from blockwalk.engine import frozen_codec
 from blockwalk.engine.engine import MOVES, Engine
-from blockwalk.engine.open_model import as_it_comes
 from blockwalk.engine.opened_model import OpenedModel
 from blockwalk.estimators.asked import Asked
 from blockwalk.estimators.backprop import Backprop
@@ -39,6 +39,7 @@ from blockwalk.numerics.device import chosen, is_cpu, sent
 from blockwalk.plan.mesh import Piece
 from blockwalk.plan.plan import Plan, refuse_dropout
 from blockwalk.plan.schedules import schedule_of
+from blockwalk.plan.words import counted
 from blockwalk.program.compile import compile
 from blockwalk.program.costs import Costs, Pending
 from blockwalk.program.program import Lane, Op, Program, Shape, StepKind
@@ -104,8 +105,8 @@ class Walker:
             are never all in memory unless the plan says so.
         plan: see :func:`blockwalk.method`.
         lora: train these adapters instead of the model's own parameters: :class:`blockwalk.LoraSettings`, a mapping of its
-            fields or of those of a prefix (``{"num_virtual_tokens": 5}``), a ``peft.LoraConfig``, or the folder of a saved
-            adapter.
+            fields or of those of a prefix (``{"num_virtual_tokens": 5}``), a ``peft.LoraConfig``, the folder of a saved
+            adapter, or True for the defaults; None or False: the model's own parameters.
         device: ``cpu``, or an accelerator (``cuda``, ``cuda:1``, ``xpu``); unless given ``BLOCKWALK_DEVICE``, or the
             accelerator where there is one.
         workdir: scratch files and packed stores go here, and stay; a temporary folder unless given.
@@ -128,7 +129,7 @@ class Walker:
         model: StrPath | nn.Module,
         plan: Plan,
         *,
-        lora: Adapters | Mapping[str, Any] | LoraConfig | StrPath | None = None,
+        lora: Adapters | Mapping[str, Any] | LoraConfig | StrPath | bool | None = None,
         device: str | torch.device | None = None,
         workdir: StrPath | None = None,
         training: bool = True,
@@ -138,7 +139,10 @@ class Walker:
     ) -> None:
         if objective is not None and not plan.zeroth_order:
             plan = replace(plan, loss="model")  # logits are whole, as where the model has a loss of its own
-        self.plan = plan = as_it_comes(plan, model)
+        adapters = lora is not None or hasattr(model, "peft_config")
+        self.plan = plan = frozen_codec.chosen(plan, model, adapters=adapters)[0]
+        if not training:
+            frozen_codec.warn_of_rounding(plan, model)
         lora = as_adapters(lora)
         if training:
             refuse_dropout(plan, lora)
@@ -193,6 +197,11 @@ class Walker:
         """The model as the walk sees it: a :class:`~blockwalk.plan.model_spec.ModelSpec`."""
         return self.engine.spec
 
+    def reserve(self, shape: Shape) -> None:
+        """Tell the shape of the largest micro-batch of a run, before its first step: buffers that micro-batches share are then
+        made once."""
+        self.estimator.reserve(shape)
+
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def step(
@@ -240,7 +249,7 @@ class Walker:
             tokens=state.tokens,
             seconds=time.perf_counter() - began,
             learning_rate=learning_rate,
-            bytes=program.bytes_by_lane(),
+            bytes=program.bytes_by_lane(self.estimator.graph_bytes),
             grad_norm=state.grad_norm,
             projected_grad=state.projected_grad,
         )
@@ -397,7 +406,7 @@ class Walker:
         shape = Shape(rows, -(-parts[0]["input_ids"].numel() // rows))
         pieces = self.ranks.share(asked.step, self.plan.forward_passes, len(parts)) if asked.training else ()
         program = self.program(step_kind, shape, batches=batches, pieces=pieces)
-        parts = [cut_padding(each) for each in parts]
+        parts = [cut_padding(each, unmask=self.plan.loss == "chunked") for each in parts]
         for each in [whole] if shared else parts:  # all ranks refuse what one cannot walk
             require_ids(each["input_ids"], self.spec.vocab_size)
         labels = [each["labels"].to("cpu") for each in parts]
@@ -472,7 +481,7 @@ class Walker:
         steps = int(state["steps_done"])
         if self.ledger is not None and self.ledger.steps < steps:
             raise ValueError(
-                f"{self.ledger.path} has {self.ledger.steps} steps, the saved state {steps}: not of one run"
+                f"{self.ledger.path} has {counted(self.ledger.steps, 'step')}, the saved state {steps}: not of one run"
             )
         if self.ledger is None:
             self.estimator.resume([], after=steps)

@@ -43,8 +43,9 @@ from blockwalk.plan.choices import MeshSettings
 from blockwalk.plan.model_spec import ParamSpec
 from blockwalk.plan.noise_kinds import NOISES
 from blockwalk.plan.sizes import UPDATE_ELEMENTS
+from blockwalk.plan.words import counted
 from blockwalk.plan.zeroth_order_kinds import AT_REST
-from blockwalk.program.program import Op
+from blockwalk.program.program import Op, Shape
 from blockwalk.ranks.shared_forwards import SharedForwards
 
 
@@ -99,6 +100,14 @@ class ZerothOrder:
 
     # ---- what the walker asks of every estimator ---------------------------------------------------------------------
 
+    def reserve(self, shape: Shape) -> None:
+        """Do nothing: nothing is kept of micro-batches."""
+
+    @property
+    def graph_bytes(self) -> None:
+        """Bytes that graphs of this step wrote to file maps: there are no graphs."""
+        return
+
     def waiting(self) -> int:
         """The most entries that any unit has not seen where it stays between its turns."""
         buckets = self.engine.buckets
@@ -118,7 +127,7 @@ class ZerothOrder:
         ahead = max(buckets.stored_step(unit) for unit in range(len(buckets.units)))
         if ahead > ledger.steps:
             raise ValueError(
-                f"{ledger.path} has {ledger.steps} steps, and the weights of this run in the working folder have"
+                f"{ledger.path} has {counted(ledger.steps, 'step')}, and the weights of this run in the working folder have"
                 f" {ahead}: the ledger was cut. Remove the working folder to rebuild the weights from the ledger"
             )
         self.resume(ledger.entries)

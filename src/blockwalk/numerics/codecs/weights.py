@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows
+from blockwalk.numerics.codecs.codecs import decode_rows, decode_whole, gather_rows, has_kernel
 from blockwalk.numerics.codecs.layout import Bytes, Layout, dtype_of
 from blockwalk.numerics.scratch import shared_arena
+from blockwalk.plan.sizes import EXPERTS_BYTES
 
 
 class Weight(Protocol):
@@ -56,6 +57,11 @@ class Experts(Protocol):
         """The matrix [N, D] of one of them."""
         ...
 
+    def whole(self) -> Tensor | None:
+        """Decode all of them, [E, N, D], into scratch, where a device does so in one launch and they are no more than it should
+        hold; None elsewhere."""
+        ...
+
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         """The row after each expert's last, of ``rows`` rows that are sorted by expert."""
         ...
@@ -94,6 +100,12 @@ class EncodedWeight:
             return EncodedWeight(own, replace(self.layout, shape=self.layout.shape[1:]), self.dtype)
         rows = self.layout.shape[-2]
         return EncodedWeight(self.buffer, self.layout, self.dtype, (index * rows, (index + 1) * rows))
+
+    def whole(self) -> Tensor | None:
+        if not has_kernel(self.layout, self.buffer) or math.prod(self.shape) * self.dtype.itemsize > EXPERTS_BYTES:
+            return None
+        out = self._take(self.layout.rows, self.layout.columns)
+        return decode_rows(self.buffer, self.layout, 0, self.layout.rows, out).view(self.shape)
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
         ends: list[int] = offs_E.tolist()

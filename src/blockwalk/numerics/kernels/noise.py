@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockwalk.numerics.device import is_cpu
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS, cubic_coefficients
 
 if TYPE_CHECKING:
@@ -30,6 +31,21 @@ _COUNTERS = {0: 128, 1: 128, 2: 16}
 
 COMPILE_OPTIONS = {"enable_fp_fusion": False}
 """Triton's options of every kernel that computes in floating point."""
+
+
+def options(device: torch.device) -> dict[str, Any]:
+    """Give these options as many threads as a program has counters: two wavefronts of 64 threads (ROCm's GPUs for servers) in
+    place of Triton's four warps of 32, of which four would draw all noise twice."""
+    wide = not is_cpu(device) and _threads_together(device) == 64
+    return {**COMPILE_OPTIONS, "num_warps": 2} if wide else COMPILE_OPTIONS
+
+
+@functools.cache
+def _threads_together(device: torch.device) -> int:
+    """Ask torch for the threads of a warp: 32 where it does not tell."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
+    return int(getattr(properties, "warp_size", 32))
+
 
 _KEYS = ("k0", "k1", "r0", "r1", "u0", "u1", "start")
 """Arguments whose values change all the time: compiled once for all of them."""
@@ -217,7 +233,7 @@ def write(w: Write) -> Tensor:
             ALIGNED=aligned,
             COUNTERS=_COUNTERS[code],
             DRAWS=draws,
-            **COMPILE_OPTIONS,
+            **options(out.device),
         )
     return out
 
@@ -226,7 +242,9 @@ def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
     """``noise.random_uint16``; its arguments are checked there."""
     counters, count = _COUNTERS[0], out.numel()
     with _on(out):
-        _draws_kernel[(_programs(count, 16, counters, False),)](out, start, count, *_key_words(key), COUNTERS=counters)
+        _draws_kernel[(_programs(count, 16, counters, False),)](
+            out, start, count, *_key_words(key), COUNTERS=counters, **options(out.device)
+        )
     return out
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockwalk.numerics.codecs.layout import Layout
-from blockwalk.numerics.kernels.codecs import FORMATS, _decoded, nf4_levels
+from blockwalk.numerics.kernels.codecs import FORMATS, _decoded, _decoded_tile, nf4_levels
 from blockwalk.numerics.kernels.noise import _on
 
 _TILE = {"M": 64, "N": 128, "K": 64}
@@ -50,15 +50,24 @@ def _product_kernel(
     at_m = (program % across) * M + tl.arange(0, M)  # neighbours share a tile of the matrix
     at_n = (program // across) * N + tl.arange(0, N)
     total = tl.zeros([M, N], tl.float32)
+    IN_PAIRS: tl.constexpr = FORMAT >= 2 and K % GROUP == 0 and N % GROUP == 0
     for start in range(0, depth, K):
         at_k = start + tl.arange(0, K)
-        inside = (at_k < depth)[:, None] & (at_n < n)[None, :]
-        near_k = tl.minimum(at_k, depth - 1).to(tl.int64)[:, None]
-        near_n = tl.minimum(at_n, n - 1).to(tl.int64)[None, :]
-        row = near_n + 0 * near_k if BY_ROWS else near_k + 0 * near_n
-        column = near_k + 0 * near_n if BY_ROWS else near_n + 0 * near_k
-        w = _decoded(buffer, levels, row, column, inside, rows.to(tl.int64), groups, width, FORMAT, GROUP)
-        w = tl.where(inside, w, 0.0).to(x.dtype.element_ty)
+        if IN_PAIRS and BY_ROWS:  # beyond the edges are numbers that nothing reads, or that x multiplies with zero
+            row = tl.minimum(at_n, n - 1).to(tl.int64)
+            w = tl.trans(_decoded_tile(buffer, levels, row, start, rows.to(tl.int64), groups, FORMAT, GROUP, K))
+        elif IN_PAIRS:
+            row = tl.minimum(at_k, depth - 1).to(tl.int64)
+            w = _decoded_tile(buffer, levels, row, (program // across) * N, rows.to(tl.int64), groups, FORMAT, GROUP, N)
+        else:
+            inside = (at_k < depth)[:, None] & (at_n < n)[None, :]
+            near_k = tl.minimum(at_k, depth - 1).to(tl.int64)[:, None]
+            near_n = tl.minimum(at_n, n - 1).to(tl.int64)[None, :]
+            row = near_n + 0 * near_k if BY_ROWS else near_k + 0 * near_n
+            column = near_k + 0 * near_n if BY_ROWS else near_n + 0 * near_k
+            w = _decoded(buffer, levels, row, column, inside, rows.to(tl.int64), groups, width, FORMAT, GROUP)
+            w = tl.where(inside, w, 0.0)
+        w = w.to(x.dtype.element_ty)
         there = (at_m < m)[:, None] & (at_k < depth)[None, :]
         part = tl.load(x + at_m.to(tl.int64)[:, None] * depth + at_k[None, :], mask=there, other=0.0)
         total = tl.dot(part, w, total, input_precision="ieee")

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from blockwalk.numerics.device import sent
 from blockwalk.numerics.kernels.codecs import _e4m3
-from blockwalk.numerics.kernels.noise import _COUNTERS, COMPILE_OPTIONS, _cast, _cubics, _draws, _on, _programs, _values
+from blockwalk.numerics.kernels.noise import (
+    _COUNTERS,
+    COMPILE_OPTIONS,
+    _cast,
+    _cubics,
+    _draws,
+    _on,
+    _programs,
+    _values,
+    options,
+)
 from blockwalk.numerics.noise.numpy_words import DRAWS, KINDS
 
 if TYPE_CHECKING:
@@ -130,7 +140,7 @@ def advance(
                 SEGMENTS=triton.next_power_of_2(len(rows)),
                 COUNTERS=_COUNTERS[code],
                 DRAWS=draws,
-                **COMPILE_OPTIONS,
+                **options(table.device),
             )
 
 
@@ -275,7 +285,7 @@ def advance_rows(
             KIND=code,
             COUNTERS=_COUNTERS[code],
             DRAWS=draws,
-            **COMPILE_OPTIONS,
+            **options(codes.device),
         )
 
 

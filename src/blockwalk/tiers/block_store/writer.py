@@ -20,6 +20,7 @@ from blockwalk.numerics.codecs.weights import EncodedWeight, Value
 from blockwalk.plan.model_spec import ModelSpec, encoded_nbytes
 from blockwalk.plan.placement import Codec
 from blockwalk.plan.sizes import spans
+from blockwalk.plan.words import counted
 from blockwalk.system import atomic_files
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import (
@@ -56,7 +57,9 @@ def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: 
     available = dict.fromkeys(source.names())
     missing = [param.name for param in spec.params() if param.name not in available]
     if missing:
-        raise ValueError(f"the source of {spec.name} lacks {len(missing)} parameters: {', '.join(missing[:8])}")
+        raise ValueError(
+            f"the source of {spec.name} lacks {counted(len(missing), 'parameter')}: {', '.join(missing[:8])}"
+        )
     plain = Codec.RAW if codec.encoded else codec  # codes are for the quantizable
     units = [(u.name, u.kind, [(p.name, codec if p.quantizable else plain) for p in u.params]) for u in spec.units]
     for param in spec.params():

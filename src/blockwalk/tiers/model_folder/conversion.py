@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from blockwalk.numerics.codecs.layout import name_of
+from blockwalk.plan.words import counted
 from blockwalk.tiers.model_folder.stored import StoredTensor
 
 View = Callable[["StoredTensor"], Tensor]
@@ -127,7 +128,7 @@ def resolve(
         parts = [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
         raise ValueError(f"{where} does not fit {type(model).__name__}: {'; '.join(parts)}")
     if extra:
-        text = f"{where} has {len(extra)} tensors that {type(model).__name__} does not use: {_some(extra)}"
+        text = f"{where} has {counted(len(extra), 'tensor')} that {type(model).__name__} does not use: {_some(extra)}"
         if all_used:
             raise ValueError(f"{text}. A model without them is another one than the file's, and is not trained")
         warnings.warn(text, stacklevel=3)

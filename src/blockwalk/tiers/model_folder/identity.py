@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from blockwalk.models.folder import STORE_INDEX, checkpoint_files, model_folder
+from blockwalk.models.gguf import MADE
 from blockwalk.system import cache
 from blockwalk.system.paths import StrPath
 from blockwalk.tiers.block_store.store import is_store
@@ -30,29 +31,37 @@ _SETTLED = 3.0
 """Seconds without a change after which a file's times tell every later change."""
 
 
-def weights_digest(folder: StrPath) -> str:
+def same_weights(folder: StrPath, digest: str) -> bool:
+    """Return whether a digest is that of a model folder, by content; or, of a GGUF file, by content and name, as earlier
+    versions made it."""
+    return digest in (weights_digest(folder), weights_digest(folder, by_name=True))
+
+
+def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
     """The content of a model folder (configuration and weights) as 32 hexadecimal digits; of a block store its index,
-    which has the checksums of all that was packed.
+    which has the checksums of all that was packed. The names that people give GGUF files are no part of it, unless ``by_name``.
 
     Raises:
         ValueError: the folder holds no model, or one that is being written.
     """
     folder = model_folder(folder).resolve()
+    free_names = (folder / MADE).is_file() and not by_name
     names = ["config.json", *([STORE_INDEX] if is_store(folder) else checkpoint_files(folder))]
     paths = [folder / name for name in names if (folder / name).is_file()]
     for path in paths:
         _sync(path)
     seen = _seen(paths)
-    entry = f"digest-{cache.key(os.fsencode(folder))}"
+    entry = f"digest-{cache.key(os.fsencode(folder) + b' by content' * free_names)}"
     remembered = cache.read_json(entry, lambda kept: (kept["seen"], str(kept["digest"])))
     if remembered is not None and remembered[0] == seen:
         return remembered[1]
     began = time.time()
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        for path in paths:
+        for number, path in enumerate(paths):
             starts = range(0, path.stat().st_size, _SPAN)
-            digest.update(json.dumps([path.name, *threads.map(_digest_span, [path] * len(starts), starts)]).encode())
+            name = f"part {number}" if free_names and path.suffix == ".gguf" else path.name
+            digest.update(json.dumps([name, *threads.map(_digest_span, [path] * len(starts), starts)]).encode())
     if _seen(paths) != seen:
         raise ValueError(f"{folder} changed while it was read: wait until it is written, and start again")
     settled = began - max(max(written, changed) for *_, written, changed in seen) / 1e9 > _SETTLED

@@ -1,0 +1,219 @@
+"""PEFT's adapters on models whose base weights are not there.
+
+A ``LoraConfig`` is carried where base weights are read a range at a time (DoRA's norms) or trained where they stand
+(``modules_to_save``); one that would change frozen ones is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockwalk.cutting.anatomy import canonical_name
+from blockwalk.cutting.lora_forward import fuse
+from blockwalk.plan.parsing import LOOSE, did_you_mean
+
+# fmt: off
+_ACCEPTED = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+    "bias", "use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern", "loftq_config", "runtime_config", "lora_bias", "target_parameters", "use_dora", "modules_to_save",
+    "ensure_weight_tying",
+}
+# fmt: on
+"""Fields of a ``LoraConfig`` that Blockwalk honours; any other must be as PEFT leaves it."""
+
+_WHY = {
+    "trainable_token_indices": "it trains rows of the embedding beside it; modules_to_save: [embed_tokens] trains the"
+    " embedding where it stands",
+    "layer_replication": "it changes the sequence of layers",
+}
+
+STARTS = (True, False, "gaussian")
+"""``init_lora_weights`` that need no base weights."""
+
+
+def refuse_config(config: Any) -> None:
+    """Raise ValueError for a ``LoraConfig`` that does not leave the base weights alone."""
+    if config.init_lora_weights not in STARTS:
+        raise ValueError(
+            f"init_lora_weights = {config.init_lora_weights!r} computes the adapter from the base weights or changes them;"
+            " give the Walker the model that PEFT makes (get_peft_model), or set it to True (its default), 'gaussian' or False"
+        )
+    if config.bias != "none":
+        raise ValueError(f"bias = {config.bias!r} trains base parameters; set it to 'none'")
+    plain = type(config)()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _ACCEPTED and value != getattr(plain, field.name) and value:
+            why = _WHY.get(field.name, "Blockwalk trains plain LoRA")
+            raise ValueError(f"{field.name} = {value!r} is not supported: {why}")
+
+
+@contextmanager
+def _weightless(model: nn.Module) -> Iterator[None]:
+    """Let PEFT see float32 weights on the CPU where there are none, so that it makes real adapters in float32.
+
+    Each stand-in takes one element of memory. PEFT's decision what is trained is carried over to the placeholders.
+    """
+    stand_ins: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+    twins: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                twin = twins.setdefault(id(param), nn.Parameter(torch.zeros(()).expand(param.shape)))
+                stand_ins.append((module, leaf, param, twin))
+                module._parameters[leaf] = twin
+    try:
+        with warnings.catch_warnings():  # PEFT asks transformers for it by this name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            yield
+    finally:
+        for module, leaf, param, twin in stand_ins:
+            param.requires_grad_(twin.requires_grad)
+            module._parameters[leaf] = param
+
+
+def lora_config(
+    rank: int = 8,
+    alpha: float = 16.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    **settings: Any,
+) -> Any:
+    """A PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
+    from peft import LoraConfig
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    known = [field.name for field in dataclasses.fields(LoraConfig)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(
+                f"PEFT's LoraConfig has no field {name!r} (lora.options){did_you_mean(name, known, LOOSE)}"
+            )
+    targets = (target_modules if isinstance(target_modules, str) else list(target_modules)) or DUMMY_TARGET_MODULES
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
+        target_modules=targets,
+        lora_dropout=dropout,
+        **settings,
+    )
+
+
+def add_adapter(model: nn.Module, config: Any, *, seed: int = 0, saved: str = "") -> Any:
+    """Put a LoRA adapter, or a prefix, on a model (a skeleton or one with weights): a ``PeftModel`` with a frozen base.
+
+    The adapter's parameters are real, float32, with PEFT's own initialisation drawn under ``seed``: the values that
+    ``get_peft_model`` gives a float32 model after ``torch.manual_seed(seed)``. ``all-linear`` leaves out what a pass over text
+    never calls, and experts with their routers. ``saved`` names the folder of an adapter that was trained before. Raises
+    ValueError for what is no ``LoraConfig`` or ``PrefixTuningConfig``, or does not leave the base weights alone.
+    """
+    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+
+    lora = isinstance(config, LoraConfig)
+    if not lora and not isinstance(config, PrefixTuningConfig):
+        raise ValueError(f"an adapter is a peft.LoraConfig or a PrefixTuningConfig, not a {type(config).__name__}")
+    if lora:
+        refuse_config(config)
+    config = copy.deepcopy(config)  # PEFT adds to it
+    if lora and isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        config = _all_linear(config, model)
+    with torch.random.fork_rng(devices=[]), _weightless(model):
+        torch.default_generator.manual_seed(seed)
+        wrapped: Any = get_peft_model(model, config)
+    if not lora:
+        return wrapped
+    _train_in_place(wrapped, saved)
+    fuse(wrapped)
+    for name, param in wrapped.named_parameters():
+        if ".lora_" in name and param.dtype != torch.float32:
+            param.data = param.data.float()
+    return wrapped
+
+
+def _train_in_place(wrapped: Any, saved: str) -> None:
+    """Train ``modules_to_save`` where they stand: PEFT's copies give way to the modules that they were made of.
+
+    Raises ValueError where one of two tied weights would be trained by itself.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    modules = dict(wrapped.named_modules(remove_duplicate=False))
+    leaves = sorted({name.rpartition(".")[2] for name in modules})
+    copied = {name: module for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)}
+    for name, module in copied.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(modules[parent], leaf, module.original_module.requires_grad_(True))
+    asked = wrapped.active_peft_config.modules_to_save or ()
+    if none := [leaf for leaf in asked if not any(name.endswith(leaf) for name in copied)]:
+        raise ValueError(
+            f"modules_to_save has {none[0]}, and no module's name ends so{did_you_mean(none[0], leaves, LOOSE)}"
+        )
+    for name, param in wrapped.named_parameters(remove_duplicate=False):
+        theirs = ".lora_" in name or name.startswith(tuple(f"{module}." for module in copied))
+        if param.requires_grad and not theirs:
+            cure = (
+                f"write a model that has both (blockwalk merge MODEL {saved} OUT), and name OUT"
+                if saved
+                else "set ensure_weight_tying: true (lora.options), which trains both as the one that they are"
+            )
+            raise ValueError(
+                f"modules_to_save has one of two tied weights, and {canonical_name(name)} is the other; {cure}"
+            )
+
+
+def _all_linear(config: Any, model: Any) -> Any:
+    """The configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left out is what a
+    pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what stands at that
+    place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
+    from transformers.pytorch_utils import Conv1D
+
+    from blockwalk.cutting.ownership import find_parts
+    from blockwalk.cutting.verify import certified_anatomy
+
+    units = find_parts(model, certified_anatomy(model), str)
+    layers, out = {part.name for part in units.layers}, [re.escape(name) for name in units.idle]
+    for name, _ in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if leaf in ("experts", "router"):
+            out.append(re.sub(r"\d+", r"\\d+", re.escape(name if parent in layers else parent)))
+    left_out = re.compile(rf"({'|'.join(dict.fromkeys(out))})(\..*)?" if out else "(?!)")
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    reached = {name for name in linear if not left_out.fullmatch(name)}
+    if len(reached) == len(linear) and not out:
+        return config
+    head = model.get_output_embeddings()
+    config.target_modules = {name for name in reached if model.get_submodule(name) is not head}
+    return config
+
+
+def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """The adapter's own parameters of a ``PeftModel`` and the base's that are trained, by canonical name; tied ones by each."""
+    adapters, named = tuple(model.peft_config), model.named_parameters(remove_duplicate=False)
+    own = {n: p for n, p in named if ".lora_" in n or (p.requires_grad and not n.startswith("prompt_encoder."))}
+    return {canonical_name(name, adapters): param for name, param in own.items()}
+
+
+def prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters that a prefix is made of, by canonical name; none where the model has no prefix."""
+    adapters = tuple(model.peft_config)
+    encoder = getattr(model, "prompt_encoder", nn.ModuleDict())
+    return {canonical_name(f"prompt_encoder.{name}", adapters): p for name, p in encoder.named_parameters()}
+
+
+def ties_its_ends(base: Any) -> bool:
+    """Whether a plain model's embedding and head, adapted or not, are one weight."""
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    first, second = (getattr(getattr(end, "base_layer", end), "weight", None) for end in ends)
+    return first is not None and first is second
