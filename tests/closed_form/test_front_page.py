@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 
 from benchmarks import front_page
 
+ROOT = Path(__file__).parents[2]
 MOST_WORDS = 600
 MOST_FIGURES = 40
 UNITS = r"(?:[kMGT]B|s|ms|minutes?|hours?|days?|tokens/s|times|×|%|nats)"
