@@ -91,7 +91,7 @@ def test_a_step_that_is_refused_changes_nothing(
     row: str, settings: dict[str, Any], sim: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss that is not finite is known when units have been updated; the next step is the second of a run without it."""
-    expected = steps(tmp_path, "cpu", row, **settings)
+    expected = steps(tmp_path, "sim:1", row, **settings)
     wanted = dict(settings)
     lora = wanted.pop("lora", None)
     with Walker(tmp_path / "model", method(row, **wanted), lora=lora, workdir=tmp_path, device="sim:1") as walker:

@@ -107,9 +107,7 @@ def test_a_run_begins_from_the_host_says_so_and_keeps_it(
     named = [*tiny_run.arguments(tmp_path / "cpu"), *STREAMED, "--max_steps", "4", "--device", "cpu"]
     assert said(["train", *named])[0] == 0
     assert settled(tmp_path / "cpu") == {}
-    resumed, new, cpu = (losses(tmp_path / name) for name in ("run", "new", "cpu"))
-    assert resumed == new
-    assert resumed == pytest.approx(cpu, rel=1e-6), "a processor leaves padding out, and adds in another order"
+    assert losses(tmp_path / "run") == losses(tmp_path / "new") == losses(tmp_path / "cpu")
 
 
 def test_a_card_without_bfloat16_is_told_of(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not BENCHMARKS.is_dir(), reason="benchmarks are 
 
 
 def test_seven_billion_parameters_train_at_the_speed_of_the_card() -> None:
-    """684 tokens/s where weights come from the disk, 7,800 where they come from the host, 10,400 where they and graphs stay."""
+    """684 tokens/s where weights come from the disk, over 7,000 from the host, more where they and graphs stay."""
     from benchmarks.cards import CASES, SHAPE, costs_of, foreseen
 
     from blockwalk.plan.methods import method

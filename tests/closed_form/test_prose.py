@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "blockwalk"
 
-NOT_YET_IMPERATIVE = 1300
+NOT_YET_IMPERATIVE = 218
 """Functions whose docstring begins with no imperative. The number may only fall: lower it with each that is mended."""
 
 IMPERATIVES = frozenset(

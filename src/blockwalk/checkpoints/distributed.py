@@ -32,11 +32,11 @@ class HasPieces(Protocol):
     """The interface of an engine that a checkpoint uses."""
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """Every tensor that a resumed run needs, as far as this rank holds it, by name and kind."""
+        """Return every tensor that a resumed run needs, as far as this rank holds it, by name and kind."""
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """Facts that the tensors were made by, which a resumed run must know."""
+        """Return facts that the tensors were made by, which a resumed run must know."""
         ...
 
     def resume_facts(self, facts: Mapping[str, str]) -> None:
@@ -190,6 +190,6 @@ def _require(folder: Path, group: dist.ProcessGroup | None) -> None:
 
 
 def _told(text: str, group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Every rank's text that is not empty, by rank and on every rank; all ranks wait for one another."""
+    """Return every rank's text that is not empty, by rank and on every rank; all ranks wait for one another."""
     said = [text] if group is None else gather_json(text, group)
     return {rank: each for rank, each in enumerate(said) if each}

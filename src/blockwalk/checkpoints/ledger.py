@@ -171,7 +171,7 @@ class LedgerCopy(Ledger):
 
 
 def read_ledger(path: StrPath) -> tuple[dict[str, Any], list[Entry]]:
-    """The header and the whole lines of a ledger, without changing it.
+    """Return the header and the whole lines of a ledger, without changing it.
 
     Raises:
         ValueError: the file is no ledger, or one of another version, or damaged before its last line.
@@ -204,7 +204,7 @@ def write_exported(path: StrPath, header: Mapping[str, Any], entries: Sequence[E
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings in which two headers differ, as ``name: saved, now``; the run's own name is none of them."""
+    """Return the settings in which two headers differ, as ``name: saved, now``; the run's own name is none of them."""
     names = [name for name in now if name != "run" and saved.get(name) != _plain(now[name])]
     out = []
     for name in names:
@@ -220,7 +220,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
-    """Header, entries, their digests after "", and the bytes that they take: what follows is a torn line."""
+    """Return header, entries, their digests after "", and the bytes that they take: what follows is a torn line."""
     if not path.is_file():
         raise ValueError(f"{path} is not there: a ledger is a file named {NAME} in a zeroth-order run's output folder")
     data = path.read_bytes()
@@ -251,7 +251,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Entry], list[str], int]:
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
-    """The lines of an exported ledger, whose one member of gzip ends with the file."""
+    """Return the lines of an exported ledger, whose one member of gzip ends with the file."""
     unpacking = zlib.decompressobj(wbits=31)
     try:
         lines = unpacking.decompress(data, _DENSEST * len(data))
@@ -279,7 +279,7 @@ def _require_version(path: Path, line: bytes) -> None:
 
 
 def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -> Entry:
-    """The entry of step ``number`` that was read from a ledger's line. Raises ValueError where it is none."""
+    """Return the entry of step ``number`` that was read from a ledger's line. Raises ValueError where it is none."""
     lists: Sequence[str] = ("losses", "projected_grads", "curvatures")
     try:
         fields: dict[str, Any] = {key: tuple(map(float, each)) if key in lists else each for key, each in value.items()}
@@ -296,7 +296,7 @@ def entry_of(value: Any, number: int, path: Path | str = "the store of ranks") -
 
 
 def _lines(values: Iterable[Mapping[str, Any]], digest: str = "") -> tuple[bytes, str]:
-    """Lines that follow one with ``digest``, and the last one's digest."""
+    """Return lines that follow one with ``digest``, and the last one's digest."""
     text = ""
     for value in values:
         line, digest = atomic_files.seal(json.dumps(value, ensure_ascii=False, allow_nan=False), digest)
@@ -305,5 +305,5 @@ def _lines(values: Iterable[Mapping[str, Any]], digest: str = "") -> tuple[bytes
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON reads it back."""
+    """Return the value as JSON reads it back."""
     return json.loads(json.dumps(value))

@@ -15,7 +15,7 @@ _HALF_WRITTEN = re.compile(rf"\.{re.escape(MARK)}\.[0-9a-f]{{8}}{re.escape(atomi
 
 
 def new_run() -> str:
-    """A name for a run: 12 hexadecimal digits."""
+    """Return a name for a run: 12 hexadecimal digits."""
     return uuid.uuid4().hex[:12]
 
 
@@ -26,7 +26,7 @@ def write(folder: Path, run: str) -> None:
 
 
 def run_of(folder: Path) -> str | None:
-    """The run whose mark a folder has; None where it has none, is a link, or is no folder."""
+    """Return the run whose mark a folder has; None where it has none, is a link, or is no folder."""
     if folder.is_symlink() or (folder / MARK).is_symlink() or not (folder / MARK).is_file():
         return None
     try:

@@ -42,7 +42,7 @@ class Pieces:
     held: Mapping[int, Any]
 
     def copied(self) -> Pieces:
-        """These elements, copied to the host."""
+        """Return these elements, copied to the host."""
         held = {first: piece.detach().to("cpu", copy=True) for first, piece in self.held.items()}
         return Pieces(self.numel, held)
 
@@ -128,7 +128,7 @@ class _Place:
         return self.first + self.nbytes // self.dtype.itemsize
 
     def elements(self, first: int, stop: int) -> Tensor:
-        """A range of the tensor's elements, mapped, all inside the piece.
+        """Return a range of the tensor's elements, mapped, all inside the piece.
 
         Raises:
             Damaged: a checksum differs.
@@ -214,7 +214,7 @@ class Saved:
             )
 
     def whole(self, name: str) -> Tensor:
-        """A tensor that one rank wrote alone, mapped from the file, not copied: do not write to it.
+        """Return a tensor that one rank wrote alone, mapped from the file, not copied: do not write to it.
 
         Raises:
             Damaged: a checksum differs.

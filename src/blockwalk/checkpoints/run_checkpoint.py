@@ -93,12 +93,12 @@ def save(output_dir: Path, made: Checkpoint, *, keep: int = 2, best: str = "") -
 
 
 def path_of(output_dir: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return output_dir / f"checkpoint-{step:06d}"
 
 
 def scalars_text(made: Checkpoint) -> str:
-    """The text of the file :data:`SCALARS`, as sealed JSON: all of a checkpoint but its tensors."""
+    """Return the text of the file :data:`SCALARS`, as sealed JSON: all of a checkpoint but its tensors."""
     state = {
         "format": FORMAT,
         "step": made.step,
@@ -143,7 +143,7 @@ def load(path: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _scalars(path: Path) -> dict[str, Any]:
-    """The values that :func:`scalars_text` wrote to a checkpoint."""
+    """Return the values that :func:`scalars_text` wrote to a checkpoint."""
     from blockwalk.checkpoints import pieces
 
     pieces.refuse_format_1(path)
@@ -187,13 +187,13 @@ def verify(path: Path) -> None:
 
 
 def whole(output_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first: each had everything when it took its name. A folder of such a name with none of
-    a checkpoint's files in it is somebody else's, and not among them."""
+    """Return the checkpoints of a run, oldest first: each had everything when it took its name. A folder of such a name
+    with none of a checkpoint's files in it is somebody else's, and not among them."""
     return [path for path in _named(output_dir) if is_ours(path)]
 
 
 def _named(output_dir: Path) -> list[Path]:
-    """Everything in a folder that is named like a checkpoint, oldest first."""
+    """Return everything in a folder that is named like a checkpoint, oldest first."""
     if not output_dir.is_dir():
         return []
     return sorted((path for path in output_dir.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
@@ -208,13 +208,13 @@ def is_ours(path: Path) -> bool:
 
 
 def latest(output_dir: Path) -> Path | None:
-    """The newest checkpoint, if there is one."""
+    """Return the newest checkpoint, if there is one."""
     found = whole(output_dir)
     return found[-1] if found else None
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name carries."""
+    """Return the step that a checkpoint's name carries."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not named like a checkpoint, such as checkpoint-000100")
@@ -359,7 +359,7 @@ def refuse_result(start: Start, name: str) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Words for a path: a file, a link and where it leads, or a folder and some of what it holds."""
+    """Return words for a path: a file, a link and where it leads, or a folder and some of what it holds."""
     if path.is_symlink():
         return f"a link to {os.readlink(path)}"
     if not path.is_dir():
@@ -373,7 +373,7 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def _newest_undamaged(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint with the bytes that were written, if there is any; and what is wrong with the newer ones.
+    """Return the newest checkpoint with the bytes that were written, if there is any; and what is wrong with the newer ones.
 
     Raises:
         ValueError: there are checkpoints, and all are damaged.
@@ -402,8 +402,8 @@ def changed_settings(
     same_model: bool = False,
     same_data: bool = False,
 ) -> list[str]:
-    """The settings that a resumed run changes, as ``name: old → new``. Settings that the checkpoint does not know, for it is
-    older, had their defaults.
+    """Return the settings that a resumed run changes, as ``name: old → new``. Settings that the checkpoint does not know,
+    for it is older, had their defaults.
 
     Args:
         any_method: the run goes on under any first-order method.

@@ -77,15 +77,15 @@ def _remove_empty(output_dir: Path, kept: Container[Path]) -> None:
 
 
 def _working_folders(output_dir: Path) -> list[Path]:
-    """The folders that a run's ranks work in, inner ones first."""
+    """Return the folders that a run's ranks work in, inner ones first."""
     scratch = output_dir / SCRATCH
     return [*_matching(scratch, _RANK), scratch, *_matching(output_dir / "logs", _RANK)]
 
 
 def leftovers(output_dir: Path) -> list[Path]:
-    """The paths in a run's folder that ended runs left and nobody will ask for again: files half written, and weights on disk
-    of another run than the ledger's. These stay where the ledger that the checkpoints belong to is lost. Each carries our
-    mark: a name with the digits of a run, of chance or of a content, and contents of ours."""
+    """Return the paths in a run's folder that ended runs left and nobody will ask for again: files half written, and
+    weights on disk of another run than the ledger's. These stay where the ledger that the checkpoints belong to is lost.
+    Each carries our mark: a name with the digits of a run, of chance or of a content, and contents of ours."""
     scratch = output_dir / SCRATCH
     logs = output_dir / "logs"
     paths = [path for path in _matching(output_dir, _LEFT_FOLDER) if marks.is_ours(path)]
@@ -106,7 +106,7 @@ def leftovers(output_dir: Path) -> list[Path]:
 
 
 def working_files(output_dir: Path) -> list[Path]:
-    """The block stores and :func:`leftovers` in a run's working folder."""
+    """Return the block stores and :func:`leftovers` in a run's working folder."""
     scratch = output_dir / SCRATCH
     store = re.compile(f"{_WEIGHTS}|{_PACK}")
     stores = [path for folder in (scratch, *_matching(scratch, _RANK)) for path in _matching(folder, store)]
@@ -115,7 +115,7 @@ def working_files(output_dir: Path) -> list[Path]:
 
 
 def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """The paths in a folder that have such names; none where there is no folder."""
+    """Return the paths in a folder that have such names; none where there is no folder."""
     return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.is_dir() else []
 
 
@@ -128,7 +128,7 @@ def _is_store_in_part(folder: Path) -> bool:
 
 
 def _kept_weights(output_dir: Path) -> set[str] | None:
-    """Names of the weights on disk that belong to a ledger, this run's or a replaced one's; None: nobody can tell."""
+    """Return names of the weights on disk that belong to a ledger, this run's or a replaced one's; None: nobody can tell."""
     names = set()
     with suppress(ValueError):  # a damaged ledger is for whoever reads it to report
         ledger = output_dir / ledger_module.NAME

@@ -45,7 +45,7 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 
 def describe() -> dict[str, str]:
-    """Versions of the packages that matter, the processor, memory and GPUs."""
+    """Return versions of the packages that matter, the processor, memory and GPUs."""
     import psutil
     import torch
 
@@ -67,7 +67,7 @@ def describe() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The model name, and the instruction sets that decide how fast a step is."""
+    """Return the model name, and the instruction sets that decide how fast a step is."""
     from blockwalk.doctor.machine import processor
 
     if not (facts := processor()):

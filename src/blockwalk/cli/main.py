@@ -363,7 +363,7 @@ def _configured(
     runs_here: bool = True,
     starts: bool = False,
 ) -> run_config.RunConfig:
-    """The run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
+    """Return the run's configuration; what the command needs of it is given, and the model's folder is there if the run is."""
     values.config, model = _file_of(values.config)
     overrides = [*model, *overrides]
     with _notes_printed(starts=starts):
@@ -423,7 +423,7 @@ def _file_of(given: str | None) -> tuple[str | None, list[tuple[str, Any]]]:
 
 
 def _without(arguments: list[str], flags: Sequence[str]) -> list[str]:
-    """The arguments without some flags, each with its value."""
+    """Return the arguments without some flags, each with its value."""
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -460,7 +460,7 @@ def _debugging() -> bool:
 
 
 def parser(explained: Command | None) -> argparse.ArgumentParser:
-    """The parser, with what help says of the settings of the one command that is asked for it."""
+    """Return the parser, with what help says of the settings of the one command that is asked for it."""
     found = argparse.ArgumentParser(
         prog="blockwalk",
         description="Fine-tune and train language models that do not fit in memory, one block at a time.",

@@ -64,7 +64,7 @@ _CLASSES: dict[str, tuple[type, ...]] = {
 
 
 def lines(command: str) -> Iterator[str]:
-    """Lines of ``blockwalk COMMAND --help`` on the settings that the command reads."""
+    """Yield lines of ``blockwalk COMMAND --help`` on the settings that the command reads."""
     width = min(shutil.get_terminal_size().columns, 120)
     standing = defaults()
     yield "Settings, named as in the YAML file, which a flag overrides. Defaults are those of method mebp."
@@ -87,7 +87,7 @@ def defaults() -> dict[str, Any]:
 
 
 def settings_of(names: str) -> Iterator[str]:
-    """The settings that a group's names and patterns stand for; a placement is one, not its parts."""
+    """Yield the settings that a group's names and patterns stand for; a placement is one, not its parts."""
     parts = tuple(f"{placement}." for placement in config.PLACEMENTS)
     known = [name for name in config.setting_names() if not name.startswith(parts)]
     for pattern in names.split():
@@ -95,7 +95,7 @@ def settings_of(names: str) -> Iterator[str]:
 
 
 def described(name: str) -> tuple[str, str]:
-    """One word for the values that a setting takes, and the sentence of its field."""
+    """Return one word for the values that a setting takes, and the sentence of its field."""
     cls, field = _field(name)
     hint = bool if name == "lora" else hint_of(name)
     sentence = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", _sentences(cls)[field]).replace("``", "")
@@ -120,7 +120,7 @@ def _field(name: str) -> tuple[type, str]:
 
 @functools.cache
 def _sentences(cls: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, on one line."""
+    """Return the docstring below each field of a dataclass, on one line."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     return {
@@ -132,7 +132,7 @@ def _sentences(cls: type) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A default as it would be written."""
+    """Return a default as it would be written."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

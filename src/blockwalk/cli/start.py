@@ -64,7 +64,7 @@ def init(arguments: argparse.Namespace) -> None:
 
 
 def _held(candidate: planner.Candidate) -> str:
-    """The tensors that a plan holds in a step, as text."""
+    """Return the tensors that a plan holds in a step, as text."""
     return human_bytes(candidate.peaks[Pool.DEVICE] + candidate.peaks[Pool.HOST])
 
 
@@ -88,7 +88,7 @@ def _examples() -> None:
 
 
 def _ask(name: str, what: str) -> str:
-    """The answer to a question, or an error where nobody can be asked."""
+    """Return the answer to a question, or an error where nobody can be asked."""
     if not is_terminal(sys.stdin) or not (answer := input(f"{what}: ").strip()):
         raise ValueError(f"{name} is missing: {what}")
     return answer

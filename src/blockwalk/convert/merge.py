@@ -115,7 +115,7 @@ class Change:
     magnitude_N: Tensor | None = None
 
     def rows(self, base_ND: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-        """The changed rows ``start`` … of a parameter whose rows there are ``base_ND``, rounded once to ``dtype``."""
+        """Return the changed rows ``start`` … of a parameter whose rows there are ``base_ND``, rounded once to ``dtype``."""
         stop = start + base_ND.shape[0]
         out_ND = base_ND if self.replacement is None else self.replacement.view(-1, base_ND.shape[1])[start:stop]
         if self.left_NR is not None and self.right_RD is not None:
@@ -139,7 +139,7 @@ _LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB]|magni
 
 
 def read_adapter(adapter_dir: StrPath, model: nn.Module) -> dict[str, Change]:
-    """Changes that an adapter in PEFT's format makes to ``model`` (a skeleton will do), by parameter name.
+    """Return changes that an adapter in PEFT's format makes to ``model`` (a skeleton will do), by parameter name.
 
     Ranks, alphas and their patterns, rslora, DoRA, Conv1D and embedding layers, ``lora_bias``, trained biases and
     ``modules_to_save`` are honoured.
@@ -220,12 +220,12 @@ _WRAPPERS = r"\.(base_layer|original_module|modules_to_save)\."
 
 
 def _plain(key: str) -> str:
-    """A tensor's name in an adapter's file, as it is in the plain model."""
+    """Return a tensor's name in an adapter's file, as it is in the plain model."""
     return key.removeprefix("base_model.model.")
 
 
 def _ends(model: Any) -> list[str]:
-    """The names of the embedding and of the head."""
+    """Return the names of the embedding and of the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if module in ends]
 
@@ -254,7 +254,7 @@ class _Output(NamedTuple):
 
 
 def _outputs(source: WeightSource, model: nn.Module, changes: Mapping[str, Change]) -> tuple[dict[str, _Output], bool]:
-    """The merged model's tensors by their names in its files, and whether tied weights had to be parted.
+    """Return the merged model's tensors by their names in its files, and whether tied weights had to be parted.
 
     A checkpoint's own names are kept, so that the merged folder looks like the one it came from; a parameter that was fused
     from several tensors, and a parted one, are written under the model's own name, which transformers loads as well.
@@ -277,7 +277,7 @@ def _outputs(source: WeightSource, model: nn.Module, changes: Mapping[str, Chang
 
 
 def _merged(source: WeightSource, output: _Output, dtype: torch.dtype) -> Iterator[Tensor]:
-    """An output's values in a dtype, some rows at a time."""
+    """Yield an output's values in a dtype, some rows at a time."""
     name, change = output
     weight, shape = source.weights([name])[name], source.shape(name)
     rows, columns = shape[0] if shape else 1, math.prod(shape[1:])

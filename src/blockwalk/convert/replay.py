@@ -123,7 +123,7 @@ def _refuse_output(out: StrPath, base: StrPath, ledger: StrPath, found: Mapping[
 
 
 def read_for(ledger: StrPath, until: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """A ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
+    """Return a ledger's header and its steps up to ``until`` (all of them unless given), where this version can apply them."""
     found, entries = read_ledger(file_of(ledger, NAME))
     if until is not None and not 0 <= until <= len(entries):
         raise ValueError(f"--until is {until}, and {ledger} has the steps 0 to {len(entries)}")
@@ -178,7 +178,7 @@ class ReplayedRun:
         """A checksum of the trainables after the last entry; there once :meth:`units_after` is through."""
 
     def _as_it_was(self, spec: ModelSpec) -> ModelSpec:
-        """The model with the run's trainables, in the run's dtypes."""
+        """Return the model with the run's trainables, in the run's dtypes."""
         trained = {name: (tuple(shape), dtype) for name, shape, dtype in self.header["parameters"]}
         known = {p.name: p.shape for p in spec.params()}
         if wrong := [name for name, (shape, _) in trained.items() if known.get(name) != shape]:
@@ -192,7 +192,7 @@ class ReplayedRun:
         return spec.as_stored(as_trained)
 
     def units_after(self) -> Iterator[dict[str, Value]]:
-        """The trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
+        """Yield the trainables of each unit in turn, after the last entry; those of the units before are no longer held."""
         done, total = 0, sum(unit.nbytes for unit in self.units)
         after = self._after_in_place() if self.rule.zo.noise == "mezo" else self._after()
         for unit, trained in zip(self.units, after, strict=True):
@@ -202,7 +202,7 @@ class ReplayedRun:
                 self.progress(done, total)
 
     def _after(self) -> Iterator[dict[str, Value]]:
-        """The trainables of each unit after the last entry, a unit at a time."""
+        """Yield the trainables of each unit after the last entry, a unit at a time."""
         scratch, after = ScratchArena(), []
         for number in range(len(self.units)):
             bytes_P = self._fill(number)
@@ -213,8 +213,8 @@ class ReplayedRun:
         self._check(after)
 
     def _after_in_place(self) -> Iterator[dict[str, Value]]:
-        """The trainables of each unit after the last entry, under the original's noise: its draws go through all parameters at
-        once, so that the whole model is held."""
+        """Yield the trainables of each unit after the last entry, under the original's noise: its draws go through all
+        parameters at once, so that the whole model is held."""
         whole = [self._fill(number) for number in range(len(self.units))]
         filled = [tensors_in(unit, bytes_P) for unit, bytes_P in zip(self.units, whole, strict=True)]
         tensors = {name: states[""].tensor for cells in filled for name, states in cells.items()}
@@ -227,7 +227,7 @@ class ReplayedRun:
             yield values_of(tensors_in(unit, bytes_P))
 
     def _fill(self, number: int) -> torch.Tensor:
-        """A unit's bucket as the run began with it, on the device."""
+        """Return a unit's bucket as the run began with it, on the device."""
         bytes_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], self.initial, bytes_P)
         return bytes_P.to(self.device)
@@ -261,7 +261,7 @@ class ReplayedRun:
         assert next(values, None) is None
 
     def _dtype(self, param: ParamSpec) -> torch.dtype:
-        """The dtype that a parameter is written in: its master's dtype, or the model's where that is no plain one."""
+        """Return the dtype that a parameter is written in: its master's dtype, or the model's where that is no plain one."""
         codec = Codec(self.header["codec"])
         name = codec.dtype_of(param.dtype) if param.trainable else None
         return self.source.dtype(param.name) if name is None else dtype_of(name)
@@ -280,5 +280,5 @@ class ReplayedRun:
 
 
 def values_of(cells: BucketTensors) -> dict[str, Value]:
-    """The parameters of a bucket as they lie there."""
+    """Return the parameters of a bucket as they lie there."""
     return {name: states[""].value for name, states in cells.items()}

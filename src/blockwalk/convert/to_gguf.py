@@ -152,7 +152,7 @@ def _write(writer: Any, tensors: list[_Tensor], progress: Progress | None) -> No
 
 
 def _read(source: Any, name: str, heads: int | None) -> Tensor:
-    """A parameter, its rows in GGUF's order."""
+    """Return a parameter, its rows in GGUF's order."""
     out = torch.empty(source.shape(name), dtype=source.dtype(name))
     source.read_into(name, out)
     source.release([name])
@@ -160,13 +160,13 @@ def _read(source: Any, name: str, heads: int | None) -> Tensor:
 
 
 def _turn(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads · 2 · half, ...] with each head's halves interleaved."""
+    """Return rows [heads · 2 · half, ...] with each head's halves interleaved."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _adapter_tensors(writer: Any, changes: Any, named: Callable[[str], str], turned: dict[str, int]) -> list[_Tensor]:
-    """Tensors of a LoRA file: A [R, D] and B [N, R] of each weight. llama.cpp scales B·A by alpha / R: alpha is 1, and what it
-    lacks is in B."""
+    """Return tensors of a LoRA file: A [R, D] and B [N, R] of each weight. llama.cpp scales B·A by alpha / R: alpha is 1,
+    and what it lacks is in B."""
     import gguf
 
     writer.add_type(gguf.GGUFType.ADAPTER)
@@ -309,7 +309,7 @@ def _kind(number: int, text: str, known: Any, added: Any, *, bytes_too: bool) ->
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a tokenizer's normalizer or pre-tokenizer, none for null."""
+    """Return the steps of a tokenizer's normalizer or pre-tokenizer, none for null."""
     if not part:
         return []
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -349,7 +349,7 @@ def _refuse_other_words(model: dict[str, Any], added: set[str], name: str, folde
 
 
 def _step(step: dict[str, Any]) -> tuple[str, str]:
-    """A step's kind and pattern; what it does besides is a part of the pattern."""
+    """Return a step's kind and pattern; what it does besides is a part of the pattern."""
     kind = str(step["type"])
     if kind == "Split":
         plain = step.get("behavior") == "Isolated" and not step.get("invert")
@@ -362,7 +362,7 @@ def _step(step: dict[str, Any]) -> tuple[str, str]:
 
 
 def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
-    """Whether a tokenizer of pieces puts a blank before a text.
+    """Return whether a tokenizer of pieces puts a blank before a text.
 
     Raises:
         ValueError: it changes text in another way than by writing a blank as ▁, which llama.cpp does.
@@ -382,7 +382,7 @@ def _blank_before_text(found: dict[str, Any], folder: Path) -> bool:
 
 
 def modelfile(out: StrPath, base: StrPath | None = None) -> str:
-    """An Ollama Modelfile for a GGUF model, or for an adapter on the GGUF file of its base."""
+    """Return an Ollama Modelfile for a GGUF model, or for an adapter on the GGUF file of its base."""
     if base is None:
         return f"FROM ./{Path(out).name}\n"
     return f"FROM {os.fspath(base)}\nADAPTER ./{Path(out).name}\n"

@@ -166,7 +166,7 @@ def refuse_copies(model: Any) -> None:
 
 
 def base_tensors(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The plain model in a model in memory (itself, or the base of a ``PeftModel``), and the base's own parameters and
+    """Return the plain model in a model in memory (itself, or the base of a ``PeftModel``), and the base's own parameters and
     persistent buffers, by canonical name."""
     adapters = tuple(getattr(model, "peft_config", ()))
     base = model.get_base_model() if adapters else model

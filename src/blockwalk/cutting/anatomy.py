@@ -47,7 +47,7 @@ class Anatomy:
 
 
 def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "base_model.model.") -> str:
-    """A parameter's or module's name in the plain model: without the parts that PEFT puts around and between.
+    """Return a parameter's or module's name in the plain model: without the parts that PEFT puts around and between.
 
     ``adapters`` are the names of the model's adapters ("default"), ``prefix`` is where the plain model sits in it. An
     adapter's own parameters keep ``base_layer``, which tells apart the adapters of several fused expert weights of one
@@ -59,7 +59,8 @@ def canonical_name(name: str, adapters: tuple[str, ...] = (), prefix: str = "bas
 
 
 def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Members of module lists whose class ``_no_split_modules`` names, outermost only, in the order of ``named_modules``.
+    """Return members of module lists whose class ``_no_split_modules`` names, outermost only, in the order of
+    ``named_modules``.
 
     Where it names none of them, the members of the outermost lists take their place.
     """
@@ -75,7 +76,7 @@ def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def pieces(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that neither hold a layer nor are one: embeddings, rotary tables, final norm, head."""
+    """Yield the outermost modules that neither hold a layer nor are one: embeddings, rotary tables, final norm, head."""
     containers = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)} | {""}
     waiting = [("", model)]
     while waiting:
@@ -119,7 +120,7 @@ def watch(
 
 
 def dissect(model: nn.Module, layers: Mapping[str, nn.Module], trace: CallTrace) -> Anatomy:
-    """The anatomy that a trace shows. Raises ValueError for a model that is no sequence of layers, with the reason."""
+    """Return the anatomy that a trace shows. Raises ValueError for a model that is no sequence of layers, with the reason."""
     if not trace.calls:
         raise ValueError("no layer of it is called: it has no list of decoder layers")
     if len(set(trace.calls)) < len(trace.calls):
@@ -186,7 +187,7 @@ def head_spec(model: Any, base: Any, anatomy: Anatomy, names: Mapping[int, str],
 
 
 def _plain_lora(module: Any, adapter: str, names: Mapping[int, str]) -> tuple[str, str, float] | None:
-    """Names and factor of a plain LoRA on a linear head (no dropout, no bias, no variant), or None."""
+    """Return names and factor of a plain LoRA on a linear head (no dropout, no bias, no variant), or None."""
     plain = (
         adapter in getattr(module, "lora_A", {})
         and isinstance(module.lora_dropout[adapter], nn.Identity)

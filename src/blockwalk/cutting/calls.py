@@ -42,15 +42,15 @@ class Handed:
     entries: list[HandedEntry] = field(default_factory=list)
 
     def before(self, unit: int) -> list[HandedEntry]:
-        """The entries that a unit is given: those of the units before it."""
+        """Return the entries that a unit is given: those of the units before it."""
         return [entry for entry in self.entries if entry.writer < unit]
 
     def leaves_before(self, unit: int) -> tuple[Tensor, ...]:
-        """The leaves of the entries that a unit is given."""
+        """Return the leaves of the entries that a unit is given."""
         return tuple(leaf for entry in self.before(unit) for leaf in entry.leaves)
 
     def leaves_of(self, unit: int) -> tuple[Tensor, ...]:
-        """The leaves of the entries that a unit adds, in the order of :attr:`BlockResult.handed`."""
+        """Return the leaves of the entries that a unit adds, in the order of :attr:`BlockResult.handed`."""
         return tuple(leaf for entry in self.entries if entry.writer == unit for leaf in entry.leaves)
 
     def take(
@@ -142,7 +142,7 @@ class BlockCall:
         return (*self.differentiable, *(leaf for leaf in handed if leaf.requires_grad))
 
     def view(self, hidden_BSD: Tensor) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments for one run, in containers of their own."""
+        """Return arguments for one run, in containers of their own."""
         live = self.live_cache
         given = {key: rebuild(value, _same, str(key), share_caches=live) for key, value in self.arguments.items()}
         given[self.hidden_at] = hidden_BSD
@@ -153,9 +153,9 @@ class BlockCall:
 
 
 def joined_call(calls: Sequence[BlockCall], rows: int, known: dict[tuple[int, ...], Tensor]) -> BlockCall | None:
-    """A block's calls for several batches of ``rows`` sequences as the call for all of them, one batch after the other; None
-    where an argument differs between the calls and is not of their rows. ``known`` are the arguments joined before, by the
-    identities of their parts."""
+    """Return a block's calls for several batches of ``rows`` sequences as the call for all of them, one batch after the
+    other; None where an argument differs between the calls and is not of their rows. ``known`` are the arguments joined
+    before, by the identities of their parts."""
     if not isinstance(calls[0].apart, nullcontext):
         return None  # documents side by side are computed by themselves
     if calls[0].hands_on:
@@ -191,8 +191,8 @@ class Prologue:
     def roots(
         self, grad_hidden_BSD: Tensor | None, grad_leaves: Iterable[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors from which the prologue's graph is differentiated, and their gradients. None where an adapter's part was
-        not run by this batch: it leaves the prologue without a graph.
+        """Return the tensors from which the prologue's graph is differentiated, and their gradients. None where an
+        adapter's part was not run by this batch: it leaves the prologue without a graph.
 
         ``grad_leaves`` are the gradients of ``leaves``, summed over the blocks.
         """
@@ -261,7 +261,7 @@ def rebuild(value: Any, on_tensor: Callable[[Tensor], Tensor], where: str, *, sh
 
 
 def tensors_of(value: Any, *, caches: bool = True) -> list[Tensor]:
-    """All tensors in a value (those of key-value caches only where ``caches``), in a fixed order."""
+    """Return all tensors in a value (those of key-value caches only where ``caches``), in a fixed order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class CutModel:
     # --- what the model is made of ------------------------------------------------------------------------------------
 
     def spec(self) -> ModelSpec:
-        """Units in execution order with their parameters."""
+        """Return units in execution order with their parameters."""
         return self._spec
 
     @property
@@ -133,7 +133,7 @@ class CutModel:
         return self._units.epilogue
 
     def modules(self, unit: int) -> list[nn.Module]:
-        """The unit's outermost modules."""
+        """Return the unit's outermost modules."""
         return [part.module for part in (*self._units.layers, *self._units.pieces) if part.unit == unit]
 
     def to(self, device: torch.device | str) -> CutModel:
@@ -215,12 +215,12 @@ class CutModel:
                 place.module._parameters[place.leaf] = self._units.placeholders[name]
 
     def linears(self, unit: int) -> dict[str, nn.Linear]:
-        """A unit's linear layers, by the canonical name of their weight."""
+        """Return a unit's linear layers, by the canonical name of their weight."""
         found = ((name, place) for name, places in self._units.places[unit].items() for place in places)
         return {n: p.module for n, p in found if p.leaf == "weight" and isinstance(p.module, nn.Linear)}
 
     def layer_name(self, unit: int) -> str:
-        """The canonical name of a block's module."""
+        """Return the canonical name of a block's module."""
         return self._units.layers[unit - 1].canonical
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -283,8 +283,8 @@ class CutModel:
         return (hidden_BSD, *[None] * (length - 1)) if length else hidden_BSD
 
     def inputs(self, batch: Batch, *, labels: bool) -> dict[str, Any]:
-        """The model's keyword arguments: the batch with or without its labels, no cache unless it brings one, and for a model
-        that builds its mask without looking at positions the mask that keeps the documents of a row apart."""
+        """Return the model's keyword arguments: the batch with or without its labels, no cache unless it brings one, and
+        for a model that builds its mask without looking at positions the mask that keeps the documents of a row apart."""
         given = {name: value for name, value in batch.items() if labels or name != "labels"}
         if self._takes_use_cache and "use_cache" not in given:
             given["use_cache"] = False
@@ -393,7 +393,7 @@ class CutModel:
 
     @staticmethod
     def _hidden_at(given: Mapping[int | str, Any], first: list[Tensor], name: str) -> int | str:
-        """The position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the
+        """Return the position or keyword of the hidden state among a layer's arguments; from the second layer on it must be the
         very tensor that the first was given, or all of it under another name (a slice that leaves nothing out)."""
         if first:
             for place, value in given.items():
@@ -466,7 +466,7 @@ class CutModel:
     def _epilogue_pass(
         self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None, *, head: bool
     ) -> Any:
-        """The model's forward with its prologue's modules and layers stubbed: its output, or the head's input."""
+        """Return the model's forward with its prologue's modules and layers stubbed: its output, or the head's input."""
         queues = {name: list(values) for name, values in prologue.stand_ins.items()}
         caught: list[Tensor] = []
         last = self._units.layers[-1].module
@@ -506,7 +506,7 @@ class CutModel:
         return output
 
     def head_input(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
-        """The output embedding's input: the last block's hidden state [B, S, D] after the final norm.
+        """Return the output embedding's input: the last block's hidden state [B, S, D] after the final norm.
 
         The epilogue's own parameters must be bound; neither the embedding's nor the head's weight is needed.
         """
@@ -514,12 +514,13 @@ class CutModel:
         return normed
 
     def logits(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
-        """The model's own logits [B, S, V] from the last block's hidden state; the head must be bound."""
+        """Return the model's own logits [B, S, V] from the last block's hidden state; the head must be bound."""
         unlabelled = {name: value for name, value in batch.items() if name != "labels"}
         logits: Tensor = self._epilogue_pass(prologue, hidden_BSD, unlabelled, seed, head=True).logits
         return logits
 
     def own_loss(self, prologue: Prologue, hidden_BSD: Tensor, batch: Batch, seed: int | None = None) -> Tensor:
-        """The model's own loss (a scalar) of ``batch["labels"]`` from the last block's hidden state; the head must be bound."""
+        """Return the model's own loss (a scalar) of ``batch["labels"]`` from the last block's hidden state; the head must
+        be bound."""
         loss: Tensor = self._epilogue_pass(prologue, hidden_BSD, batch, seed, head=True).loss
         return loss

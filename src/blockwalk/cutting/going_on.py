@@ -55,7 +55,7 @@ def settings_from(lora: LoraSettings, named: Collection[str]) -> LoraSettings:
 
 
 def _saved_settings(folder: Path) -> LoraSettings:
-    """The settings of a saved LoRA adapter."""
+    """Return the settings of a saved LoRA adapter."""
     from peft import LoraConfig, PeftConfig
 
     if not (folder / ADAPTER_CONFIG).is_file() or not (folder / WEIGHTS_FILE).is_file():

@@ -18,7 +18,8 @@ from blockwalk.plan.sizes import DECODE_BYTES, spans
 
 
 def weight_norms(weight: Weight, *, transposed: bool) -> Tensor:
-    """The norms [N] of the rows of W [N, D] (transposed: of the columns of W [D, N]), a range at a time, in its dtype."""
+    """Return the norms [N] of the rows of W [N, D] (transposed: of the columns of W [D, N]), a range at a time, in its
+    dtype."""
     if transposed:
         take, (inputs, outputs) = weight.columns, weight.shape
     else:

@@ -63,7 +63,7 @@ class Units:
         return len(self.layers) + 1
 
     def owner(self, name: str) -> int:
-        """The unit of a parameter of the model at hand; those of the model itself, in no part, are the prologue's."""
+        """Return the unit of a parameter of the model at hand; those of the model itself, in no part, are the prologue's."""
         for part in (*self.layers, *self.pieces):
             if name.startswith(f"{part.name}."):
                 return part.unit
@@ -75,7 +75,7 @@ class Units:
 
 
 def find_parts(model: nn.Module, anatomy: Anatomy, canonical: Callable[[str], str]) -> Units:
-    """The layers and pieces of a model that has this anatomy."""
+    """Return the layers and pieces of a model that has this anatomy."""
     named = ((name, canonical(name), module) for name, module in model.named_modules())
     found = [item for item in named if item[1].rpartition(".")[0] in anatomy.layer_parents]
     layers = [Part(name, plain, index, module) for index, (name, plain, module) in enumerate(found, 1)]
@@ -160,8 +160,8 @@ def _block_spec(part: Part, specs: Sequence[tuple[str, ParamSpec]]) -> UnitSpec:
 
 
 def _kind(module: nn.Module, params: Sequence[tuple[str, ParamSpec]]) -> str:
-    """A name that is equal for blocks that run the same code on the same shapes: class, parameters and every whole-number
-    setting."""
+    """Return a name that is equal for blocks that run the same code on the same shapes: class, parameters and every
+    whole-number setting."""
     facts = [(local, spec.shape, spec.dtype, spec.trainable) for local, spec in params]
     settings = [
         (type(child).__name__, key, str(value))

@@ -90,7 +90,7 @@ def lora_config(
     dropout: float = 0.0,
     **settings: Any,
 ) -> Any:
-    """A PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
+    """Return a PEFT ``LoraConfig`` for a causal language model; ``settings`` are further fields of it."""
     from peft import LoraConfig
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
@@ -174,9 +174,10 @@ def _train_in_place(wrapped: Any, saved: str) -> None:
 
 
 def _all_linear(config: Any, model: Any) -> Any:
-    """The configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left out is what a
-    pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what stands at that
-    place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed ones')."""
+    """Return the configuration with the names of the layers that ``all-linear`` means, where it is not all of them: left
+    out is what a pass over text never calls, such as a vision tower, and of a mixture the experts, their router, and what
+    stands at that place in any layer (PEFT takes ``gate_proj`` of a shared expert, or of a dense layer, for the routed
+    ones')."""
     from transformers.pytorch_utils import Conv1D
 
     from blockwalk.cutting.ownership import find_parts
@@ -199,14 +200,15 @@ def _all_linear(config: Any, model: Any) -> Any:
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """The adapter's own parameters of a ``PeftModel`` and the base's that are trained, by canonical name; tied ones by each."""
+    """Return the adapter's own parameters of a ``PeftModel`` and the base's that are trained, by canonical name; tied ones
+    by each."""
     adapters, named = tuple(model.peft_config), model.named_parameters(remove_duplicate=False)
     own = {n: p for n, p in named if ".lora_" in n or (p.requires_grad and not n.startswith("prompt_encoder."))}
     return {canonical_name(name, adapters): param for name, param in own.items()}
 
 
 def prompt_encoder(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters that a prefix is made of, by canonical name; none where the model has no prefix."""
+    """Return the parameters that a prefix is made of, by canonical name; none where the model has no prefix."""
     adapters = tuple(model.peft_config)
     encoder = getattr(model, "prompt_encoder", nn.ModuleDict())
     return {canonical_name(f"prompt_encoder.{name}", adapters): p for name, p in encoder.named_parameters()}

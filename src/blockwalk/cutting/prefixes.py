@@ -17,8 +17,8 @@ from blockwalk.numerics.codecs.weights import DenseWeight, Value
 
 
 def keys_and_values(model: Any, tokens: int, seed: int, read: Callable[[str], Value]) -> Tensor:
-    """Keys and values of one sequence of random tokens, float32 [T, 2·L·N·H], laid out as in PEFT's files; without the layers
-    that keep none, or none of some of the tokens.
+    """Return keys and values of one sequence of random tokens, float32 [T, 2·L·N·H], laid out as in PEFT's files; without
+    the layers that keep none, or none of some of the tokens.
 
     They are computed a unit at a time, on the processor and in float32, from weights that ``read`` gives by canonical name:
     whatever a plan packs or computes in, they are the same. ``model`` may be a skeleton.
@@ -42,7 +42,7 @@ def keys_and_values(model: Any, tokens: int, seed: int, read: Callable[[str], Va
 
 
 def _in_float32(value: Any, *, lazily: bool) -> Value:
-    """A parameter, a tensor or in codes, as products in float32 read it: a matrix a range at a time."""
+    """Return a parameter, a tensor or in codes, as products in float32 read it: a matrix a range at a time."""
     if lazily and isinstance(value, Tensor) and value.dim() == 2:
         return DenseWeight(value, torch.float32)
     return value.to(torch.float32)  # type: ignore[no-any-return]

@@ -72,7 +72,7 @@ def _in_file(name: str) -> str:
 
 
 def _prompt(model: Any, state: Mapping[str, Tensor]) -> Tensor:
-    """The tensor that PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
+    """Return the tensor that PEFT keeps of a prefix: the encoder's answer [virtual tokens, 2·layers·D], not the encoder."""
     (name,) = model.peft_config
     encoder, config = model.prompt_encoder[name], model.peft_config[name]
     values = {n: state[canonical_name(f"prompt_encoder.{name}.{n}", (name,))] for n, _ in encoder.named_parameters()}
@@ -145,7 +145,7 @@ def load_adapter(model: nn.Module, folder: str | Path, *, read: Callable[[str], 
 
 
 def _where_it_is(folder: Path) -> str:
-    """A hint for the folder of a run, or of one of its checkpoints, in place of its adapter's."""
+    """Return a hint for the folder of a run, or of one of its checkpoints, in place of its adapter's."""
     if (folder / "adapter" / WEIGHTS_FILE).is_file():
         return f"; did you mean {folder / 'adapter'}?"
     if (folder / "state.json").is_file():
@@ -174,8 +174,8 @@ def refuse_saved(folder: str | Path, config: Any) -> None:
 
 
 def present_names(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An adapter's tensors under the names of PEFT's files for this version of transformers, as PEFT itself renames them when
-    it loads: models with pictures had other names before transformers 4.52."""
+    """Return an adapter's tensors under the names of PEFT's files for this version of transformers, as PEFT itself renames
+    them when it loads: models with pictures had other names before transformers 4.52."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError:  # an older PEFT renames nothing
@@ -189,7 +189,7 @@ def present_names(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> dic
 def _without_copies(
     wrapped: Any, tensors: Mapping[str, Tensor], read: Callable[[str], Value] | None, path: Path
 ) -> dict[str, Tensor]:
-    """The tensors of a file without those that are copies of the model's own weights.
+    """Return the tensors of a file without those that are copies of the model's own weights.
 
     Raises ValueError for one of another shape or with other values: PEFT would load it into the model.
     """

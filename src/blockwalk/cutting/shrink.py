@@ -44,7 +44,7 @@ _OF_LAYERS = ("full_attn_idxs", "mlp_only_layers", "moe_layers", "hybrid_layer_i
 
 
 def shrink(config: Any) -> Any:
-    """A copy of the configuration with small dimensions (hidden size 64, 4 heads), with a layer of every kind.
+    """Return a copy of the configuration with small dimensions (hidden size 64, 4 heads), with a layer of every kind.
 
     Numbers that shape no tensor (caps, scales, dropout, rotary bases, ...) stay as they are. Lists with an entry for each
     layer lose the entries of layers that are like one kept.
@@ -91,7 +91,7 @@ def _shrink_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shrink_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings whose per-frequency lists fit a head dimension of 16."""
+    """Return rotary settings whose per-frequency lists fit a head dimension of 16."""
     shrunk = {}
     for name, value in rope.items():
         if isinstance(value, dict):

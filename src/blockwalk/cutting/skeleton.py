@@ -26,7 +26,7 @@ _LARGE = 1 << 16
 
 
 def load_config(path_or_config: Any) -> Any:
-    """The ``transformers`` configuration of a named model or of a ``config.json`` (or the configuration itself, copied).
+    """Return the ``transformers`` configuration of a named model or of a ``config.json`` (or the configuration itself, copied).
 
     Raises ValueError for what is no model with a ``config.json``, for one whose numbers do not go together and for one whose
     model needs code of its own.
@@ -58,14 +58,15 @@ def load_config(path_or_config: Any) -> Any:
 
 
 def vocabulary_rows(path_or_config: Any) -> int:
-    """The rows of a model's token embeddings; where its configuration has no ``vocab_size``, more than any token's id."""
+    """Return the rows of a model's token embeddings; where its configuration has no ``vocab_size``, more than any token's
+    id."""
     rows = getattr(load_config(path_or_config).get_text_config(), "vocab_size", None)
     return sys.maxsize if rows is None else int(rows)
 
 
 def model_class(config: Any) -> type[nn.Module]:
-    """The class of a configuration's model: of those that answer text, with pictures or without, the one that its checkpoint
-    names, else the causal language model; no other modelling module is imported.
+    """Return the class of a configuration's model: of those that answer text, with pictures or without, the one that its
+    checkpoint names, else the causal language model; no other modelling module is imported.
 
     Raises ValueError where ``transformers`` has none.
     """
@@ -83,7 +84,7 @@ def model_class(config: Any) -> type[nn.Module]:
 
 
 def model_config(config: Any, cls: type[nn.Module]) -> Any:
-    """The part of a configuration that a class is built from: its text configuration where the class wants only that."""
+    """Return the part of a configuration that a class is built from: its text configuration where the class wants only that."""
     text = config.sub_configs.get("text_config")
     return config.get_text_config() if text is not None and getattr(cls, "config_class", None) is text else config
 
@@ -124,7 +125,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers that ``state_dict`` stores."""
+    """Return names of the buffers that ``state_dict`` stores."""
     return tuple(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -134,7 +135,7 @@ def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
 
 
 def stays_float32(model: Any, dtype: torch.dtype, name: str) -> bool:
-    """Whether ``from_pretrained(dtype=dtype)`` loads a parameter or buffer in float32 (``_keep_in_fp32_modules``)."""
+    """Return whether ``from_pretrained(dtype=dtype)`` loads a parameter or buffer in float32 (``_keep_in_fp32_modules``)."""
     return any(re.search(glob.replace("*", ".*"), name) for glob in model._get_dtype_plan(dtype))
 
 

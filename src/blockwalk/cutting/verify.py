@@ -61,7 +61,7 @@ class Run:
 
 
 def certified(model: nn.Module) -> CutModel:
-    """The cut of a model (or of a ``PeftModel`` around one) whose configuration was checked on a small instance.
+    """Return the cut of a model (or of a ``PeftModel`` around one) whose configuration was checked on a small instance.
 
     Raises:
         ValueError: the model cannot be walked block by block, with the reason.
@@ -72,7 +72,7 @@ def certified(model: nn.Module) -> CutModel:
 
 
 def certified_anatomy(model: Any) -> Anatomy:
-    """The anatomy of a (plain) model's configuration, checked on a small instance of it.
+    """Return the anatomy of a (plain) model's configuration, checked on a small instance of it.
 
     Raises ValueError where the walk would not be the model's own computation, with the figures.
     """
@@ -90,7 +90,7 @@ _SOURCES = cache.source_key(*(room.__file__ for room in _ROOMS), __file__)
 
 
 def _key(model: Any) -> str:
-    """Everything that the verdict depends on."""
+    """Return everything that the verdict depends on."""
     import transformers
 
     left_out = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
@@ -187,7 +187,7 @@ def _refuse_writes(model: Any, batch: Mapping[str, Tensor]) -> None:
 
 
 def _hands_on(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> bool:
-    """Whether a block adds entries to a dictionary that later blocks are given."""
+    """Return whether a block adds entries to a dictionary that later blocks are given."""
     cut = CutModel(model, replace(anatomy, hands_on=True))
     with torch.no_grad():
         prologue = cut.prologue(batch)
@@ -217,8 +217,8 @@ def _require_causal(model: Any) -> None:
 
 
 def later_changes(model: Any) -> Tensor:
-    """The relative change of the logits up to each token, in float64 [S - 1], when every later token becomes another: the
-    larger of those without a mask and under one that hides the right end of the rows."""
+    """Return the relative change of the logits up to each token, in float64 [S - 1], when every later token becomes
+    another: the larger of those without a mask and under one that hides the right end of the rows."""
     generator = torch.Generator().manual_seed(SEED)
     count = _CAUSAL_TOKENS
     vocab = model.config.get_text_config().vocab_size
@@ -240,7 +240,8 @@ def later_changes(model: Any) -> Tensor:
 
 
 def _find_head_form(cut: CutModel, batch: Mapping[str, Tensor]) -> Anatomy:
-    """The soft cap and the scale, out of the configuration's numbers, that turn W·h + b into the model's own logits and loss.
+    """Return the soft cap and the scale, out of the configuration's numbers, that turn W·h + b into the model's own logits
+    and loss.
 
     The head's weight is enlarged for the time of the test: only large logits show a cap.
     """
@@ -270,7 +271,8 @@ def _find_head_form(cut: CutModel, batch: Mapping[str, Tensor]) -> Anatomy:
 
 
 def _head_numbers(config: Any) -> tuple[list[float | None], list[float]]:
-    """Candidates for the soft cap and the scale (or its inverse): the configuration's numbers that are named like them."""
+    """Return candidates for the soft cap and the scale (or its inverse): the configuration's numbers that are named like
+    them."""
     caps: list[float | None] = [None]
     scales = [1.0]
     for key, value in config.get_text_config().to_dict().items():
@@ -284,7 +286,8 @@ def _head_numbers(config: Any) -> tuple[list[float | None], list[float]]:
 
 
 def _find_borders(model: Any, anatomy: Anatomy) -> str:
-    """The first of the ways in which two documents in one row have the logits that each has by itself; empty: none does."""
+    """Return the first of the ways in which two documents in one row have the logits that each has by itself; empty: none
+    does."""
     ids = small_batch(model.config)["input_ids"][:1]
     positions = torch.tensor([[*range(5), *range(ids.shape[1] - 5)]])
     with torch.no_grad():
@@ -299,7 +302,7 @@ def _find_borders(model: Any, anatomy: Anatomy) -> str:
 
 
 def _go_together(cut: CutModel, batch: Mapping[str, Tensor]) -> bool:
-    """Whether every block's answer to three batches at once, of one sequence each and of two, each with weights of its
+    """Return whether every block's answer to three batches at once, of one sequence each and of two, each with weights of its
     linear layers and vectors of its own, is its answer to one after the other."""
     generator, named = torch.Generator().manual_seed(SEED), dict(cut.model.named_parameters())
 
@@ -354,7 +357,8 @@ _POSITIONS = re.compile(r"(^|\.)(wpe|\w*positions?(_embed\w*)?)$")
 
 
 def small_batch(config: Any) -> dict[str, Tensor]:
-    """Two sequences of unequal length, right-padded, with labels: ``input_ids``, ``attention_mask``, ``labels`` [2, 11]."""
+    """Return two sequences of unequal length, right-padded, with labels: ``input_ids``, ``attention_mask``, ``labels`` [2,
+    11]."""
     vocab = config.get_text_config().vocab_size
     ids = torch.randint(3, vocab, (2, 11), generator=torch.Generator().manual_seed(SEED))
     mask = torch.ones_like(ids)
@@ -375,7 +379,7 @@ def _roughen(model: nn.Module) -> None:
 
 
 def control_run(model: Any, cut: CutModel, batch: Mapping[str, Tensor]) -> Run:
-    """The model's own forward and autograd; each unit seeds the random numbers as the walk does."""
+    """Return the model's own forward and autograd; each unit seeds the random numbers as the walk does."""
     handles = []
     if model.training:
         for unit in range(1, cut.epilogue_index):
@@ -397,8 +401,8 @@ def control_run(model: Any, cut: CutModel, batch: Mapping[str, Tensor]) -> Run:
 
 
 def walk_run(cut: CutModel, params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Run:
-    """The run block by block, to be compared with :func:`control_run`: forward without a graph, then every block recomputed
-    with one, last to first.
+    """Return the run block by block, to be compared with :func:`control_run`: forward without a graph, then every block
+    recomputed with one, last to first.
 
     ``params`` are the parameters by canonical name, out of the modules; each unit holds its own only while at work.
     """
@@ -455,7 +459,8 @@ def difference(walked: Tensor, control: Tensor) -> float:
 
 
 def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> float:
-    """Largest relative difference of loss, logits and gradients. Raises ValueError above ``TOLERANCE``, with the figures."""
+    """Return largest relative difference of loss, logits and gradients. Raises ValueError above ``TOLERANCE``, with the
+    figures."""
     cut = CutModel(copy.deepcopy(model), anatomy)
     control = control_run(model, CutModel(model, anatomy), batch)
     walked = walk_run(cut, cut.take_parameters(), batch)
@@ -481,7 +486,7 @@ def compare(model: Any, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> float:
 
 
 def unread_outputs(cut: CutModel, batch: Mapping[str, Tensor], seed: int) -> tuple[str, ...]:
-    """Paths of linear layers inside a block (``mlp.down_proj``) whose output no gradient of any block reads.
+    """Return paths of linear layers inside a block (``mlp.down_proj``) whose output no gradient of any block reads.
 
     Args:
         cut: a small instance with its parameters in place.
@@ -514,7 +519,7 @@ def unread_outputs(cut: CutModel, batch: Mapping[str, Tensor], seed: int) -> tup
 
 
 def _gradients(cut: CutModel, call: BlockCall, hidden_BSD: Tensor, seed: int) -> list[Tensor | None]:
-    """Gradients of a block's input, parameters and differentiable arguments, in that order."""
+    """Return gradients of a block's input, parameters and differentiable arguments, in that order."""
     leaf_BSD = hidden_BSD.clone().requires_grad_()
     parameters = [p for p in call.module.parameters() if p.requires_grad]
     inputs = [leaf_BSD, *parameters, *call.leaves]

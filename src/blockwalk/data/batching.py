@@ -35,7 +35,7 @@ are rid of their padding or of what hides it, so that they have no mask (:func:`
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Numbers:
-    """A permutation of ``range(count)``: the ranks of ``count`` Philox words keyed by blake2b(seed, epoch).
+    """Return a permutation of ``range(count)``: the ranks of ``count`` Philox words keyed by blake2b(seed, epoch).
 
     It rests on the bit generator alone, whose stream numpy keeps the same between versions; ``Generator.permutation``
     carries no such promise (NEP 19).
@@ -80,7 +80,7 @@ class Batches(Iterator[Batch]):
         return collate(self.dataset, self.next_rows(), self.padding_multiple)
 
     def next_rows(self) -> list[int]:
-        """The example numbers of the next batch; the iterator moves past them."""
+        """Return the example numbers of the next batch; the iterator moves past them."""
         rows: list[int] = []
         while len(rows) < self.batch_size:
             if self.position == len(self.dataset):
@@ -92,8 +92,8 @@ class Batches(Iterator[Batch]):
         return rows
 
     def row_lengths(self, steps: int, groups: int, *, apart: bool) -> Numbers:
-        """Tokens to a row in each of the next steps: with their padding, or ``apart``, in the largest of so many equal parts as
-        :func:`side_by_side` lays it."""
+        """Return tokens to a row in each of the next steps: with their padding, or ``apart``, in the largest of so many
+        equal parts as :func:`side_by_side` lays it."""
         ahead, lengths = copy.copy(self), np.diff(self.dataset.starts)
         lengths_TB = lengths[[ahead.next_rows() for _ in range(steps)]]
         padded_T: Numbers = -(-lengths_TB.max(axis=1) // self.padding_multiple) * self.padding_multiple
@@ -104,7 +104,7 @@ class Batches(Iterator[Batch]):
         return -(-row_length(tokens_T, rows * padded_T) // rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The iterator's place, as JSON values, with the settings that the order depends on."""
+        """Return the iterator's place, as JSON values, with the settings that the order depends on."""
         own = {name: getattr(self, name) for name in ("epoch", "position", "seed", "shuffle")}
         origin = asdict(self.dataset.report.origin)
         return {**own, "data": self.dataset.fingerprint(), "origin": origin}
@@ -139,7 +139,8 @@ class Batches(Iterator[Batch]):
         return known and self.dataset.report.origin.dated and not self._changed(state)
 
     def _changed(self, state: Mapping[str, Any]) -> list[str]:
-        """Names of the parts (records, template, tokenizer) that differ from a saved place's, as far as it knows them."""
+        """Return names of the parts (records, template, tokenizer) that differ from a saved place's, as far as it knows
+        them."""
         now = asdict(self.dataset.report.origin)
         before = state.get("origin") or {}
         return [name for name in ("records", "template", "tokenizer") if before.get(name, now[name]) != now[name]]
@@ -161,8 +162,8 @@ class Batches(Iterator[Batch]):
 
 
 def by_length(dataset: Encoded, batch_size: int, padding_multiple: int = 1) -> Iterator[tuple[list[int], Batch]]:
-    """Every example once, for evaluation: row numbers and their batch, the shortest first, so that little is padding; the last
-    batch may be shorter."""
+    """Yield every example once, for evaluation: row numbers and their batch, the shortest first, so that little is padding;
+    the last batch may be shorter."""
     order = np.argsort(np.diff(dataset.starts), kind="stable").tolist()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
@@ -170,7 +171,7 @@ def by_length(dataset: Encoded, batch_size: int, padding_multiple: int = 1) -> I
 
 
 def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts of unequal length that end together: ids and attention mask, int64 [B, S]."""
+    """Return prompts of unequal length that end together: ids and attention mask, int64 [B, S]."""
     longest = max(map(len, prompts))
     ids_BS = torch.full((len(prompts), longest), pad_id, dtype=torch.int64)
     mask_BS = torch.zeros_like(ids_BS)
@@ -181,7 +182,7 @@ def left_padded(prompts: Sequence[Ids], pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) -> Batch:
-    """The examples named as one batch, padded on the right to the longest, rounded up to ``padding_multiple``.
+    """Return the examples named as one batch, padded on the right to the longest, rounded up to ``padding_multiple``.
 
     In packed rows each token of the padding is a document by itself, at position 0.
     """
@@ -202,8 +203,8 @@ def collate(dataset: Encoded, rows: Sequence[int], padding_multiple: int = 1) ->
 
 
 def tokens_read(batch: Mapping[str, Tensor]) -> int:
-    """Tokens of a batch without its padding. A packed document has two tokens or more, one of them at position 1; a token of
-    padding is at position 0."""
+    """Return tokens of a batch without its padding. A packed document has two tokens or more, one of them at position 1; a
+    token of padding is at position 0."""
     if "attention_mask" in batch:
         return int(batch["attention_mask"].sum())
     positions_BS = batch["position_ids"]
@@ -211,21 +212,21 @@ def tokens_read(batch: Mapping[str, Tensor]) -> int:
 
 
 def loss_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Tokens that the loss is a mean over: labels from the second on, since a model predicts the next one."""
+    """Return tokens that the loss is a mean over: labels from the second on, since a model predicts the next one."""
     return int((batch["labels"][:, 1:] != IGNORE).sum())
 
 
 def row_length(tokens: Any, padded: Any) -> Numbers:
-    """Tokens of the row that micro-batches of so many, side by side, are laid in; ``padded``, as they came, where it would pass
-    :data:`SIDE_BY_SIDE` or nothing is gained."""
+    """Return tokens of the row that micro-batches of so many, side by side, are laid in; ``padded``, as they came, where it
+    would pass :data:`SIDE_BY_SIDE` or nothing is gained."""
     filled = -(-np.asarray(tokens) // ROW_TILE) * ROW_TILE
     return np.where((filled > SIDE_BY_SIDE) | (filled >= padded), padded, filled)
 
 
 def side_by_side(batch: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
-    """A batch without its padding: the examples of each of ``groups`` equal parts one after the other in a packed row, tensors
-    [groups, N]. The batch itself where :func:`row_length` says so, or where it is none with an attention mask that hides the
-    right end of its rows alone, of which nothing is learnt."""
+    """Return a batch without its padding: the examples of each of ``groups`` equal parts one after the other in a packed
+    row, tensors [groups, N]. The batch itself where :func:`row_length` says so, or where it is none with an attention mask
+    that hides the right end of its rows alone, of which nothing is learnt."""
     if batch.keys() != {"input_ids", "attention_mask", "labels"} or len(batch["input_ids"]) % groups:
         return batch
     own_BS, places_BS = batch["attention_mask"] != 0, torch.arange(batch["input_ids"].shape[1])[None]
@@ -273,7 +274,7 @@ def cut_padding(batch: dict[str, Tensor], *, unmask: bool = False) -> dict[str, 
 
 
 def micro_batches(batch: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """A batch, tensors [B, S], cut into ``count`` equal parts, in order.
+    """Return a batch, tensors [B, S], cut into ``count`` equal parts, in order.
 
     Raises:
         ValueError: something is missing, of another shape, or B is no multiple of ``count``.
@@ -322,8 +323,8 @@ def require_ids(ids: Tensor, rows: int) -> None:
 
 
 def pack(dataset: Encoded, length: int) -> Encoded:
-    """Documents side by side in rows of at most ``length`` tokens: each by itself, for positions restart at its beginning and
-    attention does not cross it; and each whole.
+    """Return documents side by side in rows of at most ``length`` tokens: each by itself, for positions restart at its
+    beginning and attention does not cross it; and each whole.
 
     A document that is longer than a row becomes several, of which each begins with the last token of the one before, so
     that every token is learnt once; a part with nothing to learn is left out. The longest go first, each into the fullest
@@ -370,21 +371,21 @@ class LabelWordBatch:
     """mean or sum of the log-probabilities of a label word's tokens."""
 
     def scores(self, row_losses: Tensor) -> Tensor:
-        """Scores [B, C] that the label words are ranked by, from the loss summed over each row's label word, [B · C] on the
-        CPU."""
+        """Return scores [B, C] that the label words are ranked by, from the loss summed over each row's label word, [B · C]
+        on the CPU."""
         if self.ranked_by == "mean":
             row_losses = row_losses / (self.batch["labels"][:, 1:] != IGNORE).sum(1)
         return -row_losses.view(-1, self.classes)
 
     def correct(self, row_losses: Tensor) -> int:
-        """The number of the B examples whose right class is ranked first."""
+        """Return the number of the B examples whose right class is ranked first."""
         return int((self.scores(row_losses).argmax(dim=1) == self.targets_B).sum())
 
 
 def label_word_batch(
     choices: Choices, rows: Sequence[int], padding_multiple: int = 1, *, scores: str = "mean"
 ) -> LabelWordBatch:
-    """The examples named, each with every label word; ``scores`` is ``data.label_scores``."""
+    """Return the examples named, each with every label word; ``scores`` is ``data.label_scores``."""
     classes = choices.classes
     batch = collate(choices.rows, [row * classes + c for row in rows for c in range(classes)], padding_multiple)
     return LabelWordBatch(batch, torch.from_numpy(choices.targets[list(rows)]), classes, scores)
@@ -398,7 +399,8 @@ def row_losses(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 def share(batch: Mapping[str, Tensor], micro_batches: int, world: int, rank: int) -> list[dict[str, Tensor]]:
-    """A rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over ranks.
+    """Return a rank's rows of each micro-batch of the global batch: tensors [B, S], cut first into micro-batches, then over
+    ranks.
 
     Where B is no multiple of micro-batches × ranks, it is :func:`filled` up.
     """
@@ -408,7 +410,7 @@ def share(batch: Mapping[str, Tensor], micro_batches: int, world: int, rank: int
 
 
 def filled(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
-    """The batch with as many copies of its last row, every label ignored, as it lacks to a multiple of so many rows."""
+    """Return the batch with as many copies of its last row, every label ignored, as it lacks to a multiple of so many rows."""
     lacks = -len(batch["input_ids"]) % multiple
     rows = {name: torch.cat([each, each[-1:].expand(lacks, *each.shape[1:])]) for name, each in batch.items()}
     rows["labels"][len(rows["labels"]) - lacks :] = IGNORE

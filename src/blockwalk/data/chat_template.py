@@ -58,8 +58,8 @@ def chat_bounds(tokenizer: Any, record: Any) -> Iterator[None]:
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
-    """The conversation as the tokenizer's chat template writes it, within its :func:`chat_bounds`; ``options`` are those of
-    ``apply_chat_template``.
+    """Return the conversation as the tokenizer's chat template writes it, within its :func:`chat_bounds`; ``options`` are
+    those of ``apply_chat_template``.
 
     Raises:
         ValueError: the template wants more than its bounds.

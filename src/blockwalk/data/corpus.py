@@ -23,8 +23,8 @@ from blockwalk.plan.run_config import DataSettings
 def training_set(
     settings: DataSettings, tokenizer: Tokenizer, *, seed: int = 0, every_word: bool = False
 ) -> Encoded | Choices:
-    """``data.train`` as tokens: sources joined, or mixed by ``data.weights`` with draws from ``seed``, and packed where the
-    settings say so. ``every_word`` asks for each record with every candidate.
+    """Return ``data.train`` as tokens: sources joined, or mixed by ``data.weights`` with draws from ``seed``, and packed
+    where the settings say so. ``every_word`` asks for each record with every candidate.
 
     Raises:
         ValueError: a record lacks what its format needs (file, record and field are named), or settings make no sense together.
@@ -71,8 +71,8 @@ def eval_numbers(settings: DataSettings, seed: int) -> frozenset[int]:
 def held_out_set(
     settings: DataSettings, tokenizer: Tokenizer, limit: int, seed: int = 0
 ) -> tuple[Encoded | Choices | Answers, int]:
-    """The held-out records as tokens, with every candidate where these are ranked, and the number of all: ``limit`` of them (0:
-    all) are taken, drawn at random, the same in every run. ``seed`` draws those of ``data.eval_share``."""
+    """Return the held-out records as tokens, with every candidate where these are ranked, and the number of all: ``limit``
+    of them (0: all) are taken, drawn at random, the same in every run. ``seed`` draws those of ``data.eval_share``."""
     asks = asks_of(settings)
     name = "data.eval"
     if share := eval_numbers(settings, seed):
@@ -108,7 +108,7 @@ def held_out_set(
 
 
 def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> list[torch.Tensor]:
-    """Token ids, int64 [S] each, of up to ``count`` records of a source, drawn at random, the same each time."""
+    """Return token ids, int64 [S] each, of up to ``count`` records of a source, drawn at random, the same each time."""
     rows = training_set(DataSettings(train=source, max_length=max_length), tokenizer)
     assert isinstance(rows, Encoded)
     drawn = epoch_order(len(rows), 0, 0)[:count].tolist()
@@ -116,7 +116,7 @@ def sample(source: str, tokenizer: Tokenizer, count: int, max_length: int) -> li
 
 
 def asks_of(settings: DataSettings) -> Template | Task | None:
-    """The template or the task that makes a question of each record, if the settings name one."""
+    """Return the template or the task that makes a question of each record, if the settings name one."""
     if settings.task and settings.task not in TASKS:
         hint = did_you_mean(settings.task, list(TASKS), LOOSE)
         raise ValueError(f"data.task is {settings.task!r}{hint}; known: {', '.join(TASKS)}")
@@ -126,8 +126,8 @@ def asks_of(settings: DataSettings) -> Template | Task | None:
 
 
 def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list[int]:
-    """An order of the examples of several sources, numbered end to end: each is drawn from a source by its weight, until every
-    source has been seen whole; one that runs out before begins again.
+    """Return an order of the examples of several sources, numbered end to end: each is drawn from a source by its weight,
+    until every source has been seen whole; one that runs out before begins again.
 
     Raises:
         ValueError: ``datasets`` is missing.
@@ -144,7 +144,7 @@ def mixture(lengths: Sequence[int], weights: Sequence[float], seed: int) -> list
 
 
 def _found(settings: DataSettings, part: str) -> Iterator[tuple[str, DataSettings, Iterable[Record]]]:
-    """Each source, the settings that it is read with, and its records of a part: train, test, or dev and known (what
+    """Yield each source, the settings that it is read with, and its records of a part: train, test, or dev and known (what
     demonstrations are taken of) out of ``data.train``. A task draws them, from its data set on the hub unless a source is
     given."""
     task = TASKS.get(settings.task)

@@ -75,7 +75,7 @@ def tokenizer_of(model: str | Path, settings: DataSettings, adapter: StrPath | N
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer saved in a model's folder.
+    """Return the tokenizer saved in a model's folder.
 
     Raises:
         ValueError: there is none, or none that transformers reads.
@@ -103,7 +103,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
-    """The bytes of the files that a tokenizer is saved in, by their paths below its folder."""
+    """Return the bytes of the files that a tokenizer is saved in, by their paths below its folder."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = (path for path in Path(folder).rglob("*") if path.is_file())
@@ -111,7 +111,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[Path, np.ndarray]:
 
 
 def mapped(array: np.ndarray, folder: Path) -> np.ndarray:
-    """An array in the map of a nameless file in ``folder``: pages that the kernel may drop. It may not be written to."""
+    """Return an array in the map of a nameless file in ``folder``: pages that the kernel may drop. It may not be written to."""
     if not array.nbytes:
         return array
     with tempfile.TemporaryFile(prefix=".scratch-", suffix=PARTIAL, dir=folder) as file:  # named where a disk must
@@ -131,7 +131,7 @@ class Origin:
     """Whether the chat template writes the day on which it is asked."""
 
     def __add__(self, other: Origin) -> Origin:
-        """The origin of two sources together."""
+        """Return the origin of two sources together."""
         return replace(self, records=_digest(f"{self.records} {other.records}".encode()))
 
 
@@ -184,7 +184,7 @@ class EncodeReport:
         )
 
     def warnings(self) -> list[str]:
-        """One sentence for each thing that a user should know of."""
+        """Return one sentence for each thing that a user should know of."""
         lines = []
         if self.truncated:
             lines.append(
@@ -242,22 +242,22 @@ class Encoded:
         return len(self.starts) - 1
 
     def __getitem__(self, index: int) -> tuple[Ids, Mask]:
-        """Ids and mask of one example, as views."""
+        """Return ids and mask of one example, as views."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         row = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.token_ids[row], self.in_loss[row]
 
     def learnt(self) -> Numbers:
-        """Tokens of each example that are learnt, [n]."""
+        """Return tokens of each example that are learnt, [n]."""
         return np.add.reduceat(self.in_loss, self.starts[:-1], dtype=np.int64)
 
     def select(self, rows: Iterable[int]) -> Encoded:
-        """The examples named, in that order."""
+        """Return the examples named, in that order."""
         return self.cut([[(int(self.starts[row]), int(self.starts[row + 1]))] for row in rows])
 
     def cut(self, rows: Sequence[Sequence[tuple[int, int]]], *, borders: bool = False) -> Encoded:
-        """Rows of spans of tokens, (begin, end) each, of unpacked data; with ``borders`` every span is a document, at
+        """Return rows of spans of tokens, (begin, end) each, of unpacked data; with ``borders`` every span is a document, at
         positions from 0, and its first token is not learnt."""
         assert self.positions is None
         spans = [slice(*span) for row in rows for span in row]
@@ -270,14 +270,14 @@ class Encoded:
         return Encoded(token_ids, in_loss & (positions > 0), starts, self.pad_id, self.report, positions)
 
     def mapped(self, folder: Path) -> Encoded:
-        """A copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
+        """Return a copy whose arrays lie in maps of nameless files in ``folder``: pages that the kernel may drop."""
         names = ("token_ids", "in_loss", "starts", *(() if self.positions is None else ("positions",)))
         moved: dict[str, Any] = {name: mapped(getattr(self, name), folder) for name in names}
         return replace(self, **moved)
 
     @staticmethod
     def joined(parts: Sequence[Encoded]) -> Encoded:
-        """The examples of several data sets that are not packed, one after the other."""
+        """Return the examples of several data sets that are not packed, one after the other."""
         sizes = np.concatenate([np.diff(part.starts) for part in parts])
         return Encoded(
             np.concatenate([part.token_ids for part in parts]),
@@ -288,7 +288,7 @@ class Encoded:
         )
 
     def fingerprint(self) -> str:
-        """A digest of the contents, by which a resumed run knows its data again."""
+        """Return a digest of the contents, by which a resumed run knows its data again."""
         digest = hashlib.blake2b(digest_size=8)
         borders = () if self.positions is None else (self.positions,)
         for array in (self.token_ids, self.in_loss, self.starts, *borders):
@@ -330,7 +330,7 @@ class Choices:
         return int(sizes[0])
 
     def select(self, rows: Iterable[int]) -> Choices:
-        """The examples named, in that order."""
+        """Return the examples named, in that order."""
         chosen = list(rows)
         each = self.rows.select(c for row in chosen for c in range(self.firsts[row], self.firsts[row + 1]))
         sizes = np.diff(self.firsts)[chosen]
@@ -338,13 +338,13 @@ class Choices:
 
     @staticmethod
     def joined(parts: Sequence[Choices]) -> Choices:
-        """The examples of several data sets, one after the other."""
+        """Return the examples of several data sets, one after the other."""
         rows = Encoded.joined([part.rows for part in parts])
         sizes = np.concatenate([np.diff(part.firsts) for part in parts])
         return Choices(rows, np.append(0, np.cumsum(sizes)), tuple(each for part in parts for each in part.right))
 
     def answered(self) -> Encoded:
-        """Each example with its right candidate: what training learns."""
+        """Return each example with its right candidate: what training learns."""
         return self.rows.select(self.firsts[:-1] + self.targets)
 
 
@@ -472,7 +472,7 @@ def encode_answers(
 
 
 def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
-    """Texts by :data:`CHUNK`, and fewer where they are long."""
+    """Yield texts by :data:`CHUNK`, and fewer where they are long."""
     texts: list[Rendered] = []
     for item in rendered:
         texts.append(item)
@@ -484,8 +484,8 @@ def _chunks(rendered: Iterable[Rendered]) -> Iterator[list[Rendered]]:
 
 
 def _beside(call: Callable[[], Any]) -> Any:
-    """The answer of a call that is made in a thread of its own: a record of many megabytes holds the tokenizer for minutes,
-    and this thread answers signals meanwhile."""
+    """Return the answer of a call that is made in a thread of its own: a record of many megabytes holds the tokenizer for
+    minutes, and this thread answers signals meanwhile."""
     answer: Future[Any] = Future()
 
     def work() -> None:
@@ -499,7 +499,7 @@ def _beside(call: Callable[[], Any]) -> Any:
 
 
 def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: EncodeReport) -> Iterator[tuple[Ids, Mask]]:
-    """Ids and mask of each text, within ``report.max_length`` tokens."""
+    """Yield ids and mask of each text, within ``report.max_length`` tokens."""
     limit = report.max_length
     if limit is not None and limit < 2:
         raise ValueError(f"data.max_length must be at least 2 tokens, not {limit}")
@@ -549,7 +549,7 @@ def _tokenize(rendered: Iterable[Rendered], tokenizer: Tokenizer, report: Encode
 
 
 def _turn_ends(item: Rendered, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """The last learnt token of each turn of a text that a chat template wrote."""
+    """Yield the last learnt token of each turn of a text that a chat template wrote."""
     if item.begin:  # label words have no turns
         return
     starts = [begin for begin, _ in offsets]
@@ -573,7 +573,7 @@ def require_rows(largest: tuple[int, str], tokenizer: Tokenizer, rows: int, sett
 
 
 def first_example(dataset: Encoded, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The first example (of a packed row, its first document) as runs of text, each with whether it is learnt."""
+    """Return the first example (of a packed row, its first document) as runs of text, each with whether it is learnt."""
     ids, in_loss = dataset[0]
     if dataset.positions is not None:
         end = int(np.flatnonzero(np.append(dataset.positions[1 : len(ids)], 0) == 0)[0]) + 1
@@ -583,7 +583,7 @@ def first_example(dataset: Encoded, tokenizer: Tokenizer) -> list[tuple[str, boo
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
-    """The token id that fills rows up; it is masked, so any id will do where a tokenizer names none."""
+    """Return the token id that fills rows up; it is masked, so any id will do where a tokenizer names none."""
     return next((int(token) for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
 
 

@@ -77,7 +77,7 @@ class Record:
         return ", ".join(map(repr, self.fields)) or "none"
 
     def text(self, name: str) -> str:
-        """The field ``name``, which must be there and be a string."""
+        """Return the field ``name``, which must be there and be a string."""
         if name not in self.fields:
             raise ValueError(
                 f"{self.where}: no field {name!r}; it has {self.names} (data.columns: [{name}=COLUMN] takes it from one of"
@@ -104,7 +104,8 @@ class Question:
 
     @staticmethod
     def asked(prompt: str, answers: Sequence[str], where: str) -> Question:
-        """A question that is answered in a line of the model's own; the first answer is learnt, with the end of its line."""
+        """Return a question that is answered in a line of the model's own; the first answer is learnt, with the end of its
+        line."""
         return Question(prompt, (f" {answers[0]}\n",), (0,), tuple(answers), where)
 
     @property
@@ -154,22 +155,22 @@ class Template:
         return parts
 
     def prompt(self, record: Record) -> str:
-        """The text before the label word, without the blank that joins them."""
+        """Return the text before the label word, without the blank that joins them."""
         *parts, (before, _) = self._parts()
         return "".join(literal + (record.text(name) if name else "") for literal, name in parts) + before.rstrip(" ")
 
     def continuation(self, class_index: int) -> str:
-        """The label word of a class, with the blank before it where the template has one."""
+        """Return the label word of a class, with the blank before it where the template has one."""
         before = self._parts()[-1][0]
         return before[len(before.rstrip(" ")) :] + self.words[class_index]
 
     def question(self, record: Record) -> Question:
-        """The record with every label word."""
+        """Return the record with every label word."""
         words = tuple(map(self.continuation, range(len(self.words))))
         return Question(self.prompt(record), words, (self.class_index(record),), where=record.where)
 
     def class_index(self, record: Record) -> int:
-        """The class of a record, from a number or a label word."""
+        """Return the class of a record, from a number or a label word."""
         if self.label_field not in record.fields:
             raise ValueError(f"{record.where}: no field {self.label_field!r}, which holds the class")
         label = record.fields[self.label_field]
@@ -186,7 +187,7 @@ class Template:
 
 
 def detect_format(record: Record) -> Format:
-    """The format of a data set, from its first record.
+    """Return the format of a data set, from its first record.
 
     Raises:
         ValueError: none fits, or learning every answer would be a mistake; the setting that reads the file is named.
@@ -283,7 +284,7 @@ def prompt_turns(record: Record, kind: Format, turns: Sequence[dict[str, Any]]) 
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
-    """A turn with ``role`` and ``content``, or as ShareGPT names these, ``from`` and ``value``.
+    """Return a turn with ``role`` and ``content``, or as ShareGPT names these, ``from`` and ``value``.
 
     The content becomes one text, and arguments of calls become objects, however the file holds them.
     """
@@ -308,7 +309,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
 
 
 def _joined_text(content: Any, where: str) -> str | None:
-    """A turn's content as one text: parts of the type ``text`` are joined; None stays None."""
+    """Return a turn's content as one text: parts of the type ``text`` are joined; None stays None."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -331,7 +332,7 @@ def _joined_text(content: Any, where: str) -> str | None:
 
 
 def _read_text_as_json(value: Any, what: str) -> Any:
-    """The value that JSON text holds; any other value as it is."""
+    """Return the value that JSON text holds; any other value as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -339,7 +340,7 @@ def _read_text_as_json(value: Any, what: str) -> Any:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls whose arguments are objects: JSON text is read, and null or no arguments are none."""
+    """Return calls whose arguments are objects: JSON text is read, and null or no arguments are none."""
     read = []
     for i, call in enumerate(calls if isinstance(calls, list) else [calls]):
         place = f"{where}: 'tool_calls'[{i}]"
@@ -360,7 +361,7 @@ def is_marked(turn: dict[str, Any]) -> bool:
 
 
 def is_learnt(turn: dict[str, Any], where: str) -> bool:
-    """Whether a turn's marks (:data:`MARKS`) let it be learnt.
+    """Return whether a turn's marks (:data:`MARKS`) let it be learnt.
 
     Raises:
         ValueError: a mark is neither yes nor no, such as a weight of one half, or is none that is read here.
@@ -396,7 +397,7 @@ def _alpaca(record: Record) -> list[dict[str, Any]]:
 
 
 def alpaca_prompt(record: Record) -> str:
-    """The instruction, and below it the input where there is one."""
+    """Return the instruction, and below it the input where there is one."""
     given = record.text("input") if record.fields.get("input") is not None else ""
     return "\n".join(part for part in (record.text(alpaca_columns(record)[0]), given) if part)
 
@@ -438,7 +439,7 @@ def _with_system(record: Record, turns: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def half_character(text: str) -> str:
-    """The first lone surrogate of a text, half a character that no tokenizer reads; empty where there is none."""
+    """Return the first lone surrogate of a text, half a character that no tokenizer reads; empty where there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -447,7 +448,7 @@ def half_character(text: str) -> str:
 
 
 def record_is_learnt(record: Record) -> bool:
-    """Whether a conversation's own marks (:data:`RECORD_MARKS`) let its turns be learnt.
+    """Return whether a conversation's own marks (:data:`RECORD_MARKS`) let its turns be learnt.
 
     Raises:
         ValueError: a mark is neither yes nor no.
@@ -470,7 +471,7 @@ def template_options(record: Record) -> dict[str, Any]:
 
 
 def tools_of(record: Record) -> Any:
-    """The tools that a conversation may call, for the chat template: a list, or JSON text of one; None without.
+    """Return the tools that a conversation may call, for the chat template: a list, or JSON text of one; None without.
 
     Functions under OpenAI's older name ``functions`` become tools.
     """

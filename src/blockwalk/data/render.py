@@ -66,7 +66,7 @@ class Rendered:
 def render(
     record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[str] = (), prompts: Sequence[str] = ()
 ) -> Rendered:
-    """A record of any format but classification, of which the template says what it becomes.
+    """Return a record of any format but classification, of which the template says what it becomes.
 
     ``prompts`` are texts with columns in braces (``data.prompt``), of which one stands before the answer. ``stops`` are the
     texts of the tokens that generation stops at: a turn is learnt as far as the first of them.
@@ -115,14 +115,15 @@ def _filled(prompts: Sequence[str], record: Record, answer: str) -> str:
 
 
 def render_pair(prompt: str, completion: str, where: str, *, end: bool = True) -> Rendered:
-    """A prompt with what is learnt after it; an empty completion leaves its end alone to learn, as an empty turn does."""
+    """Return a prompt with what is learnt after it; an empty completion leaves its end alone to learn, as an empty turn
+    does."""
     text = prompt + completion
     learnt = completion or prompt
     return Rendered(text, [(len(prompt), len(text))] if learnt else [], where, prompt_end=len(prompt), end=end)
 
 
 def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Sequence[str]) -> Rendered:
-    """The conversation as the chat template writes it; an assistant turn is what its own text adds to the turns before.
+    """Return the conversation as the chat template writes it; an assistant turn is what its own text adds to the turns before.
 
     A template may write a turn differently once others follow (Qwen3 drops earlier reasoning). Such a turn is left out
     of the loss and counted, since the model would never be asked to write it that way; so is one that opens the
@@ -200,20 +201,20 @@ def _render_turns(record: Record, kind: Format, tokenizer: Tokenizer, stops: Seq
 
 
 def _reasoning(turn: dict[str, Any]) -> str:
-    """The reasoning of a turn, in a field of its own or before the end of a section ``<think>``; empty without."""
+    """Return the reasoning of a turn, in a field of its own or before the end of a section ``<think>``; empty without."""
     named = (turn.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
     field = next((text for text in named if isinstance(text, str)), "")
     return field.strip() or turn["content"].rpartition("</think>")[0].rpartition("<think>")[2].strip()
 
 
 def _text_of(message: dict[str, Any]) -> str:
-    """A message's content as text, which its template may take as a list of one part."""
+    """Return a message's content as text, which its template may take as a list of one part."""
     content = message["content"]
     return content if isinstance(content, str) else content[0]["text"]
 
 
 def _texts_to_learn(turn: dict[str, Any], text: str) -> list[str]:
-    """The texts that an assistant's turn must hold to be learnt: its answer, and the names of its calls as far as
+    """Return the texts that an assistant's turn must hold to be learnt: its answer, and the names of its calls as far as
     ``text`` has them."""
     names = [call.get("function", call)["name"] for call in turn.get("tool_calls", ())]
     return [turn["content"].rpartition("</think>")[2].strip(), *(name for name in names if name in text)]
@@ -242,7 +243,7 @@ def _end_of_turn(
     opening_of_next: Callable[[], str] | None,
     head: str,
 ) -> int:
-    """The position in a conversation's text behind the last character that a turn teaches.
+    """Return the position in a conversation's text behind the last character that a turn teaches.
 
     Generation stops at the first of ``stops`` behind the turn's content: it is learnt, even where it opens the next turn
     (GLM-4), and nothing behind it is. Where none follows, the turn ends before what the next turn writes of itself.
@@ -277,7 +278,7 @@ def _opening_of_next(
     render: Callable[[Sequence[dict[str, Any]]], str],
     added: Collection[str],
 ) -> str:
-    """The text with which the turn behind ``index`` opens, before its content: what it adds where it stands twice.
+    """Return the text with which the turn behind ``index`` opens, before its content: what it adds where it stands twice.
 
     Empty where the template refuses the same turn twice, or does not write its content as it is.
     """
@@ -295,7 +296,7 @@ def _opening_of_next(
 def _written(
     messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer, where: str, *, ask: bool
 ) -> str:
-    """The text that the chat template makes of turns; with ``ask`` as far as the assistant's next turn."""
+    """Return the text that the chat template makes of turns; with ``ask`` as far as the assistant's next turn."""
     try:
         return render_chat(tokenizer, messages, add_generation_prompt=ask, **options)
     except Exception as error:
@@ -308,7 +309,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 def _as_the_template_takes(
     turns: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer, where: str
 ) -> list[dict[str, Any]]:
-    """The turns in the first shape of which the template writes everything, else in the first that it takes.
+    """Return the turns in the first shape of which the template writes everything, else in the first that it takes.
 
     Some templates want content as a list of parts, and some the arguments of a call as JSON text.
 
@@ -344,7 +345,7 @@ def _as_the_template_takes(
 
 
 def _shapes(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The conversation without its marks: content as text or in parts, arguments of calls as objects or as JSON text."""
+    """Yield the conversation without its marks: content as text or in parts, arguments of calls as objects or as JSON text."""
     plain = [{name: value for name, value in turn.items() if name not in MARKS} for turn in turns]
     called = any("tool_calls" in turn for turn in plain)
     for in_parts, as_text in itertools.product((False, True), (False, True) if called else (False,)):
@@ -363,7 +364,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written_as_python(messages: list[dict[str, Any]], text: str) -> bool:
-    """Whether the template wrote a list of parts, or a call's arguments, as Python does: it wants them as text."""
+    """Return whether the template wrote a list of parts, or a call's arguments, as Python does: it wants them as text."""
     lists = [message["content"] for message in messages if isinstance(message["content"], list)]
     if any(str(parts) in text for parts in lists):
         return True
@@ -373,7 +374,7 @@ def _written_as_python(messages: list[dict[str, Any]], text: str) -> bool:
 
 
 def _unwritten(turns: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The turns whose content is not in the text, as it stands or as JSON writes it; reasoning is not looked for."""
+    """Return the turns whose content is not in the text, as it stands or as JSON writes it; reasoning is not looked for."""
     missing = []
     for turn in turns:
         content = turn["content"].rpartition("</think>")[2].strip()
@@ -384,13 +385,13 @@ def _unwritten(turns: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
 
 
 def _same_json(content: str, text: str) -> bool:
-    """Whether a content that is JSON stands in the text in another spacing: templates write results of tools anew."""
+    """Return whether a content that is JSON stands in the text in another spacing: templates write results of tools anew."""
     squeezed = re.sub(r"\s", "", content)
     return content[:1] in ("{", "[") and squeezed in re.sub(r"\s", "", text)
 
 
 def _token_at(text: str, position: int, added: Collection[str]) -> tuple[int, int]:
-    """The begin and end of the added token that a position cuts; the position twice where it cuts none."""
+    """Return the begin and end of the added token that a position cuts; the position twice where it cuts none."""
     for token in added:
         at = text.find(token, max(0, position - len(token) + 1), position + len(token) - 1)
         if 0 <= at < position < at + len(token):
@@ -399,6 +400,6 @@ def _token_at(text: str, position: int, added: Collection[str]) -> tuple[int, in
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Length of the longest common beginning."""
+    """Return length of the longest common beginning."""
     length = min(len(a), len(b))
     return next((i for i in range(length) if a[i] != b[i]), length)

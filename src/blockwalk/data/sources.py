@@ -29,7 +29,7 @@ LONGEST_CELL = 1 << 30
 def read_records(
     source: str | Path, *, split: str = "train", subset: str | None = None, columns: Sequence[str] = ()
 ) -> Iterator[Record]:
-    """Records of a file, of a folder's files in the order of their names, or of a data set on the hub.
+    """Yield records of a file, of a folder's files in the order of their names, or of a data set on the hub.
 
     A source that exists on this machine is read from it; ``split`` and ``subset`` apply to the hub alone. A name that
     is no local path and has the form ``owner/name`` or ``name`` is asked of the hub, through ``datasets``. ``columns``
@@ -83,7 +83,7 @@ def _read(source: str | Path, split: str, subset: str | None) -> Iterator[Record
 
 
 def _of_file(path: Path) -> Iterator[Record]:
-    """Records of one file. Raises ValueError where its reader cannot read it; the message names the file."""
+    """Yield records of one file. Raises ValueError where its reader cannot read it; the message names the file."""
     refuse_pointer(path)
     try:
         yield from _READERS[path.suffix](path)
@@ -129,7 +129,7 @@ def _read_json(path: Path) -> Iterator[Record]:
 
 
 def _reason(error: UnicodeDecodeError) -> str:
-    """The byte that is none of its encoding's, and where it stands."""
+    """Return the byte that is none of its encoding's, and where it stands."""
     return f"byte 0x{error.object[error.start]:02x} at {error.start}: {error.reason}"
 
 
@@ -185,7 +185,8 @@ def _read_hub(name: str, split: str, subset: str | None) -> Iterator[Record]:
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """A row of Arrow whose structs have lost their nulls: Arrow gives each struct the fields of all, as null. Columns stay."""
+    """Return a row of Arrow whose structs have lost their nulls: Arrow gives each struct the fields of all, as null.
+    Columns stay."""
     return {name: _pruned(value) for name, value in fields.items()}
 
 

@@ -32,7 +32,7 @@ def _sentence(record: Record) -> Record:
 
 
 def _boolq(record: Record) -> Record:
-    """The question as a sentence; Google's own records have a Boolean ``answer`` where SuperGLUE's have ``label``."""
+    """Return the question as a sentence; Google's own records have a Boolean ``answer`` where SuperGLUE's have ``label``."""
     question = record.text("question").rstrip("?")
     label = record.fields.get("label", record.fields.get("answer"))
     label = int(label) if isinstance(label, bool) else label
@@ -57,7 +57,7 @@ def _copa(record: Record) -> Question:
 
 
 def _record(record: Record) -> Question:
-    """The query with each entity of the passage in the placeholder's stead; several answers may be right."""
+    """Return the query with each entity of the passage in the placeholder's stead; several answers may be right."""
     entities, answers = (_texts(record, name) for name in ("entities", "answers"))
     query = record.text("query")
     words = tuple(" " + query.replace("@placeholder", entity) for entity in entities)
@@ -69,7 +69,7 @@ def _record(record: Record) -> Question:
 
 
 def _texts(record: Record, name: str, *inner: str) -> list[str]:
-    """A list of texts, which hub data may hold one level down (``answers.text``)."""
+    """Return a list of texts, which hub data may hold one level down (``answers.text``)."""
     found = record.fields.get(name)
     for key in inner:
         found = found.get(key) if isinstance(found, Mapping) else found
@@ -107,12 +107,12 @@ class Task:
     """The split of the hub's data set that is evaluated on."""
 
     def question(self, record: Record) -> Question:
-        """The record as a question. Raises ValueError, with the record's place, where it has not the task's fields."""
+        """Return the record as a question. Raises ValueError, with the record's place, where it has not the task's fields."""
         return self.form.question(self.prepare(record)) if isinstance(self.form, Template) else self.form(record)
 
 
 def _super(subset: str, prompt: str, *words: str, **more: Any) -> Task:
-    """A task of SuperGLUE whose answer stands in a line of its own."""
+    """Return a task of SuperGLUE whose answer stands in a line of its own."""
     return Task("aps/super_glue", subset, Template(prompt + "\n{label}", words), **more)
 
 
@@ -148,7 +148,8 @@ TASKS: dict[str, Task] = {
 
 
 def part_of(records: Sequence[Record], settings: DataSettings, part: str, source: str) -> list[Record]:
-    """The records of a part (train, dev, test, or known: all that may be shown) in their order drawn from ``data.task_seed``.
+    """Return the records of a part (train, dev, test, or known: all that may be shown) in their order drawn from
+    ``data.task_seed``.
 
     The draw is numpy's legacy permutation, as the original's, so that the same seed has the same records. The last
     ``data.task_dev`` of those drawn from the training data are for development.
@@ -170,5 +171,5 @@ def part_of(records: Sequence[Record], settings: DataSettings, part: str, source
 
 
 def demonstrations(questions: Sequence[Question]) -> str:
-    """The text that stands before a question in context: others with their answers, blank lines between."""
+    """Return the text that stands before a question in context: others with their answers, blank lines between."""
     return "".join((each.prompt + each.learnt).strip() + SEPARATOR for each in questions)

@@ -54,7 +54,7 @@ class Findings:
     """Seconds that measuring took."""
 
     def lines(self) -> Iterator[str]:
-        """The findings as a table."""
+        """Yield the findings as a table."""
         hw = self.hardware
         yield f"{hw.name}: {hw.device}, measured in {self.seconds:.0f} s"
         yield f"  memory            {_size(hw.device_bytes)} device, {_size(hw.host_bytes)} host, {_size(hw.disk_bytes)} disk"
@@ -97,7 +97,7 @@ class Findings:
         yield f"verdict: {self.verdict()}"
 
     def verdict(self) -> str:
-        """The findings in one sentence: what fits, and how many things will hurt."""
+        """Return the findings in one sentence: what fits, and how many things will hurt."""
         most, count = self.hardware.disk_bytes / (0.5 + 2 / 32), len(self.warnings)
         some = f"{count} thing{'s' * (count > 1)} will hurt: see the warnings"
         hurts = some if count else "nothing was found that will hurt"
@@ -165,14 +165,14 @@ def measure(
 
 
 def device_of_rank() -> torch.device:
-    """The device that this process measures: of several ranks on a node, each its own from the start."""
+    """Return the device that this process measures: of several ranks on a node, each its own from the start."""
     if chosen().type != "cpu" and (count := torch.accelerator.device_count()) > 1:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % count)
     return chosen()
 
 
 def _best(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1) -> float:
-    """Seconds of the fastest of several runs."""
+    """Return seconds of the fastest of several runs."""
     best, began, runs = float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
@@ -290,8 +290,8 @@ GATHERED, SIZES = "all-gather", (4096, 1 << 20, 16 << 20)
 
 
 def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None, int, int, int]:
-    """Collectives by where, which and size; links inside a node and between nodes, ranks of a node, nodes; None where there is
-    one rank; and the device's bytes that are left beside the communicators."""
+    """Return collectives by where, which and size; links inside a node and between nodes, ranks of a node, nodes; None
+    where there is one rank; and the device's bytes that are left beside the communicators."""
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if world == 1:
         return (), None, None, 1, 1, left_on(device)
@@ -320,7 +320,7 @@ def _collectives(device: torch.device) -> tuple[_Timed, Link | None, Link | None
 
 
 def _link(timed: _Timed, ranks: int) -> Link | None:
-    """The bandwidth (bytes/s) and latency (seconds) of one rank in a gather; None where none was timed."""
+    """Return the bandwidth (bytes/s) and latency (seconds) of one rank in a gather; None where none was timed."""
     seconds = {size: taken for _, which, size, taken in timed if which == GATHERED}
     if not seconds:
         return None
@@ -329,7 +329,7 @@ def _link(timed: _Timed, ranks: int) -> Link | None:
 
 
 def _timings(where: str, group: Any, ranks: int, device: torch.device) -> _Timed:
-    """Seconds of each collective that our programs use, the best of five, over one group."""
+    """Return seconds of each collective that our programs use, the best of five, over one group."""
     import torch.distributed as dist
 
     def timed(collective: Callable[[], object]) -> float:
@@ -386,7 +386,7 @@ def _warnings(hardware: Hardware, limited: bool, pageable: float) -> Iterator[st
 
 
 def processor() -> dict[str, str]:
-    """The kernel's facts about the last processor, by name; none where there is no ``/proc``."""
+    """Return the kernel's facts about the last processor, by name; none where there is no ``/proc``."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return {name.strip(): fact.strip() for name, _, fact in (line.partition(":") for line in lines)}

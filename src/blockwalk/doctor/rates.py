@@ -40,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def typical(work: Callable[[], object], *, seconds: float = 0.02) -> float:
-    """Seconds of a run on a processor, the mean of several."""
+    """Return seconds of a run on a processor, the mean of several."""
     work()
     began, runs = time.perf_counter(), 0
     while runs < 2 or time.perf_counter() - began < seconds:
@@ -50,8 +50,8 @@ def typical(work: Callable[[], object], *, seconds: float = 0.02) -> float:
 
 
 def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, Any]:
-    """Every rate of this module, and ``more``, by its field in :class:`~blockwalk.simulate.hardware.Hardware`: the middle one
-    of so many rounds."""
+    """Return every rate of this module, and ``more``, by its field in :class:`~blockwalk.simulate.hardware.Hardware`: the
+    middle one of so many rounds."""
     rates: dict[str, Callable[[], Any]] = {
         "products": products, "thin": thin, "passes": passes, "attention": attention, "update_rate": updates,
         "fresh_bandwidth": fresh_bandwidth, **more,
@@ -61,7 +61,7 @@ def measure(more: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict
 
 
 def _middle(found: Sequence[Any]) -> Any:
-    """The median of numbers, point by point of curves, name by name of mappings."""
+    """Return the median of numbers, point by point of curves, name by name of mappings."""
     first = found[0]
     if isinstance(first, dict):
         return {name: _middle([each[name] for each in found]) for name in first}
@@ -72,7 +72,8 @@ def _middle(found: Sequence[Any]) -> Any:
 
 
 def _cold(work: Callable[[int], object], tensors: int) -> float:
-    """Seconds of one of so many runs, each on tensors of its own: what a step reads comes from memory, not from cache."""
+    """Return seconds of one of so many runs, each on tensors of its own: what a step reads comes from memory, not from
+    cache."""
     return typical(lambda: [work(at) for at in range(tensors)]) / tensors
 
 
@@ -81,12 +82,12 @@ def _pool(nbytes: int, most: int) -> int:
 
 
 def _curves(sizes: Sequence[int], point: Callable[[int, torch.dtype], tuple[float, float]]) -> dict[str, Curve]:
-    """A curve for each dtype, through the point (size of the work, seconds) of each of ``sizes``."""
+    """Return a curve for each dtype, through the point (size of the work, seconds) of each of ``sizes``."""
     return {name_of(dtype): Curve(tuple(point(size, dtype) for size in sizes)) for dtype in DTYPES}
 
 
 def products() -> dict[str, Curve]:
-    """Seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
+    """Return seconds of x·Wᵀ, dY·W and dYᵀ·x, their mean, by FLOPs of one."""
 
     def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
         dtype = multiplied_in(dtype)
@@ -101,7 +102,7 @@ def products() -> dict[str, Curve]:
 
 
 def thin() -> dict[str, Curve]:
-    """Seconds of an adapter's products x·Aᵀ, t·Bᵀ and tᵀ·y, their mean, by FLOPs of one."""
+    """Return seconds of an adapter's products x·Aᵀ, t·Bᵀ and tᵀ·y, their mean, by FLOPs of one."""
 
     def point(width: int, dtype: torch.dtype) -> tuple[float, float]:
         dtype = multiplied_in(dtype)
@@ -114,8 +115,8 @@ def thin() -> dict[str, Curve]:
 
 
 def passes() -> dict[str, Curve]:
-    """Seconds of element-wise operations with an output of their own, by bytes read and written: two products for each of the
-    dearer kind (an activation)."""
+    """Return seconds of element-wise operations with an output of their own, by bytes read and written: two products for
+    each of the dearer kind (an activation)."""
     torch.ones(31 << 18)  # once freed, the allocator keeps blocks of that size, as it does in a run
 
     def point(nbytes: int, dtype: torch.dtype) -> tuple[float, float]:
@@ -130,8 +131,8 @@ def passes() -> dict[str, Curve]:
 
 
 def _in_place(nbytes: int) -> float:
-    """Seconds of an operation that reads and writes so many bytes of a float32 tensor where they are: the mean of a difference
-    by rows and an exponential, as in a softmax."""
+    """Return seconds of an operation that reads and writes so many bytes of a float32 tensor where they are: the mean of a
+    difference by rows and an exponential, as in a softmax."""
     rows = torch.zeros(max(nbytes // (1 << 16), 1), min(nbytes, 1 << 16) // 8)
     most = torch.ones(len(rows), 1)  # of exp(x − 1) the values stay what they are: between 0 and 1
     return typical(lambda: rows.sub_(most).exp_()) / 2

@@ -61,7 +61,7 @@ class Found:
 
 
 def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
-    """Bytes that a process holds beside its tensors, by kind of walk, as a description of hardware has them:
+    """Return bytes that a process holds beside its tensors, by kind of walk, as a description of hardware has them:
     ``process_bytes``; and the line ``buffers + slack × what comes and goes`` through a kind's last two walks. Where there is
     but one the line begins at the buffers that libraries make for any model of some size, which are most of the bytes that
     forwards alone leave."""
@@ -77,8 +77,8 @@ def beside_tensors(walks: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
 
 
 def measure(kinds: tuple[str, ...] = tuple(WALKS)) -> dict[str, Found]:
-    """Every kind of walk, one after the other, on models that are made before: a process that made its own would keep their
-    heap."""
+    """Return every kind of walk, one after the other, on models that are made before: a process that made its own would
+    keep their heap."""
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in MODELS.items():
             _make(sizes, Path(folder) / name)
@@ -112,7 +112,7 @@ def _run(kinds: tuple[str, ...], folder: str) -> dict[str, Found]:
 
 
 def walk(kind: str, folder: str) -> Found:
-    """One kind of walk, in this process: a small model, then a larger one."""
+    """Return one kind of walk, in this process: a small model, then a larger one."""
     from blockwalk.program.program import OpKind, Shape
     from blockwalk.simulate.hardware import Hardware
     from blockwalk.simulate.process_memory import tensors, transients
@@ -158,7 +158,7 @@ def _program(walker: Walker, shape: Shape) -> Program:
 
 
 def _steps(walker: Walker, shape: Shape, steps: int) -> float:
-    """The best step's seconds."""
+    """Return the best step's seconds."""
     import torch
 
     ids, taken = torch.randint(3, walker.spec.vocab_size, (shape.batch, shape.sequence)), []

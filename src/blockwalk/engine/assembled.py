@@ -42,6 +42,6 @@ class Assembled:
     """The function that takes the tensor from the unit."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start:stop`` of a matrix, or elements of a vector."""
+        """Return rows ``start:stop`` of a matrix, or elements of a vector."""
         value = self.open(self.assembler.unit(self.number))
         return (value[start:stop] if isinstance(value, torch.Tensor) else value.rows(start, stop)).to(self.dtype)

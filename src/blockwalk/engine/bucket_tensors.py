@@ -57,7 +57,7 @@ class BucketTensor:
         return BucketTensor(own, self.bytes_P[: layout.scale_bytes], self.origin // columns * layout.groups)
 
     def load(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
-        """Rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
+        """Return rows ``first:last`` in float32, to be changed in place: the elements themselves where they are float32."""
         rows_RD = self.rows(first, last, scratch, name)
         if rows_RD.dtype == torch.float32:
             return rows_RD
@@ -72,11 +72,11 @@ class BucketTensor:
         )
 
     def rows(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
-        """Rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
+        """Return rows ``first:last`` to be read: a view in the elements' own dtype, or decoded to float32."""
         return self._part((first, last), (0, self.layout.columns), scratch, name)
 
     def columns(self, first: int, last: int, scratch: ScratchArena, name: str) -> Tensor:
-        """Columns ``first:last`` to be read, like :meth:`rows`."""
+        """Return columns ``first:last`` to be read, like :meth:`rows`."""
         return self._part((0, self.layout.rows), (first, last), scratch, name)
 
     def _part(self, rows: tuple[int, int], columns: tuple[int, int], scratch: ScratchArena, name: str) -> Tensor:
@@ -87,7 +87,7 @@ class BucketTensor:
         return codecs.decode_rows(self.bytes_P, self.layout, *rows, out, columns=columns)
 
     def gather(self, index_n: Tensor) -> Tensor:
-        """The rows named, freshly allocated, in the elements' own dtype or decoded to float32."""
+        """Return the rows named, freshly allocated, in the elements' own dtype or decoded to float32."""
         if self.dense:
             return self.layout.codes(self.bytes_P)[index_n]
         shape = (len(index_n), self.layout.columns)
@@ -114,7 +114,7 @@ BucketTensors = dict[str, dict[str, BucketTensor]]
 
 
 def tensors_in(unit: StoredUnit, bytes_P: Tensor, group_size: int = 32) -> BucketTensors:
-    """The cells of a bucket: views of its bytes (uint8 [nbytes] or longer)."""
+    """Return the cells of a bucket: views of its bytes (uint8 [nbytes] or longer)."""
     cells: BucketTensors = {}
     for param in unit.params:
         name, _, state = param.name.partition(STATE)
@@ -124,7 +124,7 @@ def tensors_in(unit: StoredUnit, bytes_P: Tensor, group_size: int = 32) -> Bucke
 
 
 def trainable_spec(model: ModelSpec, codec: Codec, states: Mapping[str, Codec]) -> tuple[ModelSpec, Codec]:
-    """The trainables alone, states beside them, as a model of its own; and the codec that its quantizable ones take.
+    """Return the trainables alone, states beside them, as a model of its own; and the codec that its quantizable ones take.
 
     A plain codec is written into each parameter's dtype, so that the states keep theirs.
     """

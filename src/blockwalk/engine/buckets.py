@@ -80,7 +80,7 @@ class Buckets:
         """Each unit's trainables where they lie on the device: resident, or in the slot that it was last fetched into."""
 
     def _room(self, unit: int) -> int:
-        """Bytes of a slot that a unit takes."""
+        """Return bytes of a slot that a unit takes."""
         return self._slices[unit].room if self.sliced(unit) else self.units[unit].nbytes
 
     def _fill(self, source: Initial) -> None:
@@ -120,7 +120,7 @@ class Buckets:
                 self._resident[number] = bytes_P.to(self.device)
 
     def _slice(self, number: int, source: Initial) -> Tensor:
-        """This process's slice of a unit as it begins, uint8 [S]; the checksums of the whole unit are noted."""
+        """Return this process's slice of a unit as it begins, uint8 [S]; the checksums of the whole unit are noted."""
         whole_P = torch.zeros(self.units[number].nbytes, dtype=torch.uint8)
         self.units[number] = fill(self.units[number], source, whole_P)
         return self._slices[number].cut(whole_P, self._group.place)
@@ -171,7 +171,7 @@ class Buckets:
         return self.slots.of(unit, self._room(unit))
 
     def _moved(self, unit: int) -> Tensor:
-        """The bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
+        """Return the bytes of a unit that this process fetches and stores, in its slot: its slice, or all of them."""
         slot_P = self._in_slot(unit)
         return self._slices[unit].in_slot(slot_P, self._group.place) if self.sliced(unit) else slot_P
 
@@ -196,16 +196,16 @@ class Buckets:
         return unit in self._slices
 
     def ranges(self, unit: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
-        """This process's slice of a unit in its slot: ranges of its parameters and their states, of at most ``largest``
+        """Return this process's slice of a unit in its slot: ranges of its parameters and their states, of at most ``largest``
         elements."""
         return self._slices[unit].updates(self._moved(unit), self._group.place, largest)
 
     def step(self, unit: int) -> int:
-        """The step that the copy on the device is up to date with."""
+        """Return the step that the copy on the device is up to date with."""
         return self._steps[unit]
 
     def stored_step(self, unit: int) -> int:
-        """The step that a unit is up to date with where it stays between its turns."""
+        """Return the step that a unit is up to date with where it stays between its turns."""
         return self.tier.step(unit) if unit in self.streamed else self._steps[unit]
 
     def advance(self, unit: int, step: int) -> None:
@@ -215,7 +215,7 @@ class Buckets:
     # ---- what outlives a run ----------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Value]:
-        """Every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. A
+        """Return every trainable where it stays between its turns, as it stands there; nothing may be in flight or waiting. A
         unit that ranks hold together is gathered when its rows are read: the others then :meth:`join_gathers`, or read it
         too."""
         out: dict[str, Value] = {}
@@ -245,8 +245,8 @@ class Buckets:
             self._whole(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. Units that ranks hold
-        together are gathered as in :meth:`weights`.
+        """Return every bucket that no disk keeps, as bytes, and the step of each; nothing may be in flight. Units that
+        ranks hold together are gathered as in :meth:`weights`.
 
         Raises:
             ValueError: the weights are in a store on the disk that goes when the run ends.
@@ -288,7 +288,7 @@ class Buckets:
         return {number: bytes_P for number, bytes_P in found.items() if bytes_P is not None and bytes_P.numel()}
 
     def _whole(self, unit: int) -> Tensor:
-        """A sliced unit as one process would hold it: a copy, assembled by all ranks together."""
+        """Return a sliced unit as one process would hold it: a copy, assembled by all ranks together."""
         slices = self._slices[unit]
         side_by_side_P = torch.empty(slices.count * slices.nbytes, dtype=torch.uint8, device=self.device)
         side_by_side_P.chunk(slices.count)[self._group.place].copy_(self._between_turns(unit))
@@ -296,7 +296,7 @@ class Buckets:
         return slices.join(side_by_side_P.cpu())
 
     def _between_turns(self, unit: int) -> Tensor:
-        """The bytes of a unit that this process holds between its turns: themselves, or read from their tier."""
+        """Return the bytes of a unit that this process holds between its turns: themselves, or read from their tier."""
         bytes_P = self._lying(unit)
         if bytes_P is None:
             bytes_P = torch.empty((self._slices.get(unit) or self.units[unit]).nbytes, dtype=torch.uint8)
@@ -304,12 +304,12 @@ class Buckets:
         return bytes_P
 
     def _lying(self, unit: int) -> Tensor | None:
-        """The bytes of a unit where they lie in memory between its turns; None where its tier makes a copy of them."""
+        """Return the bytes of a unit where they lie in memory between its turns; None where its tier makes a copy of them."""
         return self._resident[unit] if unit in self._resident else self.tier.bucket(unit)
 
     def sums(self) -> tuple[dict[str, int], dict[str, int]]:
-        """A checksum of each unit where it stays between its turns: of those held whole, and of the slices of the others.
-        Nothing may be in flight."""
+        """Return a checksum of each unit where it stays between its turns: of those held whole, and of the slices of the
+        others. Nothing may be in flight."""
         sums: tuple[dict[str, int], dict[str, int]] = ({}, {})
         for number, unit in enumerate(self.units):
             if unit.nbytes:
@@ -323,7 +323,8 @@ class Buckets:
 
 
 def word_sum(bytes_P: Tensor) -> int:
-    """A checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always shows."""
+    """Return a checksum of bytes (a multiple of 8): Σ wᵢ·(2i + 1) mod 2⁶⁴ over their 64-bit words. One changed word always
+    shows."""
     words_N = bytes_P.view(torch.int64)
     total = 0
     some = min(len(words_N), 1 << 20)
@@ -338,7 +339,7 @@ def word_sum(bytes_P: Tensor) -> int:
 
 
 def checksum(units: Sequence[StoredUnit]) -> str:
-    """A checksum of trainables as they were encoded: a ledger's entries build on them."""
+    """Return a checksum of trainables as they were encoded: a ledger's entries build on them."""
     facts = [
         (param.name, str(param.codec), list(param.shape), param.dtype, param.crc32)
         for unit in units

@@ -88,7 +88,7 @@ class Calibrated:
         self._hidden.close()
 
     def weight(self, name: str) -> Value:
-        """A parameter by name; they are asked for in the order of the walk."""
+        """Return a parameter by name; they are asked for in the order of the walk."""
         unit, param = self._place[name]
         if 0 < unit < self._cut.epilogue_index:
             while self._done < unit:
@@ -99,7 +99,7 @@ class Calibrated:
         return self._rounded.get(name) or self._source.weights([name])[name]
 
     def _outside(self, param: ParamSpec, rounded: bool) -> Value:
-        """A parameter outside of the blocks to compute with, in its codec if it is to be rounded and has one."""
+        """Return a parameter outside of the blocks to compute with, in its codec if it is to be rounded and has one."""
         value = self._source.weights([param.name])[param.name]
         if isinstance(value, Tensor):
             value = DenseWeight(value, torch.float32) if value.dim() == 2 else value.float()
@@ -177,8 +177,8 @@ class Calibrated:
     def _run(
         self, call: BlockCall, values: Values, hidden_SD: Tensor, answers: Tensors | None = None, until: str = ""
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """The input and the output of each linear layer of a block by its weight's name, in the order of the calls, and the
-        block's own by none; some may answer something else. It ends at the layer ``until``."""
+        """Return the input and the output of each linear layer of a block by its weight's name, in the order of the calls,
+        and the block's own by none; some may answer something else. It ends at the layer ``until``."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
 
         def note(name: str, _module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor | None:

@@ -132,7 +132,7 @@ class Engine:
     # ---- residency --------------------------------------------------------------------------------------------------
 
     def prepare(self, op: Op) -> Work:
-        """The work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
+        """Return the work of an op that moves state. An EVICT is of both parts; with it, between two blocks, goes the heap's
         slack. Ranks keep theirs: all would wait for the one that faults its pages in again."""
         if op.kind is OpKind.REDUCE:
             return self.gradients.reduce(op)
@@ -151,7 +151,7 @@ class Engine:
         return work
 
     def trainables(self, unit: int) -> list[ParamSpec]:
-        """The trainable parameters that a unit's turn reads."""
+        """Return the trainable parameters that a unit's turn reads."""
         return self.model.reads[True][unit]
 
     def bind_trainables(self, unit: int) -> dict[str, Tensor]:
@@ -164,27 +164,27 @@ class Engine:
         self.cut.unbind(unit, [p.name for trainable in parts for p in self.model.reads[trainable][unit]])
 
     def graph(self, unit: int) -> AbstractContextManager[None]:
-        """Graphs of a unit that outlive its turn are made inside: they refer to what lies in slots by its place."""
+        """Return graphs of a unit that outlive its turn are made inside: they refer to what lies in slots by its place."""
         slots = [home.slots for home in self.homes.values() if home.slots is not None]
         return saved_by_place(slots, unit) if slots else nullcontext()
 
     def unread(self, unit: int) -> list[Weight]:
-        """The weights of a block whose products a recomputation may leave out."""
+        """Return the weights of a block whose products a recomputation may leave out."""
         layer = self.cut.layer_name(unit)
         found = (self._bound.get(f"{layer}.{path}.weight") for path in self.cut.anatomy.unread)
         return [weight for weight in found if weight is not None and not isinstance(weight, Tensor)]
 
     def _value(self, name: str) -> Value:
-        """A parameter where it lies on the device, by its canonical name."""
+        """Return a parameter where it lies on the device, by its canonical name."""
         return self.homes[StateKind.TRAINABLE if name in self._trains else StateKind.FROZEN].value(name)
 
     def weight(self, name: str) -> Weight:
-        """A 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""
+        """Return a 2-D parameter by its canonical name, to be read a range at a time: the head's weight."""
         found = self._value(name)
         return DenseWeight(found, self.compute_dtype) if isinstance(found, Tensor) else found
 
     def vector(self, name: str | None) -> Tensor | None:
-        """A small parameter by its canonical name, in the compute dtype: the head's bias."""
+        """Return a small parameter by its canonical name, in the compute dtype: the head's bias."""
         if name is None:
             return None
         found = self._value(name)
@@ -215,8 +215,8 @@ class Engine:
         self.first_order.changed(unit)
 
     def _parts(self, places: Sequence[tuple[int, str]]) -> list[tuple[Rule, slice | None]]:
-        """The ranges of a master under one rule each: None for all of it. Rules work element by element, so that ranges of a
-        slice which cuts through parameters are exact."""
+        """Return the ranges of a master under one rule each: None for all of it. Rules work element by element, so that
+        ranges of a slice which cuts through parameters are exact."""
         spares = (
             self.plan.optimizer.decay == "matrices" and self.rule != self._plain_rule and not self.keeps_decay_of_all
         )
@@ -231,7 +231,7 @@ class Engine:
         return [(rule, slice(start, end)) for (start, rule), end in zip(changes, [*ends, None], strict=True)]
 
     def _landed(self, gradient: Tensor, where: torch.device) -> Tensor:
-        """A gradient where its master is: on the host behind an accelerator in staging that the next one takes."""
+        """Return a gradient where its master is: on the host behind an accelerator in staging that the next one takes."""
         if gradient.device == where:
             return gradient
         if self._landing is None or len(self._landing) < gradient.numel():
@@ -257,7 +257,7 @@ class Engine:
     # ---- facts of a run that its checkpoints carry ---------------------------------------------------------------------
 
     def facts(self) -> dict[str, str]:
-        """The facts that a checkpoint's tensors were made by."""
+        """Return the facts that a checkpoint's tensors were made by."""
         return {} if self.keeps_decay_of_all else {"decay": self.plan.optimizer.decay}
 
     def resume_facts(self, facts: Mapping[str, str]) -> None:
@@ -272,7 +272,7 @@ class Engine:
             self.buckets.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the trainables, as far as this rank holds it; the tensors themselves, not copies: masters by name
+        """Return the state of the trainables, as far as this rank holds it; the tensors themselves, not copies: masters by name
         and optimizer states as ``name<NUL>state``, slices of them by unit, or a zeroth-order run's buckets as bytes."""
         return self.trained.state_dict()
 
@@ -293,11 +293,11 @@ class Engine:
         self.masters_changed()
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """The pieces of a first-order run's checkpoint that this rank holds, or writes."""
+        """Return the pieces of a first-order run's checkpoint that this rank holds, or writes."""
         return self.first_order.pieces(to_write=to_write)
 
     def sums_of_copies(self) -> list[tuple[str, int, int]]:
-        """Checksums of the state that several ranks hold copies of, as
+        """Return checksums of the state that several ranks hold copies of, as
         :meth:`blockwalk.ranks.shared_forwards.SharedForwards.compare_copies` takes them; the same names on every rank."""
         return [each for home in self._spread for each in home.sums()]
 
@@ -334,5 +334,5 @@ class Engine:
 
 
 def _range(tensor: Tensor, part: slice | None) -> Tensor:
-    """A range of a contiguous tensor's elements; the tensor itself where ``part`` is None."""
+    """Return a range of a contiguous tensor's elements; the tensor itself where ``part`` is None."""
     return tensor if part is None else tensor.view(-1)[part]

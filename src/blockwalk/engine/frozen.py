@@ -66,24 +66,24 @@ class Frozen:
             model.cut.bind(unit, {p.name: self.bound[p.name] for p in params})
 
     def _room(self, unit: int) -> int:
-        """Bytes of a slot that a unit takes: slices of equal length."""
+        """Return bytes of a slot that a unit takes: slices of equal length."""
         return self._ranks * cut_bytes(self._buckets[unit].nbytes, self._ranks)
 
     def _own(self, bytes_P: Tensor) -> Tensor:
-        """The bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or all of them."""
+        """Return the bytes of a unit (uint8 [P]) that this process keeps and fetches: its slice, or all of them."""
         return bytes_P.chunk(self._ranks)[self._place]
 
     def _visiting(self, unit: int, params: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
-        """The parameters that are copied to a slot when their unit's turn comes, instead of staying or being read where they
-        are mapped. Those without a source (a frozen adapter's) stay, and so do those of fixed units."""
+        """Return the parameters that are copied to a slot when their unit's turn comes, instead of staying or being read
+        where they are mapped. Those without a source (a frozen adapter's) stay, and so do those of fixed units."""
         if self._model.plan.frozen.on_device or self._places.fixed(unit, StateKind.FROZEN):
             return ()
         mapped = self._on_disk and self._model.device.type == "cpu"
         return tuple(p for p in params if p.name not in self._model.held and (p.assembled or not mapped))
 
     def _travelling(self, param: ParamSpec) -> Layout:
-        """The layout of a parameter as it travels: as the tier has it where products read it a range at a time, otherwise
-        in the dtype that it is computed with; one that the source assembles travels whole."""
+        """Return the layout of a parameter as it travels: as the tier has it where products read it a range at a time,
+        otherwise in the dtype that it is computed with; one that the source assembles travels whole."""
         stored = self._model.stored(param.name)
         if isinstance(stored, EncodedWeight):
             return stored.layout
@@ -93,7 +93,7 @@ class Frozen:
         return Layout(param.shape, Codec.RAW, name_of(dtype))
 
     def _as_used(self, param: ParamSpec, *, whole: bool) -> Value:
-        """A parameter that stays, as its products read it: converted where it is small, a range at a time where it is a
+        """Return a parameter that stays, as its products read it: converted where it is small, a range at a time where it is a
         matrix, or with ``whole`` converted on an accelerator too."""
         model, dtype = self._model, self._model.used_as(param.name)
         weight = model.taken(param.name)
@@ -199,5 +199,5 @@ class _FromSource:
 
 
 def _read_as(dtype: torch.dtype, value: Value) -> Value:
-    """A parameter as products in ``dtype`` read it: a range at a time where it lies in another."""
+    """Return a parameter as products in ``dtype`` read it: a range at a time where it lies in another."""
     return DenseWeight(value, dtype) if isinstance(value, Tensor) and value.dtype != dtype else value

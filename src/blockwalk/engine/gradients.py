@@ -33,7 +33,7 @@ class GradientMaps:
         self._places: dict[str, Tensor] = {}
 
     def place(self, name: str) -> Tensor:
-        """The float32 tensor that a gradient lies in."""
+        """Return the float32 tensor that a gradient lies in."""
         if name not in self._places:
             unit = self._unit[name]
             self._places |= self._scratch.zeros(self._shapes[unit], ("gradients", unit))
@@ -151,7 +151,7 @@ class NamedGradients:
         return name in self.sums or name in self._landed
 
     def use_up(self, name: str) -> Tensor:
-        """A gradient that an update takes over."""
+        """Return a gradient that an update takes over."""
         if name in self._landed:
             return self._landed.pop(name)
         gradient = self.sums.pop(name)
@@ -169,7 +169,7 @@ class NamedGradients:
                 self._squares[name] = sum_of_squares(self.sums[name])
 
     def norm(self) -> float:
-        """The norm of all gradients."""
+        """Return the norm of all gradients."""
         names = [name for name in self._masters if name in self.sums]
         taken = self._chunk_sums
         return norm_of_sums(taken[name] if name in taken else square_sums(self.sums[name]) for name in names)
@@ -242,7 +242,7 @@ class FlatGradients:
                 views[name].add_(gradient)
 
     def _views(self, name: str) -> dict[str, Tensor]:
-        """The gradients of the unit that owns a parameter, by name, in its buffer; zero where nothing was added."""
+        """Return the gradients of the unit that owns a parameter, by name, in its buffer; zero where nothing was added."""
         unit = self._part.owner[name]
         slices = self._part.units[unit]
         flat_P = self.buffers[self._buffer_of[unit]][: slices.numel]
@@ -296,8 +296,8 @@ class FlatGradients:
         return lambda: self._groups.gather_(gradient, axes, op.lane)
 
     def _accumulated(self, unit: int, held: Tensor, made: Tensor) -> Tensor:
-        """The sum of a unit's gradients over the micro-batches so far, ``made`` being the last one's. Where it is kept on the
-        host behind an accelerator it comes to be added to, and goes again unless it is complete."""
+        """Return the sum of a unit's gradients over the micro-batches so far, ``made`` being the last one's. Where it is
+        kept on the host behind an accelerator it comes to be added to, and goes again unless it is complete."""
         before, self._waiting[unit] = self._waiting.get(unit, 0), self._waiting.get(unit, 0) + 1
         if held.device == made.device:
             return held.add_(made) if before else held.copy_(made)
@@ -308,8 +308,8 @@ class FlatGradients:
         return total
 
     def norm(self) -> float:
-        """The norm over all ranks. The sums of squares are of the same ranges, over however many ranks masters are spread, and
-        their sum is exactly rounded."""
+        """Return the norm over all ranks. The sums of squares are of the same ranges, over however many ranks masters are
+        spread, and their sum is exactly rounded."""
         ranks = self._plan.optimizer_ranks
         parts = [part for own in self._units.values() for part in own.gradient.chunk(self._plan.mesh.world // ranks)]
         sums: list[float] = torch.cat([square_sums(part_P) for part_P in parts]).tolist() if parts else []

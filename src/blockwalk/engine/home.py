@@ -40,27 +40,28 @@ class Home(Protocol):
         """The device buffers that its units visit; None where nothing visits."""
 
     def prepare(self, op: Op) -> Work:
-        """The work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where it moves to is settled now."""
+        """Return the work of an op that moves this part (FETCH, GATHER, CACHE, STORE, EVICT); where it moves to is settled
+        now."""
 
     def values(self, unit: int) -> Mapping[str, Value]:
-        """The parameters that a turn of a unit binds afresh, by name."""
+        """Return the parameters that a turn of a unit binds afresh, by name."""
 
     def value(self, name: str) -> Value:
-        """A parameter on the device, where its unit is there."""
+        """Return a parameter on the device, where its unit is there."""
 
     def weights(self) -> Mapping[str, Any]:
-        """Every parameter between two programs, by name, to be written a few rows at a time. Where ranks hold them together
-        all of them read these, in one order."""
+        """Return every parameter between two programs, by name, to be written a few rows at a time. Where ranks hold them
+        together all of them read these, in one order."""
 
 
 class Trained(Protocol):
     """The trainables, and what is kept beside them, as far as they outlive a step."""
 
     def weights(self) -> Mapping[str, Any]:
-        """Every trainable, as :meth:`Home.weights`."""
+        """Return every trainable, as :meth:`Home.weights`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a run, as far as this rank holds it: the tensors themselves, not copies."""
+        """Return the state of a run, as far as this rank holds it: the tensors themselves, not copies."""
 
     def close(self) -> None: ...
 
@@ -75,7 +76,7 @@ class Gradients(Protocol):
         """Settle where the gradients of a compute op that is about to run go."""
 
     def accumulator(self, name: str | None) -> Tensor | None:
-        """The float32 buffer that a trainable's gradient is added to; None for what is not trained."""
+        """Return the float32 buffer that a trainable's gradient is added to; None for what is not trained."""
 
     def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
         """Add to the accumulators; None is a parameter that the loss does not depend on."""
@@ -87,10 +88,10 @@ class Gradients(Protocol):
         """GATHER: complete a unit's sum from slices of it that ranks of a node hold."""
 
     def norm(self) -> float:
-        """The norm of all gradients, over all ranks."""
+        """Return the norm of all gradients, over all ranks."""
 
     def squares(self) -> dict[str, Tensor]:
-        """The sum of squares of each gradient that this rank has had in this step, 0-d float32, by name."""
+        """Return the sum of squares of each gradient that this rank has had in this step, 0-d float32, by name."""
 
     def take(self) -> dict[str, Tensor]:
         """Hand over the whole gradients by parameter, on every rank."""
@@ -116,7 +117,7 @@ class Differentiated(Trained, Protocol):
     def gradients(self) -> Gradients: ...
 
     def changes(self, unit: int) -> Iterator[Change]:
-        """The changes that a unit's gradients ask for; they are used up."""
+        """Return the changes that a unit's gradients ask for; they are used up."""
 
     def changed(self, unit: int) -> None:
         """Make what is derived from a unit's masters anew."""
@@ -125,5 +126,5 @@ class Differentiated(Trained, Protocol):
         """Make what is derived from all masters anew; the answer is the units whose node slices are out of date."""
 
     def pieces(self, *, to_write: bool = False) -> dict[str, Pieces]:
-        """Every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Where ranks
+        """Return every master and optimizer state, ``name/kind``, as far as this rank holds it; views, not copies. Where ranks
         hold the same slice, each writes (``to_write``) another range of it."""

@@ -70,7 +70,7 @@ class Masters:
     def _allocate(
         self, tier: Tier, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable
     ) -> dict[str, Tensor]:
-        """Zeros on a tier, by name; in file maps those of a group together."""
+        """Return zeros on a tier, by name; in file maps those of a group together."""
         device = self._model.device
         if self._places.states_on_disk or (tier is Tier.DISK and is_cpu(device)):
             return self._scratch.zeros(shapes, group)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def open_source(path: StrPath, model: Any, codec: Codec = Codec.RAW, workdir: Path = Path()) -> WeightSource:
-    """The weights of the model at ``path`` in the codec that a plan asks for.
+    """Return the weights of the model at ``path`` in the codec that a plan asks for.
 
     A checkpoint folder is read as it is where the codec is a plain dtype (they are cast when used); for a codec of
     codes it is packed once into ``workdir``, under a name that has the digest of its content, and found there again. A pack
@@ -64,7 +64,8 @@ def open_source(path: StrPath, model: Any, codec: Codec = Codec.RAW, workdir: Pa
 
 
 def comes_in(model: StrPath | Any) -> Codec | None:
-    """The codec that most weights of a named model come in, packed or as downloaded, where it is one of codes; else None."""
+    """Return the codec that most weights of a named model come in, packed or as downloaded, where it is one of codes; else
+    None."""
     if not isinstance(model, str | os.PathLike):
         return None
     if is_store(model):
@@ -124,7 +125,7 @@ def require_weights(path: StrPath) -> None:
 
 
 def packed(path: Path, codec: Codec, model: Any, *workdirs: Path) -> Path:
-    """The block store of a checkpoint folder in one of ``workdirs``, made in the last where none has it.
+    """Return the block store of a checkpoint folder in one of ``workdirs``, made in the last where none has it.
 
     Raises:
         ValueError: the folder holds no weights that fit ``model``, its skeleton; or the disk is too full.
@@ -193,14 +194,14 @@ def _is_undamaged(packed: Path) -> bool:
 
 
 def folder_of(model: StrPath | nn.Module, workdir: Path) -> Path:
-    """The folder, or the name, that a model's weights are read from; one in memory is written there."""
+    """Return the folder, or the name, that a model's weights are read from; one in memory is written there."""
     return workdir / "in-memory" if isinstance(model, nn.Module) else Path(model)
 
 
 def open_model(
     model: StrPath | nn.Module, plan: Plan, workdir: Path, packs: Path
 ) -> tuple[nn.Module, WeightSource | None, torch.dtype]:
-    """The model (with or without weights), the source of its weights (None: they are in the model), the compute dtype.
+    """Return the model (with or without weights), the source of its weights (None: they are in the model), the compute dtype.
 
     Raises:
         ValueError: the folder holds no weights that fit the plan.

@@ -84,7 +84,8 @@ class OpenedModel:
         self._exact = frozenset(p.name for p in self.spec.params() if p.exact)
 
     def _adapted(self, module: nn.Module, folder: Path, lora: Adapters | StrPath, revision: str | None) -> nn.Module:
-        """The model with adapters. Its own parameters that are trained come as ``folder`` has them where the plan rounds it."""
+        """Return the model with adapters. Its own parameters that are trained come as ``folder`` has them where the plan
+        rounds it."""
         given = self.source
         if given is not None and self.plan.frozen.codec.encoded:
             given = open_source(folder, module)
@@ -109,17 +110,17 @@ class OpenedModel:
         return as_stored(param, self.source)
 
     def used_as(self, name: str) -> torch.dtype:
-        """The dtype that a parameter is computed with, by its canonical name."""
+        """Return the dtype that a parameter is computed with, by its canonical name."""
         return torch.promote_types(self.compute_dtype, torch.float32) if name in self._exact else self.compute_dtype
 
     def stored(self, name: str) -> Value | None:
-        """A parameter as it came, where it is there in one piece."""
+        """Return a parameter as it came, where it is there in one piece."""
         if name in self.held:
             return self.held[name]
         return self._source_value(name) if self._source_of(name).in_place(name) else None
 
     def taken(self, name: str) -> Value:
-        """A parameter as it came; where the modules held it, it is now its home's alone."""
+        """Return a parameter as it came; where the modules held it, it is now its home's alone."""
         return self.held.pop(name) if name in self.held else self._source_value(name)
 
     def read_into(self, name: str, out: Tensor) -> None:
@@ -130,7 +131,7 @@ class OpenedModel:
             self._source_of(name).read_into(name, out)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A whole parameter; mapped where it lies in one piece."""
+        """Return a whole parameter; mapped where it lies in one piece."""
         found = self.stored(name)
         if not isinstance(found, Tensor):
             found = torch.empty(shape, dtype=self.used_as(name))
@@ -166,8 +167,8 @@ class OpenedModel:
         return self.source
 
     def untouched(self) -> dict[str, Value]:
-        """The persistent buffers, which the walk may hold in another dtype, and the parameters of no unit, as the model came
-        with them, by name."""
+        """Return the persistent buffers, which the walk may hold in another dtype, and the parameters of no unit, as the
+        model came with them, by name."""
         module, walked = self.module, {p.name for p in self.spec.params()} | {alias for alias, _ in self.spec.tied}
         own = {name: module.get_buffer(name) for name in persistent_buffers(module)}
         own |= {name: param.detach() for name, param in module.named_parameters() if name not in walked}

@@ -71,14 +71,14 @@ def encode_fitted(rows_RD: Tensor, buffer: Tensor, layout: Layout, start: int) -
 
 
 def compensated(weight_ND: Tensor, gram_DD: Tensor, lost_ND: Tensor) -> Tensor:
-    """The matrix that is to be rounded in a weight's place: W + R (H + damping)^-1, the least squares answer to what the
+    """Return the matrix that is to be rounded in a weight's place: W + R (H + damping)^-1, the least squares answer to what the
     outputs X W^T lack, E, of which R = E^T X is given. The damping, of :data:`TOWARDS`, keeps it near W."""
     root_DD = _inverse_root(gram_DD.clone(), TOWARDS)
     return weight_ND + lost_ND @ root_DD.t() @ root_DD
 
 
 def fitted(grid: Grid, weight_ND: Tensor, weights_D: Tensor, layout: Layout) -> Tensor:
-    """The scales of each group, as they are stored, with the least squared error, weighed by column."""
+    """Return the scales of each group, as they are stored, with the least squared error, weighed by column."""
     groups_NGK = grouped(weight_ND, layout)
     weights_GK = pad(weights_D, (0, layout.groups * layout.group_size - layout.columns)).view(layout.groups, -1)
     best = grid.fit(groups_NGK).to(layout.scale_dtype)

@@ -49,8 +49,8 @@ class TensorRun:
         return self.layout.nbytes
 
     def copies(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Triples (place in the slice, place in a bucket whose tensor begins at ``start``, bytes) of its scales and of its
-        codes."""
+        """Yield triples (place in the slice, place in a bucket whose tensor begins at ``start``, bytes) of its scales and
+        of its codes."""
         whole, own = self.param.layout(32), self.layout
         scale, size = own.groups * own.scale_dtype.itemsize, own.code_dtype.itemsize
         if scale:
@@ -85,7 +85,7 @@ class BucketSlices:
         """S, bytes of a slice; ``gathered`` is G."""
 
     def _parameters(self, place: int) -> list[TensorRun]:
-        """The parameters in a rank's slice."""
+        """Return the parameters in a rank's slice."""
         own = {param.name: param for param in self.unit.params}
         low, high = place * self.bucket.nbytes // self.count, (place + 1) * self.bucket.nbytes // self.count
         runs, end = [], 0
@@ -105,7 +105,7 @@ class BucketSlices:
         return runs
 
     def _states(self, own: Sequence[TensorRun]) -> list[TensorRun]:
-        """The states beside the parameters in a slice."""
+        """Return the states beside the parameters in a slice."""
         runs, end = [], self.gathered
         for run in own:
             for param in self.unit.params:
@@ -129,18 +129,18 @@ class BucketSlices:
         return self.bucket.nbytes + gathered + (self.nbytes if self.nbytes > self.gathered else 0)
 
     def side_by_side(self, slot_P: Tensor) -> Tensor:
-        """The parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8 [n·G]."""
+        """Return the parameters of all slices in a slot (uint8 [room]), as they are gathered: uint8 [n·G]."""
         start = self.bucket.nbytes if self.apart else 0
         return slot_P[start : start + self.count * self.gathered]
 
     def in_slot(self, slot_P: Tensor, place: int) -> Tensor:
-        """A rank's slice in a slot (uint8 [room])."""
+        """Return a rank's slice in a slot (uint8 [room])."""
         if self.nbytes > self.gathered:
             return slot_P[self.room - self.nbytes : self.room]
         return self.side_by_side(slot_P)[place * self.gathered : (place + 1) * self.gathered]
 
     def to_gather(self, slot_P: Tensor, place: int) -> Tensor:
-        """A buffer (uint8 [n·G]) with the parameters of this rank's slice in their place, ready to be gathered."""
+        """Return a buffer (uint8 [n·G]) with the parameters of this rank's slice in their place, ready to be gathered."""
         slices_P = self.side_by_side(slot_P)
         if self.nbytes > self.gathered:
             own_G = self.in_slot(slot_P, place)[: self.gathered]
@@ -159,7 +159,7 @@ class BucketSlices:
     # ---- between a slice and the whole unit -----------------------------------------------------------------------
 
     def cut(self, whole_P: Tensor, place: int) -> Tensor:
-        """A rank's slice, uint8 [S], of a unit as one process would hold it."""
+        """Return a rank's slice, uint8 [S], of a unit as one process would hold it."""
         slice_S = torch.zeros(self.nbytes, dtype=torch.uint8)
         for run in self.runs[place]:
             for at, there, nbytes in run.copies(run.param.offset):
@@ -167,7 +167,7 @@ class BucketSlices:
         return slice_S
 
     def join(self, slices_P: Tensor) -> Tensor:
-        """The unit as one process would hold it (uint8 [P]), from all slices side by side (uint8 [n·S])."""
+        """Return the unit as one process would hold it (uint8 [P]), from all slices side by side (uint8 [n·S])."""
         whole_P = torch.zeros(self.unit.nbytes, dtype=torch.uint8)
         for place, slice_S in enumerate(slices_P.chunk(self.count)):
             for run in self.runs[place]:
@@ -175,7 +175,7 @@ class BucketSlices:
         return whole_P
 
     def updates(self, slice_S: Tensor, place: int, largest: int) -> Iterator[tuple[str, dict[str, BucketTensor]]]:
-        """Each parameter in a slice with its states, by name: cells of at most ``largest`` elements, or of one row."""
+        """Yield each parameter in a slice with its states, by name: cells of at most ``largest`` elements, or of one row."""
         runs: dict[str, dict[str, TensorRun]] = {}
         for run in self.runs[place]:
             name, _, state = run.param.name.partition(STATE)
@@ -189,7 +189,7 @@ class BucketSlices:
 
 
 def _cell(run: TensorRun, first: int, shape: tuple[int, ...], slice_S: Tensor) -> BucketTensor:
-    """The cell of a run from element ``first`` on, in the shape that its parameter is updated in."""
+    """Return the cell of a run from element ``first`` on, in the shape that its parameter is updated in."""
     layout = replace(run.layout, shape=shape)
     at = run.at + (first - run.first) * layout.code_dtype.itemsize
     return BucketTensor(layout, slice_S[at : at + layout.nbytes], origin=first)

@@ -33,21 +33,21 @@ class Slots:
         return sum(buffer_P.numel() for buffer_P in self._buffers)
 
     def enter(self, unit: int, slot: int, nbytes: int) -> Tensor:
-        """The place (uint8 [nbytes]) of a unit in a slot, which it visits from now on."""
+        """Return the place (uint8 [nbytes]) of a unit in a slot, which it visits from now on."""
         self._slot_of[unit] = slot
         return self._buffers[slot][:nbytes]
 
     def of(self, unit: int, nbytes: int) -> Tensor:
-        """The place (uint8 [nbytes]) of a unit in the slot that it visits."""
+        """Return the place (uint8 [nbytes]) of a unit in the slot that it visits."""
         return self._buffers[self._slot_of[unit]][:nbytes]
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """The byte of a slot at which a tensor begins; None where it lies in none of these."""
+        """Return the byte of a slot at which a tensor begins; None where it lies in none of these."""
         slot = self._number.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
         return None if slot is None else tensor.data_ptr() - self._buffers[slot].data_ptr()
 
     def refilled(self, unit: int, start: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """The tensor that begins at a byte of the slot that a unit visits now."""
+        """Return the tensor that begins at a byte of the slot that a unit visits now."""
         numbers = self._buffers[self._slot_of[unit]].view(dtype)
         return numbers.as_strided(shape, stride, numbers.storage_offset() + start // dtype.itemsize)
 

@@ -66,17 +66,18 @@ class UnitSlices:
         return self.compute_dtype if self.layout.codec is Codec.RAW else torch.uint8
 
     def layout_of(self, name: str, dtype: torch.dtype | None = None) -> Layout:
-        """The layout of a parameter's bytes in a bucket of a dtype, the compute dtype unless given; one that keeps float32's
-        bits in a narrower one is in float32."""
+        """Return the layout of a parameter's bytes in a bucket of a dtype, the compute dtype unless given; one that keeps
+        float32's bits in a narrower one is in float32."""
         param, plain = self.params[name], name_of(dtype or self.compute_dtype)
         return Layout(param.shape, written_as(param, self.layout.codec), travels_as(param, plain))
 
     def width(self, name: str) -> int:
-        """Elements of the bucket that an element of a parameter takes."""
+        """Return elements of the bucket that an element of a parameter takes."""
         return width_in(self.params[name], name_of(self.compute_dtype))
 
     def open(self, bucket_P: Tensor) -> dict[str, Value]:
-        """The parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are used."""
+        """Return the parameters, by name, in a whole bucket: views, and encoded matrices that are decoded when they are
+        used."""
         bytes_P, dtype = bucket_P.view(torch.uint8), None if self.layout.codec.encoded else bucket_P.dtype
         found: dict[str, Value] = {}
         for name, first in self.layout.offsets:
@@ -176,12 +177,12 @@ class SpreadPart:
         return slices.node, self._enter(op)[self.groups.slice(slices.numel, self.plan.parameter_ranks)]
 
     def _enter(self, op: Op) -> Tensor:
-        """The place of a unit's bucket in the slot that an op fills."""
+        """Return the place of a unit's bucket in the slot that an op fills."""
         slices = self.units[op.unit]
         return self.slots.enter(op.unit, op.slot, slices.layout.nbytes).view(slices.dtype)
 
     def _open(self, unit: int) -> dict[str, Value]:
-        """The parameters of a unit where they lie in its slot."""
+        """Return the parameters of a unit where they lie in its slot."""
         slices = self.units[unit]
         return slices.open(self.slots.of(unit, slices.layout.nbytes).view(slices.dtype)) if slices.numel else {}
 
@@ -201,7 +202,7 @@ class SpreadPart:
     # ---- slices -----------------------------------------------------------------------------------------------------
 
     def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """A zeroed tensor [numel] on the device or the host, pinned where an accelerator copies from it."""
+        """Return a zeroed tensor [numel] on the device or the host, pinned where an accelerator copies from it."""
         device = self._model.device
         if tier is Tier.DEVICE:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -209,7 +210,7 @@ class SpreadPart:
         return zeros_P.view(dtype)
 
     def read(self, slices: UnitSlices, ranks: int, tier: Tier) -> Tensor:
-        """This rank's slice over so many ranks as it travels, from where the model came from."""
+        """Return this rank's slice over so many ranks as it travels, from where the model came from."""
 
         def travelling(name: str, layout: Layout) -> Tensor:
             if not layout.codec.encoded and layout.code_dtype == slices.dtype:
@@ -261,7 +262,7 @@ class SpreadPart:
                 _copy(out_P[low:high].view(torch.float32), master_P[low:high:width])
 
     def inside(self, slice_P: Tensor, numel: int, outer: int, inner: int) -> Tensor:
-        """The part of this rank's slice over ``outer`` ranks that is its slice over ``inner`` (more) ranks."""
+        """Return the part of this rank's slice over ``outer`` ranks that is its slice over ``inner`` (more) ranks."""
         start = self.groups.slice(numel, outer).start
         own = self.groups.slice(numel, inner)
         return slice_P[own.start - start : own.stop - start]
@@ -269,7 +270,7 @@ class SpreadPart:
     # ---- whole buckets, outside a program: every rank calls these together --------------------------------------------
 
     def gathered(self, unit: int, slice_P: Tensor, ranks: int) -> Tensor:
-        """A unit's whole bucket [P], on the device, from each rank's slice over so many ranks."""
+        """Return a unit's whole bucket [P], on the device, from each rank's slice over so many ranks."""
         numel = self.units[unit].numel
         bucket_P = torch.empty(numel, dtype=slice_P.dtype, device=self._model.device)
         bucket_P[self.groups.slice(numel, ranks)] = slice_P.to(self._model.device)
@@ -278,8 +279,8 @@ class SpreadPart:
         return bucket_P
 
     def whole(self, own: Mapping[int, Tensor], ranks: int) -> dict[str, Tensor]:
-        """Whole tensors by parameter, on every rank, of which ``own`` are this rank's slices by unit: for small models and
-        tests."""
+        """Return whole tensors by parameter, on every rank, of which ``own`` are this rank's slices by unit: for small
+        models and tests."""
         found: dict[str, Tensor] = {}
         for unit, slice_P in own.items():
             values = self.units[unit].open(self.gathered(unit, slice_P, ranks))
@@ -287,8 +288,8 @@ class SpreadPart:
         return found
 
     def assembled(self, own: Callable[[int], tuple[Tensor, int]]) -> dict[str, Any]:
-        """Every parameter in the dtype that the model came in, its unit assembled when rows of it are read. ``own`` answers
-        this rank's slice of a unit, and over how many ranks it is one."""
+        """Return every parameter in the dtype that the model came in, its unit assembled when rows of it are read. ``own``
+        answers this rank's slice of a unit, and over how many ranks it is one."""
         assembler = Assembler(lambda unit: self.units[unit].open(self.gathered(unit, *own(unit))))
         return {
             name: Assembled(assembler, unit, p.shape, dtype_of(p.dtype), itemgetter(name))
@@ -300,15 +301,15 @@ class SpreadPart:
         return self.assembled(self._slice)
 
     def sums(self) -> list[tuple[str, int, int]]:
-        """A checksum of this rank's slice of each unit, where others hold copies of it: the unit's name, the ranks that hold
-        one copy together, the sum."""
+        """Return a checksum of this rank's slice of each unit, where others hold copies of it: the unit's name, the ranks
+        that hold one copy together, the sum."""
         if self.plan.parameter_ranks == self.plan.mesh.world:
             return []
         slices = [(unit.name, *self._slice(n)) for n, unit in enumerate(self._model.spec.units) if self.units[n].numel]
         return [(f"{name} (frozen)", ranks, word_sum(slice_P)) for name, slice_P, ranks in slices]
 
     def _slice(self, unit: int) -> tuple[Tensor, int]:
-        """This rank's slice in the compute dtype, and over how many ranks it is one."""
+        """Return this rank's slice in the compute dtype, and over how many ranks it is one."""
         slices = self.units[unit]
         found = slices.node if slices.node is not None else slices.source
         assert found is not None
@@ -316,7 +317,7 @@ class SpreadPart:
 
 
 def spread_frozen(model: OpenedModel, groups: Groups) -> SpreadPart:
-    """The home of frozen parameters over ranks; gathers begin with node slices, or with the only ones there are."""
+    """Return the home of frozen parameters over ranks; gathers begin with node slices, or with the only ones there are."""
     part = SpreadPart(model, groups, StateKind.FROZEN)
     for slices in part.units:
         if slices.numel and slices.node is None:

@@ -30,7 +30,7 @@ class SpreadMasters:
         self.gradients = FlatGradients(model, self.part, self.units)
 
     def _make(self, unit: int) -> MasterSlices:
-        """A unit's masters with what is kept beside them, and what gathers of its parameters begin with."""
+        """Return a unit's masters with what is kept beside them, and what gathers of its parameters begin with."""
         plan = self._plan
         part = self.part
         slices, ranks, tier = part.units[unit], plan.optimizer_ranks, plan.optimizer_state.tier
@@ -68,7 +68,7 @@ class SpreadMasters:
         yield Change(name, own.master, own.gradient, own.moments, places)
 
     def _places(self, unit: int) -> list[tuple[int, str]]:
-        """The parameters in this rank's slice of a unit: the first element of each in the slice, and its name."""
+        """Return the parameters in this rank's slice of a unit: the first element of each in the slice, and its name."""
         slices = self.part.units[unit]
         held = self._groups.slice(slices.numel, self._plan.optimizer_ranks)
         return [
@@ -98,12 +98,12 @@ class SpreadMasters:
         return self.part.assembled(lambda unit: (self.units[unit].master, self._plan.optimizer_ranks))
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's slices, by unit and kind."""
+        """Return this rank's slices, by unit and kind."""
         return {f"{unit}\0{kind}": tensor for unit, own in self.units.items() for kind, tensor in own.kept.items()}
 
     def sums(self) -> list[tuple[str, int, int]]:
-        """A checksum of this rank's slice of each master and optimizer state, where others hold copies of it: its name, the
-        ranks that hold one copy together, the sum."""
+        """Return a checksum of this rank's slice of each master and optimizer state, where others hold copies of it: its
+        name, the ranks that hold one copy together, the sum."""
         units = self._model.spec.units
         ranks = self._plan.optimizer_ranks
         if ranks == self._plan.mesh.world:

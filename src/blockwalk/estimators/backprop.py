@@ -126,7 +126,7 @@ class Backprop:
     # ---- what the walker asks of every estimator ---------------------------------------------------------------------
 
     def waiting(self) -> int:
-        """Entries that wait to be applied: none, every step updates its weights."""
+        """Return entries that wait to be applied: none, every step updates its weights."""
         return 0
 
     @property
@@ -183,8 +183,8 @@ class Backprop:
         self.state = _State(batches, labels, tokens, asked)
 
     def prepare(self, op: Op) -> Callable[[], None]:
-        """The work of one op: the method of its name. A compute op runs at once; a SAVE reads its input now, for it may run
-        later, on another lane."""
+        """Return the work of one op: the method of its name. A compute op runs at once; a SAVE reads its input now, for it
+        may run later, on another lane."""
         assert self.state is not None
         self.engine.gradients.expect(op)
         if op.of_graph:
@@ -197,11 +197,12 @@ class Backprop:
         return partial(getattr(self, f"_{op.kind.lower()}"), op, self.state)
 
     def _input_bytes(self, tokens: int) -> int:
-        """Bytes of the hidden state of so many tokens."""
+        """Return bytes of the hidden state of so many tokens."""
         return tokens * self.engine.spec.hidden_size * self.engine.compute_dtype.itemsize
 
     def _move_graph(self, op: Op) -> Callable[[], None]:
-        """The work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes pages out when it needs the room."""
+        """Return the work of a SAVE or LOAD of what a graph holds in file maps: the kernel writes pages out when it needs
+        the room."""
         saved = self.saved.get(self._place(op))
         return (lambda: None) if op.kind is OpKind.SAVE or saved is None else saved.will_need
 
@@ -257,7 +258,7 @@ class Backprop:
         return _Graph(input_BSD, outputs, trainables), result.hidden_BSD
 
     def _saved_tensors(self, op: Op) -> SavedTensors:
-        """The file maps of a block's graph, to be written anew."""
+        """Return the file maps of a block's graph, to be written anew."""
         key = self._place(op) if op.keep_graph else (0, 0)
         saved = self.saved.setdefault(key, SavedTensors(self.engine.scratch))
         saved.rewind()
@@ -275,8 +276,8 @@ class Backprop:
         return saved.write(input_BSD), saved.saving(t for t in kept_elsewhere if not isinstance(t, LazyParameter))
 
     def _place(self, op: Op) -> tuple[int, int]:
-        """The key of the buffer that a unit's activations lie in: one for each micro-batch that is alive at once. The walk
-        over one micro-batch ends before the next begins, so that all of them share one."""
+        """Return the key of the buffer that a unit's activations lie in: one for each micro-batch that is alive at once.
+        The walk over one micro-batch ends before the next begins, so that all of them share one."""
         return op.unit, op.micro_batch if self.engine.plan.accumulation_order == "block" else 0
 
     def _load(self, op: Op, state: _State, place: Tensor) -> None:
@@ -322,8 +323,8 @@ class Backprop:
     def _chunked_loss(
         self, normed_BSD: Tensor, weight: Weight, bias: Tensor | None, m: int, state: _State
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed loss, and the gradient of the head's input (D wider by R with a LoRA); the head's own gradient, or that
-        of B, goes to its accumulator."""
+        """Return the summed loss, and the gradient of the head's input (D wider by R with a LoRA); the head's own gradient,
+        or that of B, goes to its accumulator."""
         engine, head = self.engine, self.engine.cut.head
         trained = head.weight if head.lora is None else head.lora[1]
         shifted_NS = normed_BSD.detach()[:, :-1].reshape(-1, normed_BSD.shape[-1])
@@ -403,7 +404,7 @@ class Backprop:
         self.engine.commit()
 
     def _over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, in their order."""
+        """Return sums over all ranks, in their order."""
         return [sum(column) for column in zip(*self.ranks.exchange(values), strict=True)]
 
     def _update(self, op: Op, state: _State) -> None:

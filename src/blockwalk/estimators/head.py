@@ -33,8 +33,8 @@ Factors = tuple[Tensor, Weight, Tensor | None]
 
 
 def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -> Factors:
-    """Hidden states, matrix and bias whose product the logits are: what the head is given, and W. With a LoRA of factor s
-    W·h + s·B·A·h is the product of [h, s·A·h] and [W, B]."""
+    """Return hidden states, matrix and bias whose product the logits are: what the head is given, and W. With a LoRA of
+    factor s W·h + s·B·A·h is the product of [h, s·A·h] and [W, B]."""
     weight, bias = matrix(head.weight), vector(head.bias)
     if head.lora is None:
         return hidden_XD, weight, bias
@@ -45,8 +45,9 @@ def factors(head: HeadSpec, hidden_XD: Tensor, matrix: Matrix, vector: Vector) -
 
 
 def joined(of_passes: Mapping[int, Factors], count: int) -> Factors:
-    """The factors of some of a step's ``count`` forwards as those of one batch, so that the W that they share is read once:
-    where their heads are W + A·Bᵀ, the product of [h, h·B] and [W, A] with columns for each of the step's forwards."""
+    """Return the factors of some of a step's ``count`` forwards as those of one batch, so that the W that they share is
+    read once: where their heads are W + A·Bᵀ, the product of [h, h·B] and [W, A] with columns for each of the step's
+    forwards."""
     hidden_XD, head, bias = next(iter(of_passes.values()))
     if not isinstance(head, LowRankSum):
         return torch.cat([hidden for hidden, _, _ in of_passes.values()]), head, bias
@@ -67,7 +68,7 @@ def own_loss(
     objective: OwnLoss | None,
     seed: int | None = None,
 ) -> Tensor:
-    """The model's own mean loss, or what an objective makes of its logits."""
+    """Return the model's own mean loss, or what an objective makes of its logits."""
     if objective is None:
         return cut.own_loss(prologue, hidden_BSD, batch, seed)
     return objective(cut.logits(prologue, hidden_BSD, batch, seed), batch)
@@ -93,8 +94,8 @@ class Ending:
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
-        """Logits after each sequence's last position, float32 [B, V]. Where they are not ``chunked`` the model's own, of every
-        position first."""
+        """Return logits after each sequence's last position, float32 [B, V]. Where they are not ``chunked`` the model's
+        own, of every position first."""
         cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
         if not self.chunked:
             return cut.logits(*given)[:, -1].float()
@@ -103,8 +104,8 @@ class Ending:
 
     @torch.no_grad()
     def loss(self, *, by_row: bool) -> Tensor:
-        """The loss: chunked its sum, float64 0-d; otherwise the model's own mean, or what the objective makes of the logits;
-        ``by_row`` the sum over each sequence [B]."""
+        """Return the loss: chunked its sum, float64 0-d; otherwise the model's own mean, or what the objective makes of the
+        logits; ``by_row`` the sum over each sequence [B]."""
         cut, given = self.cut, (self.prologue, self.hidden_BSD, self.batch)
         if not self.chunked and by_row:
             return row_losses(cut.logits(*given), self.batch["labels"])
@@ -115,7 +116,7 @@ class Ending:
 
     @torch.no_grad()
     def factors(self) -> Factors:
-        """Hidden states [B, S, D], matrix and bias whose product the logits are: the last norm's part of the forward."""
+        """Return hidden states [B, S, D], matrix and bias whose product the logits are: the last norm's part of the forward."""
         normed_BSD = self.cut.head_input(self.prologue, self.hidden_BSD, self.batch)
         return factors(self.cut.head, normed_BSD, self.matrix, self.vector)
 
@@ -123,8 +124,8 @@ class Ending:
 def row_losses_of(
     head: HeadSpec, batches: Sequence[tuple[Factors, Tensor]], scratch: ScratchArena | None
 ) -> list[Tensor]:
-    """The chunked losses of batches that share one matrix and bias, which is read once for all: the sum over each sequence,
-    float64 [B], of each batch's factors and labels [B, S]."""
+    """Return the chunked losses of batches that share one matrix and bias, which is read once for all: the sum over each
+    sequence, float64 [B], of each batch's factors and labels [B, S]."""
     _, weight, bias = batches[0][0]
     pairs = [
         (h_BSD[:, :-1].reshape(-1, h_BSD.shape[-1]), labels_BS[:, 1:].reshape(-1)) for (h_BSD, *_), labels_BS in batches

@@ -80,7 +80,7 @@ class BlockwalkLM(HFLM):  # type: ignore[misc]
         return [found[i] for i in range(len(requests))]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **settings: Any) -> Tensor:
-        """Prompts and their continuations: each token is a walk, which ends where a stop text is a token."""
+        """Return prompts and their continuations: each token is a walk, which ends where a stop text is a token."""
         encoded = [self.tokenizer.encode(text, add_special_tokens=False) for text in stop]
         return self.walker.generate(
             context,

@@ -115,7 +115,7 @@ class BlockwalkTrainer(Trainer):
         return torch.tensor(result.loss, device=self.args.device)
 
     def prediction_step(self, model: Any, inputs: Mapping[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:
-        """The loss of a batch, [], in evaluation mode."""
+        """Return the loss of a batch, [], in evaluation mode."""
         return torch.tensor(self.walker.evaluate(_batch(inputs)).loss, device=self.args.device), None, None
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
@@ -129,7 +129,7 @@ class BlockwalkTrainer(Trainer):
         super().log(logs, *more)
 
     def num_trainable(self) -> int:
-        """Parameters that are trained."""
+        """Return parameters that are trained."""
         return int(self.walker.spec.numel(trainable=True))
 
     # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ TAKEN = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
-    """The tensors of a collator's batch, in rows that so many micro-batches divide.
+    """Return the tensors of a collator's batch, in rows that so many micro-batches divide.
 
     Raises:
         ValueError: a column is missing, or one that the walk does not follow.
@@ -204,8 +204,9 @@ def _batch(inputs: Mapping[str, Any], multiple: int = 1) -> dict[str, Tensor]:
 
 
 def _rows_of_documents(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """One row of documents, tensors [1, N], as ``count`` rows [count, S] of about as many tokens: each document whole, the
-    longest first into the shortest row. A token of padding is a document by itself, of which nothing is learnt."""
+    """Return one row of documents, tensors [1, N], as ``count`` rows [count, S] of about as many tokens: each document
+    whole, the longest first into the shortest row. A token of padding is a document by itself, of which nothing is
+    learnt."""
     begins = (batch["position_ids"][0] == 0).nonzero().view(-1).tolist()
     ends = [*begins[1:], batch["position_ids"].shape[1]]
     if not begins or begins[0]:

@@ -288,7 +288,7 @@ def read_arguments(args: TrainingArguments) -> list[str]:
 
 
 def _defaults(args: TrainingArguments) -> Any:
-    """Arguments of the same class as they are where nothing is set."""
+    """Return arguments of the same class as they are where nothing is set."""
     try:
         return type(args)(output_dir=str(args.output_dir), use_cpu=args.use_cpu)
     except (TypeError, ValueError):  # a subclass that asks for more

@@ -28,8 +28,8 @@ _HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?P<file>/[^@]+\.gguf)?(@
 
 
 def model_folder(name: StrPath, *, weights: bool = True) -> Path:
-    """The folder of a model: a folder itself, the hub's files in its cache, downloaded where they are not there yet, or the one
-    that stands for a GGUF file.
+    """Return the folder of a model: a folder itself, the hub's files in its cache, downloaded where they are not there yet,
+    or the one that stands for a GGUF file.
 
     ``weights=False`` is satisfied with the configuration and the tokenizer.
 
@@ -49,7 +49,7 @@ def model_folder(name: StrPath, *, weights: bool = True) -> Path:
 
 
 def lies_in(name: StrPath) -> Codec | None:
-    """The codec that most of a model's weights are in where it comes in codes, which are read as they lie; else None."""
+    """Return the codec that most of a model's weights are in where it comes in codes, which are read as they lie; else None."""
     if (file := _gguf_file(name)) is not None:
         codec = gguf.read_header(file).main_codec
         return codec if codec.encoded else None
@@ -58,12 +58,12 @@ def lies_in(name: StrPath) -> Codec | None:
 
 
 def _of_hub(name: StrPath) -> re.Match[str] | None:
-    """The parts of a name of the hub; None for what is here."""
+    """Return the parts of a name of the hub; None for what is here."""
     return None if Path(name).exists() else _HUB_NAME.fullmatch(os.fspath(name))
 
 
 def _gguf_file(name: StrPath) -> Path | None:
-    """The GGUF file that a name says: itself, one of the hub's, or the only weights in a folder without configuration.
+    """Return the GGUF file that a name says: itself, one of the hub's, or the only weights in a folder without configuration.
 
     Raises:
         ValueError: the hub has no such file, or a folder has several.
@@ -91,7 +91,7 @@ _BESIDE = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "N
 
 
 def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
-    """The folder in the hub's cache that holds a repository's model."""
+    """Return the folder in the hub's cache that holds a repository's model."""
     folder = hub.download(repo, revision, *_BESIDE)
     for whole in _SINGLE if weights else ():
         parts = listed_parts(folder, whole)
@@ -102,20 +102,20 @@ def _snapshot(repo: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def repository(name: StrPath) -> tuple[str, str | None]:
-    """The name that an adapter gives its base, and the revision: of a hub's repository, with the GGUF file in it that was
-    named, or the path as it is and None."""
+    """Return the name that an adapter gives its base, and the revision: of a hub's repository, with the GGUF file in it
+    that was named, or the path as it is and None."""
     found = _of_hub(name)
     return (found["repo"] + (found["file"] or ""), found["revision"]) if found else (os.fspath(name), None)
 
 
 def file_of(name: StrPath, file: str) -> Path:
-    """A file that is named by its path, or by the repository of the hub that holds it as ``file``."""
+    """Return a file that is named by its path, or by the repository of the hub that holds it as ``file``."""
     found = _of_hub(name)
     return hub.download(found["repo"], found["revision"], file) / file if found else Path(name)
 
 
 def require_config(name: StrPath) -> Path:
-    """The folder of a model, which holds its ``config.json``.
+    """Return the folder of a model, which holds its ``config.json``.
 
     Raises:
         ValueError: there is no such folder or no ``config.json`` in it; what is there instead, and what to do.
@@ -138,8 +138,8 @@ def require_weights(name: StrPath) -> None:
 
 
 def checkpoint_files(name: StrPath) -> list[str]:
-    """The files that hold a model's weights, by name: one whole file, or the parts that an index lists; safetensors where
-    there are any, else ``.bin``.
+    """Return the files that hold a model's weights, by name: one whole file, or the parts that an index lists; safetensors
+    where there are any, else ``.bin``.
 
     Raises:
         ValueError: there are none, or the index lists one that is missing.
@@ -167,7 +167,7 @@ def checkpoint_files(name: StrPath) -> list[str]:
 
 
 def listed_parts(folder: Path, whole: str) -> list[str]:
-    """The parts that a whole file is cut in, by the index of its name; none without an index.
+    """Return the parts that a whole file is cut in, by the index of its name; none without an index.
 
     Raises:
         Damaged: the index lists no names of files beside it.

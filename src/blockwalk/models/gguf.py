@@ -90,7 +90,7 @@ class Header:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files that a GGUF consists of, by the name of any: itself alone, or the parts that llama.cpp cut it in.
+    """Return the files that a GGUF consists of, by the name of any: itself alone, or the parts that llama.cpp cut it in.
 
     Raises:
         ValueError: one of the parts is not there.
@@ -105,13 +105,13 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def pattern_of_parts(name: str) -> str:
-    """The pattern that the names of all parts of a model have, by the name of any; of a whole one its own."""
+    """Return the pattern that the names of all parts of a model have, by the name of any; of a whole one its own."""
     named = _PART.fullmatch(name)
     return name if named is None else f"{named['stem']}-*-of-{named['count']}.gguf"
 
 
 def read_header(path: StrPath) -> Header:
-    """The header of a GGUF file, or of all parts of a model by the name of any.
+    """Return the header of a GGUF file, or of all parts of a model by the name of any.
 
     Raises:
         ValueError: another format or architecture, a type of tensor that is not read, a file that was cut off, or parts that
@@ -164,7 +164,7 @@ class _Cursor:
         return self.data[self.at - length : self.at].decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """The next value: of strings, and of many numbers, how many there are."""
+        """Return the next value: of strings, and of many numbers, how many there are."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -248,8 +248,8 @@ def _tensor(path: str, size: int, begin: int, name: str, shape: tuple[int, ...],
 
 
 def folder_of(path: Path) -> Path:
-    """The model folder that stands for a GGUF file: configuration, tokenizer, chat template, and a link to the file, or to each
-    of its parts.
+    """Return the model folder that stands for a GGUF file: configuration, tokenizer, chat template, and a link to the file,
+    or to each of its parts.
 
     It is made once, in the cache folder, and again when the file changes; where the cache cannot be written, for this process.
 
@@ -332,7 +332,7 @@ def _split_in_order(file: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _settings(path: Path, header: Header) -> dict[str, Any]:
-    """The settings of transformers' configuration, ``model_type`` among them."""
+    """Return the settings of transformers' configuration, ``model_type`` among them."""
     tensors = {tensor.name: tensor for tensor in header.tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     factors = {name: _numbers(path, tensors[name]) for name in gguf_config.FACTORS if name in tensors}
@@ -345,7 +345,7 @@ def _settings(path: Path, header: Header) -> dict[str, Any]:
 
 
 def _numbers(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
-    """The values of a vector in float32."""
+    """Return the values of a vector in float32."""
     if tensor.codec is not Codec.FP32 or len(tensor.shape) != 1:
         raise ValueError(
             f"model: {path}: {tensor.name} is read as a vector in F32, and this one is {tensor.shape} in {tensor.codec}"

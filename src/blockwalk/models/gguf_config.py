@@ -173,7 +173,7 @@ class _Keys:
         self.used: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key's value; of an array of equal numbers the number."""
+        """Return a key's value; of an array of equal numbers the number."""
         self.used.add(key)
         value = self.values.get(key, default)
         if isinstance(value, tuple) and key != "attention.sliding_window_pattern":
@@ -191,7 +191,7 @@ class _Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A key's finite number, or the default of a missing one."""
+        """Return a key's finite number, or the default of a missing one."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(key, "which is no number")
@@ -213,7 +213,7 @@ class _Keys:
 
 
 def row(metadata: Mapping[str, Any]) -> Architecture:
-    """The row of a file: experts in a llama make it a Mixtral."""
+    """Return the row of a file: experts in a llama make it a Mixtral."""
     architecture = str(metadata["general.architecture"])
     return _MIXTRAL if architecture == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES[architecture]
 
@@ -224,7 +224,7 @@ def settings_of(
     shapes: Mapping[str, tuple[int, ...]],
     factors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """The model's settings, ``model_type`` among them.
+    """Return the model's settings, ``model_type`` among them.
 
     Args:
         where: the file, for messages.
@@ -280,7 +280,7 @@ def _head_width(keys: _Keys, known: Architecture, settings: Mapping[str, Any]) -
 
 
 def _widths_of_experts(known: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The widths of experts, which are those of the tensors."""
+    """Return the widths of experts, which are those of the tensors."""
     widths = {name.partition("ffn_")[2]: shape[-2] for name, shape in shapes.items() if len(shape) > 1}
     names = {"moe_intermediate_size": "gate_exps.weight", "shared_expert_intermediate_size": "gate_shexp.weight"}
     mixture = known.model_type in ("qwen2_moe", "qwen3_moe")
@@ -288,7 +288,7 @@ def _widths_of_experts(known: Architecture, shapes: Mapping[str, tuple[int, ...]
 
 
 def _gemma(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Windows and the scale of queries, which llama.cpp derives from the number of blocks."""
+    """Return windows and the scale of queries, which llama.cpp derives from the number of blocks."""
     blocks = settings["num_hidden_layers"]
     large = blocks == _GEMMA_27B[keys.architecture]
     even = settings["hidden_size"] // settings["num_attention_heads"]
@@ -310,7 +310,8 @@ def _gemma(keys: _Keys, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(blocks: int, period: int) -> list[str]:
-    """Kinds of attention where every ``period``-th block sees all; 0: every block has a window, as llama.cpp reads it."""
+    """Return kinds of attention where every ``period``-th block sees all; 0: every block has a window, as llama.cpp reads
+    it."""
     slides = [period == 0 or block % period < period - 1 for block in range(blocks)]
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
@@ -340,7 +341,7 @@ def _refuse_others(keys: _Keys, known: Architecture) -> None:
 def _rotary(
     keys: _Keys, known: Architecture, settings: Mapping[str, Any], factors: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Rotary positions: base, scaling, frequency factors and the part of a head that is turned."""
+    """Return rotary positions: base, scaling, frequency factors and the part of a head that is turned."""
     width = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     turned = keys.get("rope.dimension_count", width)
     keys.must("rope.dimension_count_swa", turned, why=f"and {turned} dimensions are turned in all blocks")
@@ -379,7 +380,7 @@ class _Scaling:
     """The kinds that the model's class takes."""
 
     def parameters(self, base: float) -> dict[str, Any]:
-        """The scaling as transformers' ``rope_parameters``."""
+        """Return the scaling as transformers' ``rope_parameters``."""
         plain = set(self.short) == {1.0} == set(self.long)
         if plain and self.attention == 1 and self.factor == 1:
             return {"rope_type": "default", "rope_theta": base}
@@ -404,14 +405,15 @@ class _Scaling:
         }
 
     def unscaled(self) -> _Scaling:
-        """The scaling of blocks with a window: cosines and sines alone."""
+        """Return the scaling of blocks with a window: cosines and sines alone."""
         return replace(self, kind="linear", factor=1.0)
 
 
 def _scaling(
     keys: _Keys, known: Architecture, length: int, factors: Mapping[str, Sequence[float]], turned: int
 ) -> _Scaling:
-    """The scaling that a file says. ``length``: tokens of the model's context; ``turned``: rotary dimensions of a head."""
+    """Return the scaling that a file says. ``length``: tokens of the model's context; ``turned``: rotary dimensions of a
+    head."""
     kind = keys.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise keys.error("rope.scaling.type", "and read are none, linear, yarn and longrope")
@@ -447,7 +449,8 @@ def _scaling(
 
 
 def _llama3(factors: Sequence[float], base: float, length: int) -> dict[str, Any] | None:
-    """The scaling of Llama 3.1 to 3.3 by whose published constants the factors were computed; None where they were not."""
+    """Return the scaling of Llama 3.1 to 3.3 by whose published constants the factors were computed; None where they were
+    not."""
     factor = max(factors)
     low = 1.0
     high = 4.0

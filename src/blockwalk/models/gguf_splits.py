@@ -61,7 +61,7 @@ _UNSAID = ("", "default")
 
 
 def pre_tokenizer(name: str) -> dict[str, Any] | None:
-    """The steps of a name in the form of tokenizer.json; None where a file leaves them open.
+    """Return the steps of a name in the form of tokenizer.json; None where a file leaves them open.
 
     Raises:
         ValueError: a name that is not known here.
@@ -85,7 +85,7 @@ def pre_tokenizer(name: str) -> dict[str, Any] | None:
 
 
 def in_order(tokenizer: dict[str, Any], model: str, name: str, *, blank: bool) -> dict[str, Any]:
-    """A tokenizer.json that splits text as llama.cpp does.
+    """Return a tokenizer.json that splits text as llama.cpp does.
 
     Args:
         tokenizer: what transformers made of a GGUF file's vocabulary.

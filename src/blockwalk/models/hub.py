@@ -16,14 +16,15 @@ from typing import Any
 
 
 def without_password(text: str) -> str:
-    """The text without the user and the password of addresses in it: ``https://user:password@host`` becomes ``https://host``."""
+    """Return the text without the user and the password of addresses in it: ``https://user:password@host`` becomes
+    ``https://host``."""
     return re.sub(r"(\w+://)[^/\s]*@", r"\1", text)
 
 
 @lru_cache
 def download(repo: str, revision: str | None, *files: str) -> Path:
-    """The folder in the hub's cache that holds these files of a repository (patterns), those of them that there are; asked of
-    the hub once in a process.
+    """Return the folder in the hub's cache that holds these files of a repository (patterns), those of them that there are;
+    asked of the hub once in a process.
 
     Raises:
         ValueError: the hub has no such repository or revision, does not show it to this user, or cannot be reached while the

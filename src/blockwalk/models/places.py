@@ -15,7 +15,7 @@ Identity = tuple[int, int]
 
 
 def model_paths(model: StrPath) -> list[Path]:
-    """The folder of a model, its GGUF file if it is one, and every file that a link in them leads to.
+    """Return the folder of a model, its GGUF file if it is one, and every file that a link in them leads to.
 
     Raises:
         ValueError: there is no such model.
@@ -25,12 +25,12 @@ def model_paths(model: StrPath) -> list[Path]:
 
 
 def adapter_paths(adapter: StrPath) -> list[Path]:
-    """The folder of an adapter, and every file that a link in it leads to."""
+    """Return the folder of an adapter, and every file that a link in it leads to."""
     return _with_targets([Path(adapter)])
 
 
 def data_paths(source: str) -> list[Path]:
-    """The file of a data source, or the files of its folder; none of one on the hub."""
+    """Return the file of a data source, or the files of its folder; none of one on the hub."""
     path = Path(source).expanduser()
     if path.is_dir():
         return [file for file in path.iterdir() if file.is_file()]
@@ -75,7 +75,7 @@ def refuse_output(out: StrPath, setting: str = "output", **sources: list[Path]) 
 
 
 def _relation(place: Path, source: Path, inside: bool) -> str | None:
-    """The relation of a place to a source, as a verb; None: they have nothing to do with one another."""
+    """Return the relation of a place to a source, as a verb; None: they have nothing to do with one another."""
     real_place = Path(os.path.realpath(place))
     real_source = Path(os.path.realpath(source))
     taken = _identity(real_place)
@@ -102,12 +102,12 @@ def _identity(path: Path) -> Identity | None:
 
 
 def _around(path: Path) -> set[Identity]:
-    """The folders around a path, as far as they exist."""
+    """Return the folders around a path, as far as they exist."""
     return {seen for folder in path.parents if (seen := _identity(folder)) is not None}
 
 
 def _below(path: Path) -> set[Identity]:
-    """A folder, if it is one, and the folders in it: one of them may be mounted elsewhere too."""
+    """Return a folder, if it is one, and the folders in it: one of them may be mounted elsewhere too."""
     return set(_identities(path)) if path.is_dir() else set()
 
 

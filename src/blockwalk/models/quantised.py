@@ -18,7 +18,7 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def quantisation(folder: Path) -> tuple[Codec, dict[str, Any]] | None:
-    """The codec of a model folder's quantised matrices, and what its tool says of them; None where nothing is quantised.
+    """Return the codec of a model folder's quantised matrices, and what its tool says of them; None where nothing is quantised.
 
     A composite model's configuration tells it outside, or in the part of the text model.
 

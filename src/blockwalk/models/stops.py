@@ -18,8 +18,8 @@ GENERATION = "generation_config.json"
 
 
 def stop_ids(folder: StrPath, tokenizer: Any, adapter: StrPath | None = None) -> set[int]:
-    """The tokens that end a text: the tokenizer's own, and those that the model's folder names for generation, as the end of
-    a turn (``generation_config.json``, else ``config.json``); and those that training left beside an adapter."""
+    """Return the tokens that end a text: the tokenizer's own, and those that the model's folder names for generation, as
+    the end of a turn (``generation_config.json``, else ``config.json``); and those that training left beside an adapter."""
     from transformers import AutoConfig, GenerationConfig
 
     path = model_folder(folder, weights=False)
@@ -32,7 +32,7 @@ def stop_ids(folder: StrPath, tokenizer: Any, adapter: StrPath | None = None) ->
 
 
 def learnt_stops(adapter: StrPath) -> list[int]:
-    """The tokens that training left beside an adapter as ends of turns; none where it left no file."""
+    """Return the tokens that training left beside an adapter as ends of turns; none where it left no file."""
     file = Path(adapter) / GENERATION
     if not file.is_file():
         return []
@@ -42,7 +42,7 @@ def learnt_stops(adapter: StrPath) -> list[int]:
 
 
 def with_stops(folder: StrPath, stops: Collection[int]) -> bytes:
-    """The ``generation_config.json`` of a folder, or a new one, that also stops at ``stops``."""
+    """Return the ``generation_config.json`` of a folder, or a new one, that also stops at ``stops``."""
     file = Path(folder) / GENERATION
     values: dict[str, Any] = atomic_files.read_json(file) if file.is_file() else {}
     config = Path(folder) / "config.json"
@@ -54,7 +54,7 @@ def with_stops(folder: StrPath, stops: Collection[int]) -> bytes:
 
 
 def of_tokenizer(tokenizer: Any) -> set[int]:
-    """The tokens that end a text by the tokenizer, and by the folder that it was read from, where that is here."""
+    """Return the tokens that end a text by the tokenizer, and by the folder that it was read from, where that is here."""
     folder = os.fspath(getattr(tokenizer, "name_or_path", "") or "")
     if folder and (Path(folder) / "config.json").is_file():
         return stop_ids(folder, tokenizer)
@@ -62,18 +62,18 @@ def of_tokenizer(tokenizer: Any) -> set[int]:
 
 
 def texts_of_stops(tokenizer: Any) -> tuple[str, ...]:
-    """The texts of the added tokens at which generation stops, as a chat template writes them."""
+    """Return the texts of the added tokens at which generation stops, as a chat template writes them."""
     names = {token: text for text, token in tokenizer.get_added_vocab().items()}
     return tuple(names[token] for token in sorted(of_tokenizer(tokenizer)) if token in names)
 
 
 def stray_ends(turn_ends: Mapping[int, int], stops: Collection[int]) -> list[int]:
-    """The tokens that turns are learnt to end with, the most frequent first, at which generation does not stop."""
+    """Return the tokens that turns are learnt to end with, the most frequent first, at which generation does not stop."""
     return [token for token in sorted(turn_ends, key=lambda i: -turn_ends[i]) if token not in stops]
 
 
 def end_note(turn_ends: Mapping[int, int], tokenizer: Any) -> tuple[list[int], str]:
-    """Marks that turns are learnt to end with, at which generation does not stop of itself, and a sentence about it.
+    """Return marks that turns are learnt to end with, at which generation does not stop of itself, and a sentence about it.
 
     A turn that is learnt to end in plain text has no mark: the sentence says that nothing ends an answer.
     """

@@ -78,7 +78,7 @@ def _pairs(words: Sequence[int]) -> list[Words]:
 def _entry_(
     x: Tensor, start: int, numbers: Iterator[tuple[Words, float]], queries: int, kind: NoiseKind
 ) -> tuple[Tensor, Words]:
-    """``x`` (float32, in place) after the next entry of ``numbers``, and the key of its rounding."""
+    """Return ``x`` (float32, in place) after the next entry of ``numbers``, and the key of its rounding."""
     rounding, decay = next(numbers)
     x.mul_(decay)
     for _ in range(queries):

@@ -27,8 +27,8 @@ BY_NAME = {"mps": "Apple's GPU computes without float64 and without our kernels,
 
 
 def chosen(named: str | torch.device | None = None) -> torch.device:
-    """The device that is named, or else ``BLOCKWALK_DEVICE``, or else torch's accelerator where there is one, or else the CPU.
-    A device of :data:`BY_NAME` is never taken unnamed.
+    """Return the device that is named, or else ``BLOCKWALK_DEVICE``, or else torch's accelerator where there is one, or
+    else the CPU. A device of :data:`BY_NAME` is never taken unnamed.
 
     An accelerator always has its number: without one it would be another device in each thread.
 
@@ -56,7 +56,8 @@ def is_cpu(device: torch.device) -> bool:
 
 
 def described(device: torch.device) -> str:
-    """A run's device in words: an accelerator with its model, a processor with the reason why no accelerator was taken."""
+    """Return a run's device in words: an accelerator with its model, a processor with the reason why no accelerator was
+    taken."""
     if device.type in BY_NAME:
         return f"{device}; {BY_NAME[device.type]}"
     if not is_cpu(device):
@@ -76,14 +77,14 @@ def described(device: torch.device) -> str:
 
 
 def model_of(device: torch.device) -> str:
-    """The name of an accelerator's model; empty where torch's module of its type does not tell it."""
+    """Return the name of an accelerator's model; empty where torch's module of its type does not tell it."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return "" if name is None else str(name(device))
 
 
 def left_on(device: torch.device) -> int:
-    """Bytes of an accelerator that a step's tensors may take: what the driver's context, loaded kernels, communicators and
-    other processes leave; 0 on a CPU, and where torch does not tell it."""
+    """Return bytes of an accelerator that a step's tensors may take: what the driver's context, loaded kernels,
+    communicators and other processes leave; 0 on a CPU, and where torch does not tell it."""
     if is_cpu(device):
         return 0
     try:
@@ -94,7 +95,7 @@ def left_on(device: torch.device) -> int:
 
 
 def card_of(device: torch.device) -> Card:
-    """The facts of an accelerator that torch tells, as plain values; of a processor none."""
+    """Return the facts of an accelerator that torch tells, as plain values; of a processor none."""
     if is_cpu(device):
         return Card()
     free = left_on(device)
@@ -104,14 +105,14 @@ def card_of(device: torch.device) -> Card:
 
 
 def recorded(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """An event at the end of what the calling thread has issued on its current stream."""
+    """Return an event at the end of what the calling thread has issued on its current stream."""
     event = torch.Event(device, enable_timing=timing)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on the device, by a copy that nobody waits for."""
+    """Return a tensor of the host's on the device, by a copy that nobody waits for."""
     if is_cpu(device) or not is_cpu(tensor.device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -135,8 +136,9 @@ REGISTRARS: dict[str, Callable[[], tuple[Callable[[int, int], object], Callable[
 
 
 def host_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Zeroed buffers (CPU uint8) of these sizes in bytes, each at the beginning of a page where pages are registered, of a
-    cache line elsewhere, which copies to and from ``device`` need not wait for. Their memory goes with the last of them."""
+    """Return zeroed buffers (CPU uint8) of these sizes in bytes, each at the beginning of a page where pages are
+    registered, of a cache line elsewhere, which copies to and from ``device`` need not wait for. Their memory goes with the
+    last of them."""
     out: list[Tensor] = []
     grain = mmap.PAGESIZE if device.type in REGISTRARS else 64
     rounded = [-(-size // grain) * grain for size in sizes]
@@ -151,7 +153,7 @@ def host_buffers(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
 
 
 def pieces(sizes: Sequence[int], most: int = PIECE) -> list[int]:
-    """The numbers of consecutive buffers that share a piece of at most ``most`` bytes; a larger buffer has its own."""
+    """Return the numbers of consecutive buffers that share a piece of at most ``most`` bytes; a larger buffer has its own."""
     counts: list[int] = []
     room = 0
     for size in sizes:

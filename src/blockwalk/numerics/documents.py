@@ -23,8 +23,8 @@ from blockwalk.numerics.row_tiles import filled
 
 
 def by_document(position_ids_BS: Tensor | None, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """The mode for blocks that compute in ``dtype`` on a batch of these positions: where it is one row of several documents,
-    on a processor."""
+    """Return the mode for blocks that compute in ``dtype`` on a batch of these positions: where it is one row of several
+    documents, on a processor."""
     if position_ids_BS is None or len(position_ids_BS) > 1 or position_ids_BS.device.type != "cpu":
         return nullcontext()
     begins = (position_ids_BS[0] == 0).nonzero().view(-1).tolist()
@@ -76,7 +76,7 @@ class ByDocument(TorchFunctionMode):
         return _taken(torch.cat(outs), self._back_S, self._there_P, self._filling).transpose(0, 1)[None]
 
     def _apart(self, row_1HSD: Tensor) -> list[Tensor]:
-        """The documents of each group, [n, H, L, D]."""
+        """Return the documents of each group, [n, H, L, D]."""
         rows_PHD = _taken(row_1HSD[0].transpose(0, 1), self._there_P, self._back_S, self._filling[:0])
         parts = torch.split(rows_PHD, [index_nL.numel() for index_nL, _ in self._groups])
         return [
@@ -85,7 +85,7 @@ class ByDocument(TorchFunctionMode):
         ]
 
     def _within(self, mask_11SS: Tensor) -> list[Tensor | None]:
-        """The mask of each group's documents, [n, 1, L, L]; None where it is the causal one."""
+        """Return the mask of each group's documents, [n, 1, L, L]; None where it is the causal one."""
         place = mask_11SS.data_ptr(), mask_11SS.stride()
         if place not in self._masks:
             found: list[Tensor | None] = []
@@ -98,7 +98,8 @@ class ByDocument(TorchFunctionMode):
 
 
 def _places(spans: list[tuple[int, int]], length: int) -> tuple[Tensor, Tensor]:
-    """Places [n, L] in the row of documents' tokens, after the end the last token's again, and which are the document's own."""
+    """Return places [n, L] in the row of documents' tokens, after the end the last token's again, and which are the
+    document's own."""
     begins_n1, ends_n1 = (torch.tensor(each)[:, None] for each in zip(*spans, strict=True))
     index_nL = begins_n1 + torch.arange(length)
     return index_nL.minimum(ends_n1 - 1), index_nL < ends_n1

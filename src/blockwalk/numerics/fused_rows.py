@@ -13,13 +13,13 @@ from blockwalk.system.card import facts_of
 
 
 def fused_rows(codec: Codec, device: torch.device, unmeasured: int) -> int:
-    """The most rows of a product whose weight, in ``codec``, is decoded inside it; ``unmeasured`` where the file of figures
-    does not tell."""
+    """Return the most rows of a product whose weight, in ``codec``, is decoded inside it; ``unmeasured`` where the file of
+    figures does not tell."""
     return int(_measured(device).get(codec, unmeasured))
 
 
 @functools.cache
 def _measured(device: torch.device) -> Mapping[str, float]:
-    """The figure by codec, from the file in the working folder."""
+    """Return the figure by codec, from the file in the working folder."""
     facts = None if is_cpu(device) else facts_of(model_of(device))
     return {} if facts is None else facts.fused_crossing_rows

@@ -54,7 +54,7 @@ def unread(weights: Iterable[Weight]) -> Iterator[None]:
 
 
 def lazy_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-    """``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
+    """Return ``F.linear(x, W, bias)`` for a frozen W [N, D] that ``weight`` materialises a range at a time.
 
     Args:
         x: [..., D] in the weight's dtype.
@@ -89,7 +89,7 @@ def lazy_linear_by_part(
             if weight is not None:
                 into, out_of = (weight.a_NR, weight.b_DR) if transposed else (weight.b_DR, weight.a_NR)
                 thin_PR = row_tiles.product(x_part.reshape(-1, x.shape[-1]), into)
-                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, _turned(out_of))
+                row_tiles.add_product(y_part.view(-1, y.shape[-1]), thin_PR, out_of.t().contiguous())
             if bias is not None:
                 y_part += bias
     return y
@@ -105,7 +105,7 @@ def lora_linear(
     *,
     transposed: bool,
 ) -> Tensor:
-    """``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
+    """Return ``lazy_linear(x, W, bias) + scaling·(x·Aᵀ)·Bᵀ``, the adapter's part added in place.
 
     PEFT's own forward makes three more tensors of the output's size for it, and keeps one for backward; here the largest
     tensors beside the output are [P, R]. Differs from it by the rounding of those intermediates.
@@ -121,10 +121,10 @@ def lora_linear(
 
 
 def grouped_linear(x_SD: Tensor, experts: Experts, offs_E: Tensor, *, transposed: bool = False) -> Tensor:
-    """``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D] (transposed:
-    as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. On a processor an expert without a row is not
-    read; an accelerator decodes a layer's experts in one launch, where they are few enough, and waits for ``offs_E`` no
-    longer where torch has a grouped kernel for it (bfloat16 on CUDA).
+    """Return ``F.grouped_mm``: rows of ``x_SD`` [S, D], sorted by expert, each multiplied with its own expert's W [N, D]
+    (transposed: as in :func:`lazy_linear`). ``offs_E`` says where each expert's rows end. On a processor an expert without
+    a row is not read; an accelerator decodes a layer's experts in one launch, where they are few enough, and waits for
+    ``offs_E`` no longer where torch has a grouped kernel for it (bfloat16 on CUDA).
 
     Returns:
         [S, N]; rows after the last expert's are as they came.
@@ -159,7 +159,12 @@ def _grouped_product(a_SI: Tensor, experts: Experts, offs_E: Tensor, *, by_rows:
 
 
 class _LazyLinear(torch.autograd.Function):
-    """A product with a weight, and with an adapter's A and B where there are any."""
+    """A product with a weight, and with an adapter's A and B where there are any.
+
+    Every thin matrix lies row by row, [D, R] or [R, D], forward and backward: a processor's library keeps a program of half a
+    megabyte for each shape and layout of a product. An accelerator multiplies the same layouts, so that its bits are those of
+    the processor where it sums in the same order.
+    """
 
     @staticmethod
     def forward(
@@ -180,7 +185,7 @@ class _LazyLinear(torch.autograd.Function):
         if a_RD is not None and b_NR is not None:
             t_PR = row_tiles.product(x.reshape(-1, x.shape[-1]), a_RD.t().contiguous()).mul_(scaling)
             if not skipped:
-                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, _turned(b_NR))
+                row_tiles.add_product(y.view(-1, y.shape[-1]), t_PR, b_NR.t().contiguous())
             ctx.save_for_backward(x, a_RD, b_NR, t_PR)
         return y
 
@@ -199,23 +204,10 @@ class _LazyLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_a = row_tiles.sum_of_outer(grad_t_PR, x.reshape(-1, x.shape[-1]))
             if ctx.needs_input_grad[2]:
-                grad_b = _outer_turned(t_PR, grad_PN)
+                grad_b = row_tiles.sum_of_outer(t_PR, grad_PN).t().contiguous()
         if ctx.needs_input_grad[3]:
             grad_bias = grad_PN.sum(0)
         return grad_x, grad_a, grad_b, grad_bias, None, None, None
-
-
-def _turned(thin_AB: Tensor) -> Tensor:
-    """Turn a thin matrix to [B, A]. On a processor it lies row by row, as every thin matrix there, forward and backward: the
-    library keeps a program of half a megabyte for each shape and layout of a product. Elsewhere that is wasted."""
-    return thin_AB.t().contiguous() if is_cpu(thin_AB.device) else thin_AB.t()
-
-
-def _outer_turned(a_PI: Tensor, b_PO: Tensor) -> Tensor:
-    """Multiply bᵀ·a, [O, I], row by row, of a thin ``a``."""
-    if is_cpu(a_PI.device):
-        return row_tiles.sum_of_outer(a_PI, b_PO).t().contiguous()
-    return row_tiles.sum_of_outer(b_PO, a_PI)
 
 
 def _product(a: Tensor, weight: Weight, bias: Tensor | None, *, by_rows: bool) -> Tensor:
@@ -266,7 +258,7 @@ register("product_", _multiply, "out_PO")
 
 
 def _borders(n_in: int, n_out: int, a_PI: Tensor) -> list[int]:
-    """Borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
+    """Return borders of the chunks of output features: chunk i is features borders[i] … borders[i + 1].
 
     Chunks are equal where up to half as many more make them so, and nearly equal elsewhere, so that a layer has few shapes of
     product (the BLAS plans each once, and keeps that) and none so narrow that another kernel, with another order of additions,

@@ -49,7 +49,7 @@ class LazyParameter(Tensor):
         return f"LazyParameter({tuple(self.shape)}, {self.dtype})"
 
     def decoded(self) -> Tensor:
-        """The whole weight, freshly allocated (what a provider answers is scratch)."""
+        """Return the whole weight, freshly allocated (what a provider answers is scratch)."""
         if self.ndim == 3:
             whole = torch.empty(self.weight.shape, dtype=self.dtype, device=self.device)
             self.weight.read_into(whole)
@@ -113,7 +113,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """The remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight has not."""
+    """Return the remaining arguments of ``F.embedding`` concern the gradient, which a frozen weight has not."""
     if max_norm is not None or weight.turned:
         return F.embedding(input, weight.decoded(), padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     rows: Tensor = weight.weight.gather(input)

@@ -106,13 +106,13 @@ class _Head:
         return [*range(0, self.weight.shape[0], self.vocab_chunk or self.chunks(1)[1]), self.weight.shape[0]]
 
     def chunks(self, tokens: int) -> tuple[int, int]:
-        """Tokens and vocabulary rows of one chunk."""
+        """Return tokens and vocabulary rows of one chunk."""
         (vocab_size, hidden_size), size = self.weight.shape, self.weight.dtype.itemsize
         capped, budget = self.soft_cap is not None, LOSS_BUDGET[self.device.type]
         return chunk_sizes(tokens, hidden_size, vocab_size, size, soft_cap=capped, budget=budget)
 
     def parts(self, hidden_ND: Tensor, labels_N: Tensor) -> Iterator[_Tokens]:
-        """The tokens whose labels count, a chunk at a time, before any of the vocabulary has been gathered on them."""
+        """Yield the tokens whose labels count, a chunk at a time, before any of the vocabulary has been gathered on them."""
         assert self.soft_cap is None or self.soft_cap > 0, self.soft_cap
         kept_n, labels_n = _kept(hidden_ND, labels_N, self.weight)
         size = self.chunks(max(1, len(kept_n)))[0]
@@ -121,7 +121,8 @@ class _Head:
                 yield _Tokens.of(self.device, index_n, of_n, self.edges, self.wide)
 
     def hidden(self, hidden_ND: Tensor, index_n: Tensor) -> Tensor:
-        """The hidden states of n tokens, [f, D], scratch: f − n rows of zeros fill up the last tile of their products."""
+        """Return the hidden states of n tokens, [f, D], scratch: f − n rows of zeros fill up the last tile of their
+        products."""
         rows = row_tiles.rows_of(hidden_ND, len(index_n))
         h_fD = self.scratch.take("hidden", rows, hidden_ND.shape[1], like=hidden_ND, dtype=hidden_ND.dtype)
         torch.index_select(hidden_ND, 0, index_n, out=h_fD[: len(index_n)])
@@ -129,7 +130,7 @@ class _Head:
         return h_fD
 
     def logits(self, h_fD: Tensor, tokens: int, weight_vD: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, v] of the rows from ``start``, and their slope d where there is a soft cap: wide, scratch."""
+        """Return logits [n, v] of the rows from ``start``, and their slope d where there is a soft cap: wide, scratch."""
         shape, narrow = (tokens, len(weight_vD)), h_fD.dtype
         l_nv = self.scratch.take("logits", *shape, like=h_fD, dtype=self.wide)
         if narrow == self.wide:
@@ -171,7 +172,7 @@ class _Head:
             onto.add_(self.scratch.take("lift", *part.shape, like=into, dtype=self.wide).copy_(part), alpha=alpha)
 
     def narrowed(self, l_nv: Tensor, h_fD: Tensor) -> Tensor:
-        """A copy of the matrix in the compute dtype, [f, v], in the buffer that the logits' product no longer needs."""
+        """Return a copy of the matrix in the compute dtype, [f, v], in the buffer that the logits' product no longer needs."""
         if h_fD.dtype == self.wide:
             return l_nv
         narrow_fv = self.scratch.take("narrow", len(h_fD), l_nv.shape[1], like=l_nv, dtype=h_fD.dtype)
@@ -197,7 +198,8 @@ class _Tokens:
     def of(
         cls, device: torch.device, index_n: Tensor, labels_n: Tensor, edges: list[int], wide: torch.dtype
     ) -> _Tokens:
-        """Tokens (on the CPU) that have seen nothing yet, on the device. ``edges`` are those of the vocabulary's chunks."""
+        """Return tokens (on the CPU) that have seen nothing yet, on the device. ``edges`` are those of the vocabulary's
+        chunks."""
         bounds = torch.searchsorted(labels_n, torch.tensor(edges)).tolist()
         maximum_n = torch.full((len(labels_n),), _LOWEST, dtype=wide, device=device)
         rest_n = torch.zeros_like(maximum_n, dtype=torch.float64)
@@ -240,7 +242,8 @@ def chunked_cross_entropy(
     vocab_chunk: int | None = None,
     scratch: ScratchArena | None = None,
 ) -> LossResult:
-    """The summed cross-entropy of ``labels_N`` under soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap), and its gradients.
+    """Return the summed cross-entropy of ``labels_N`` under soft_cap·tanh(scale·(hidden·headᵀ + bias)/soft_cap), and its
+    gradients.
 
     Args:
         hidden_ND: hidden states after the final norm, in the head's dtype (the compute dtype).
@@ -294,7 +297,8 @@ def chunked_losses(
     vocab_chunk: int | None = None,
     scratch: ScratchArena | None = None,
 ) -> list[Tensor]:
-    """Each token's cross-entropy, float64 [N], of several batches' hidden states and labels; 0 where that is :data:`IGNORE`.
+    """Return each token's cross-entropy, float64 [N], of several batches' hidden states and labels; 0 where that is
+    :data:`IGNORE`.
 
     The arguments are those of :func:`chunked_cross_entropy`. Here the vocabulary is the outer loop: without the sums of a
     gradient a token takes three numbers along, and each chunk of the head is decoded, or perturbed, once for all. Batches
@@ -319,7 +323,7 @@ def chunked_losses(
 
 
 def _kept(hidden_ND: Tensor, labels_N: Tensor, head: Weight) -> tuple[Tensor, Tensor]:
-    """The tokens that count, by label: their indices and labels, both on the CPU."""
+    """Return the tokens that count, by label: their indices and labels, both on the CPU."""
     vocab_size, hidden_size = head.shape
     assert hidden_ND.shape == (*labels_N.shape, hidden_size), (hidden_ND.shape, labels_N.shape, head.shape)
     assert hidden_ND.dtype == head.dtype, (hidden_ND.dtype, head.dtype)

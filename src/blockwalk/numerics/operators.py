@@ -31,12 +31,12 @@ class Words(NamedTuple):
 
 
 def sent(key: Key | None) -> list[int]:
-    """A key as an operator's argument: its words as signed integers; none for no key."""
+    """Return a key as an operator's argument: its words as signed integers; none for no key."""
     return [] if key is None else [(word + 2**63) % 2**64 - 2**63 for word in key.philox_key()]
 
 
 def received(words: Sequence[int]) -> Words | None:
-    """The key that :func:`sent` sent."""
+    """Return the key that :func:`sent` sent."""
     return Words(*(word % 2**64 for word in words)) if words else None
 
 

@@ -42,7 +42,8 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "1")  # torch's own copy of what one
 
 @cache
 def multiplied_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that this processor multiplies numbers of ``dtype`` in: float32 where it has no instructions for 16 bits."""
+    """Return the dtype that this processor multiplies numbers of ``dtype`` in: float32 where it has no instructions for 16
+    bits."""
     if dtype not in _NARROW:
         return dtype
     known = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
@@ -55,7 +56,7 @@ _stands_for: ContextVar[str] = ContextVar("stands for", default="cpu")
 
 
 def standing_for(device: str, work: Callable[[], R]) -> R:
-    """The answer of ``work``, in which products of a processor's tensors are made as those of ``device`` are."""
+    """Return the answer of ``work``, in which products of a processor's tensors are made as those of ``device`` are."""
     context = copy_context()
     context.run(_stands_for.set, device)
     return context.run(work)
@@ -67,7 +68,7 @@ def narrow(tensor: Tensor) -> bool:
 
 
 def keeps_shapes(tensor: Tensor) -> bool:
-    """Whether a product of this tensor costs memory for each new shape."""
+    """Return whether a product of this tensor costs memory for each new shape."""
     return narrow(tensor) and multiplied_in(tensor.dtype) == tensor.dtype
 
 
@@ -77,7 +78,8 @@ def widened(tensor: Tensor) -> bool:
 
 
 def rows_of(tensor: Tensor, rows: int) -> int:
-    """The number of rows that a matrix of ``tensor``'s kind has with its last tile filled up; one made so needs no copies."""
+    """Return the number of rows that a matrix of ``tensor``'s kind has with its last tile filled up; one made so needs no
+    copies."""
     return multiplied_rows(rows, tensor.itemsize, tensor.device.type)
 
 
@@ -136,7 +138,7 @@ def _in_float32(a_PI: Tensor, b_IO: Tensor, out_PO: Tensor, onto: Tensor | None 
 
 
 def _cut(a_PI: Tensor) -> Iterator[Tensor]:
-    """The tiles of a matrix, the last one filled up with zeros."""
+    """Yield the tiles of a matrix, the last one filled up with zeros."""
     rows = a_PI.shape[0]
     for start, size in _spans(a_PI):
         tile_pI = a_PI if size == rows else a_PI[start : start + size]
@@ -144,13 +146,13 @@ def _cut(a_PI: Tensor) -> Iterator[Tensor]:
 
 
 def filled(length: int, dtype: torch.dtype) -> int:
-    """The number of tokens that a length is filled up to on a processor where it cannot be split."""
+    """Return the number of tokens that a length is filled up to on a processor where it cannot be split."""
     step = 1 if multiplied_in(dtype) not in _NARROW else 128 if length <= 1024 else 256
     return length + -length % step
 
 
 def _tiles(a_PI: Tensor, out_PO: Tensor, *, reads: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of tiles to multiply from and into."""
+    """Yield pairs of tiles to multiply from and into."""
     rows = a_PI.shape[0]
     for start, size in _spans(a_PI):
         if size == rows:
@@ -162,14 +164,14 @@ def _tiles(a_PI: Tensor, out_PO: Tensor, *, reads: bool = False) -> Iterator[tup
 
 
 def _spans(a_PI: Tensor) -> tuple[tuple[int, int], ...]:
-    """The first row and the number of rows of each tile; the last one may reach beyond the matrix."""
+    """Return the first row and the number of rows of each tile; the last one may reach beyond the matrix."""
     rows = a_PI.shape[0]
     return _split(rows) if rows > UNTILED_ROWS and keeps_shapes(a_PI) else ((0, rows),)
 
 
 @lru_cache(4096)
 def _split(rows: int) -> tuple[tuple[int, int], ...]:
-    """Spans of :data:`_SIZES`, the largest first, that cover so many rows."""
+    """Return spans of :data:`_SIZES`, the largest first, that cover so many rows."""
     spans, at = [], 0
     for size in _SIZES:
         while rows - at > size - ROW_TILE:
@@ -179,7 +181,7 @@ def _split(rows: int) -> tuple[tuple[int, int], ...]:
 
 
 def _filled_up(a_pI: Tensor, out_pO: Tensor, size: int, *, reads: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """A tile with rows of zeros at its end; what is written into its own rows reaches ``out_pO`` afterwards."""
+    """Yield a tile with rows of zeros at its end; what is written into its own rows reaches ``out_pO`` afterwards."""
     rows = len(a_pI)
     a_tI, out_tO = a_pI.new_zeros(size, a_pI.shape[1]), out_pO.new_zeros(size, out_pO.shape[1])
     a_tI[:rows] = a_pI
@@ -231,7 +233,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up to one of few lengths.
+    """Return ``F.scaled_dot_product_attention`` of a sequence with itself, [..., S, D], filled up to one of few lengths.
 
     Nothing attends to what is appended: it comes after every query of a causal mask, and is masked in an explicit one.
     Its own queries attend to everything, which gives them numbers (never NaN); their outputs are cut off.
@@ -253,7 +255,7 @@ def _attention(
 
 
 def _of_float32(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The answer of ``func``; where this processor multiplies in float32, made of float32 copies and rounded."""
+    """Return the answer of ``func``; where this processor multiplies in float32, made of float32 copies and rounded."""
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     dtype = given[0].dtype
     if not widened(given[0]) or not all(map(_plain, given)):
@@ -290,5 +292,5 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def narrow_products(tensor: Tensor) -> AbstractContextManager[object]:
-    """The mode, where this tensor's products are made as here."""
+    """Return the mode, where this tensor's products are made as here."""
     return NarrowProducts() if narrow(tensor) else nullcontext()

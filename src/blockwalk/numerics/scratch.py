@@ -21,7 +21,7 @@ class ScratchArena:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, name: str, *shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """An uninitialised contiguous tensor [*shape] on ``like``'s device: valid until ``name`` is taken again."""
+        """Return an uninitialised contiguous tensor [*shape] on ``like``'s device: valid until ``name`` is taken again."""
         nbytes, key = math.prod(shape) * dtype.itemsize, (name, like.device)
         buffer_P = self._buffers.get(key)
         if buffer_P is None or buffer_P.numel() < nbytes:
@@ -48,6 +48,6 @@ _OF_ACCELERATORS = ScratchArena()
 
 
 def shared_arena(device: torch.device) -> ScratchArena:
-    """The arena that weights decode into unless they are given another: on a CPU the calling thread's; on accelerators one for
-    all threads, for autograd's decode on the streams of the forwards."""
+    """Return the arena that weights decode into unless they are given another: on a CPU the calling thread's; on
+    accelerators one for all threads, for autograd's decode on the streams of the forwards."""
     return _SHARED.arena if is_cpu(device) else _OF_ACCELERATORS

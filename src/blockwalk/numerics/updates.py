@@ -161,7 +161,8 @@ register("adamw_", _adamw, "param", "m", "v")
 
 
 def square_sums(tensor: Tensor) -> Tensor:
-    """Sums of squares of each :data:`NORM_CHUNK` elements (the last chunk may be shorter), float64 [chunks], on its device.
+    """Return sums of squares of each :data:`NORM_CHUNK` elements (the last chunk may be shorter), float64 [chunks], on its
+    device.
 
     A slice that begins at a multiple of NORM_CHUNK has the sums that the whole tensor has there: ranks compute their own
     and hand them to :func:`norm_of_sums`.
@@ -181,7 +182,7 @@ def square_sums(tensor: Tensor) -> Tensor:
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """The sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element is, or where it overflows."""
+    """Return the sum of a float32 tensor's squares, 0-d float32: infinite or NaN where an element is, or where it overflows."""
     flat_P = gradient.reshape(-1)
     return torch.dot(flat_P, flat_P)
 
@@ -194,14 +195,14 @@ def norm_of_sums(sums: Iterable[Tensor]) -> float:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """The Euclidean norm of all elements of all tensors: the same for any number of threads and any slicing at multiples of
-    :data:`NORM_CHUNK`. Gradients that hold an infinity or a NaN have that as their norm."""
+    """Return the Euclidean norm of all elements of all tensors: the same for any number of threads and any slicing at
+    multiples of :data:`NORM_CHUNK`. Gradients that hold an infinity or a NaN have that as their norm."""
     return norm_of_sums(square_sums(tensor) for tensor in tensors)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that gradients of this norm are multiplied with, as ``torch.nn.utils.clip_grad_norm_``: max_norm/(norm +
-    1e-6), at most 1. A NaN stays one."""
+    """Return the factor that gradients of this norm are multiplied with, as ``torch.nn.utils.clip_grad_norm_``:
+    max_norm/(norm + 1e-6), at most 1. A NaN stays one."""
     coefficient = max_norm / (norm + 1e-6)
     return 1.0 if coefficient > 1.0 else coefficient
 
@@ -209,7 +210,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def _chunks(
     rounding: Key | None, param: Tensor, grad: Tensor, *state: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
+    """Yield scratch and flat slices of parameter, gradient and state, a chunk at a time: views, so that in-place work reaches
     their owners. For a parameter in 16 bits it reaches a float32 copy, which is written back before the next chunk."""
     for tensor in (grad, *state):
         assert tensor.dtype == torch.float32, f"updates are computed in float32, not {tensor.dtype}"

@@ -35,7 +35,7 @@ Sources: TypeAlias = str | tuple[str | Source, ...]
 
 
 def listed(sources: Sources) -> tuple[Source, ...]:
-    """Every source as a value; none for an empty text."""
+    """Return every source as a value; none for an empty text."""
     names = (sources,) if isinstance(sources, str) else sources
     return tuple(Source(name) if isinstance(name, str) else name for name in names if name)
 
@@ -61,12 +61,12 @@ def columns_of(value: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def names_of(sources: Sources) -> tuple[str, ...]:
-    """The paths and names of sources."""
+    """Return the paths and names of sources."""
     return tuple(source.path for source in listed(sources))
 
 
 def joined(sources: Sources) -> str:
-    """The names of sources as one text."""
+    """Return the names of sources as one text."""
     return ", ".join(names_of(sources))
 
 

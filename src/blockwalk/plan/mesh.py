@@ -53,13 +53,13 @@ class Axis:
         return rank // self.inner % self.length
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` in this coordinate alone, in its order."""
+        """Return the ranks that differ from ``rank`` in this coordinate alone, in its order."""
         first = rank - self.coordinate(rank) * self.inner
         return tuple(first + i * self.inner for i in range(self.length))
 
 
 def group_sizes(mesh: MeshSettings) -> dict[str, int]:
-    """Ranks of each group of a mesh, by name.
+    """Return ranks of each group of a mesh, by name.
 
     Raises:
         ValueError: one of ``mesh.groups`` is no name and number.
@@ -76,8 +76,8 @@ def group_sizes(mesh: MeshSettings) -> dict[str, int]:
 
 @lru_cache
 def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
-    """The axes that state is spread over, innermost first: the steps between the sizes of a mesh's groups. Among groups of one
-    size the first gives the name.
+    """Return the axes that state is spread over, innermost first: the steps between the sizes of a mesh's groups. Among
+    groups of one size the first gives the name.
 
     Raises:
         ValueError: sizes that do not nest; the message names both.
@@ -96,23 +96,23 @@ def make_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
 
 
 def work_axes(mesh: MeshSettings) -> tuple[Axis, ...]:
-    """The axes that a zeroth-order step's work is shared over, innermost first."""
+    """Return the axes that a zeroth-order step's work is shared over, innermost first."""
     sizes = ((PERTURB, 1, mesh.perturb), (DATA, mesh.perturb, mesh.perturb * mesh.data))
     return tuple(Axis(*each, each[2] > mesh.ranks_per_node) for each in sizes if each[1] < each[2])
 
 
 def coordinates_of(mesh: MeshSettings, rank: int) -> Coordinates:
-    """A rank's places on the axes of its work and its state."""
+    """Return a rank's places on the axes of its work and its state."""
     return tuple((axis.name, axis.coordinate(rank)) for axis in (*work_axes(mesh), *make_axes(mesh)))
 
 
 def between(axes: Sequence[Axis], inner: int, outer: int) -> tuple[Axis, ...]:
-    """The axes from groups of ``inner`` ranks to groups of ``outer``, innermost first."""
+    """Return the axes from groups of ``inner`` ranks to groups of ``outer``, innermost first."""
     return tuple(axis for axis in axes if inner <= axis.inner and axis.outer <= outer)
 
 
 def named(axes: Iterable[Axis], names: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes of these names, innermost first."""
+    """Return the axes of these names, innermost first."""
     return tuple(axis for axis in axes if axis.name in names)
 
 
@@ -121,17 +121,17 @@ def names_of(axes: Iterable[Axis]) -> tuple[str, ...]:
 
 
 def reach(axes: Sequence[Axis]) -> tuple[int, int]:
-    """Ranks of the groups that axes begin with, and of those that they complete; one and one where there are none."""
+    """Return ranks of the groups that axes begin with, and of those that they complete; one and one where there are none."""
     return (axes[0].inner, axes[-1].outer) if axes else (1, 1)
 
 
 def ranks_over(mesh: MeshSettings, names: Sequence[str]) -> int:
-    """Ranks of one collective over the axes of these names."""
+    """Return ranks of one collective over the axes of these names."""
     return math.prod(axis.length for axis in named((*work_axes(mesh), *make_axes(mesh)), names))
 
 
 def slice_of(axes: Sequence[Axis], rank: int, numel: int, size: int) -> tuple[int, int]:
-    """First element and end of a rank's slice of a buffer of ``numel`` elements over its group of ``size`` ranks."""
+    """Return first element and end of a rank's slice of a buffer of ``numel`` elements over its group of ``size`` ranks."""
     place = 0
     for axis in between(axes, 1, size):
         place = place * axis.length + axis.coordinate(rank)
@@ -141,7 +141,7 @@ def slice_of(axes: Sequence[Axis], rank: int, numel: int, size: int) -> tuple[in
 
 
 def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
-    """Bytes that one rank sends where slices are gathered over these axes, outermost first, into ``nbytes`` over the
+    """Return bytes that one rank sends where slices are gathered over these axes, outermost first, into ``nbytes`` over the
     innermost's group; reducing over them, innermost first, sends as many."""
     total, piece = 0, nbytes
     for axis in axes:
@@ -151,8 +151,8 @@ def gather_bytes(axes: Sequence[Axis], nbytes: int) -> int:
 
 
 def forwards_at(mesh: MeshSettings, coordinates: Mapping[str, int], passes: int) -> range:
-    """The forward passes of a zeroth-order step that are run at a place on the axis ``perturb``: consecutive ones, as many as
-    at the places before it or one less."""
+    """Return the forward passes of a zeroth-order step that are run at a place on the axis ``perturb``: consecutive ones,
+    as many as at the places before it or one less."""
     place = coordinates.get(PERTURB, 0)
     most = -(-passes // mesh.perturb)
     longer = passes - mesh.perturb * (most - 1)
@@ -161,5 +161,6 @@ def forwards_at(mesh: MeshSettings, coordinates: Mapping[str, int], passes: int)
 
 
 def micro_batches_at(mesh: MeshSettings, coordinates: Mapping[str, int], cuts: int) -> range:
-    """The parts of a global batch cut into ``cuts`` that are taken at a place on the axis ``data``: one of each micro-batch."""
+    """Return the parts of a global batch cut into ``cuts`` that are taken at a place on the axis ``data``: one of each
+    micro-batch."""
     return range(coordinates.get(DATA, 0), cuts, mesh.data)

@@ -38,7 +38,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def stored_in(self, codec: Codec) -> Codec:
-        """The codec that it lies in where the plan says ``codec``."""
+        """Return the codec that it lies in where the plan says ``codec``."""
         if codec is Codec.RAW and not self.trainable:
             return self.codec
         return codec if self.quantizable or not codec.encoded else Codec.RAW
@@ -53,7 +53,7 @@ class ParamSpec:
         return self.numel * DTYPE_BYTES[self.dtype]
 
     def nbytes_in(self, codec: Codec) -> int:
-        """Bytes where the plan says ``codec``."""
+        """Return bytes where the plan says ``codec``."""
         stored = self.stored_in(codec)
         if stored.facts.parted:
             return self.parted_nbytes
@@ -61,8 +61,8 @@ class ParamSpec:
 
 
 def encoded_nbytes(shape: tuple[int, ...], dtype: str, codec: Codec, group_size: int = 32) -> int:
-    """Bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters). A row that
-    the group size does not divide is padded to whole groups."""
+    """Return bytes that a parameter of this shape takes in a codec, scales included (without padding between parameters). A
+    row that the group size does not divide is padded to whole groups."""
     facts, numel = codec.facts, math.prod(shape)
     if not codec.encoded:
         return numel * DTYPE_BYTES[codec.dtype_of(dtype)]
@@ -85,18 +85,18 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
 
     def part(self, trainable: bool | None) -> list[ParamSpec]:
-        """Its trainable parameters or its frozen ones; with None all of them."""
+        """Return its trainable parameters or its frozen ones; with None all of them."""
         return [p for p in self.params if trainable is None or p.trainable == trainable]
 
     def numel(self, *, trainable: bool | None = None) -> int:
         return sum(p.numel for p in self.part(trainable))
 
     def nbytes(self, codec: Codec = Codec.RAW, *, trainable: bool | None = None) -> int:
-        """Bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
+        """Return bytes of the unit's parameters where the quantizable ones are in ``codec`` and the others as they came."""
         return sum(p.nbytes_in(codec) for p in self.part(trainable))
 
     def decoded(self, codec: Codec) -> int:
-        """Elements of its frozen parameters where some are decoded under the plan's ``codec``; else 0."""
+        """Return elements of its frozen parameters where some are decoded under the plan's ``codec``; else 0."""
         if any(p.stored_in(codec).encoded for p in self.part(False)):
             return self.numel(trainable=False)
         return 0
@@ -128,11 +128,11 @@ class ModelSpec:
         return sum(unit.numel(trainable=trainable) for unit in self.units)
 
     def as_stored(self, known: Callable[[ParamSpec], ParamSpec]) -> ModelSpec:
-        """A copy of the model with the facts that a parameter's source knows of it: codec, group size, whether it is
+        """Return a copy of the model with the facts that a parameter's source knows of it: codec, group size, whether it is
         ``assembled``."""
         return self.with_units(replace(unit, params=tuple(map(known, unit.params))) for unit in self.units)
 
     def with_units(self, units: Iterable[UnitSpec]) -> ModelSpec:
-        """The model with other units, as many, in execution order."""
+        """Return the model with other units, as many, in execution order."""
         prologue, *blocks, epilogue = units
         return replace(self, prologue=prologue, blocks=tuple(blocks), epilogue=epilogue)

@@ -27,7 +27,7 @@ class Refused(ValueError):
 
 
 def adapter_settings(given: Mapping[str, Any]) -> Adapters:
-    """The adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``, or a prefix:
+    """Return the adapters that a mapping describes: ``{"rank": 8, "options": {"use_rslora": True}}``, or a prefix:
     ``{"num_virtual_tokens": 5}``.
 
     Raises:
@@ -87,7 +87,7 @@ def _as_yaml(key: str, text: str) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """Dataclasses, enumerations and tuples as the types that YAML has."""
+    """Return dataclasses, enumerations and tuples as the types that YAML has."""
     if isinstance(value, Placement):
         return str(value)
     if isinstance(value, Source):
@@ -108,7 +108,8 @@ hints_of: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def from_plain(hint: Any, value: Any) -> Any:
-    """The value of a type that JSON holds taken apart: a dataclass of such values, an enumeration, a tuple; others as they are.
+    """Return the value of a type that JSON holds taken apart: a dataclass of such values, an enumeration, a tuple; others
+    as they are.
 
     Raises:
         TypeError, LookupError, AttributeError, ValueError: it is none.
@@ -124,7 +125,7 @@ def from_plain(hint: Any, value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
-    """The values of nested mappings by their joined names; a mapping that is empty is a value."""
+    """Return the values of nested mappings by their joined names; a mapping that is empty is a value."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
@@ -195,7 +196,7 @@ def did_you_mean(key: str, known: list[str], cutoff: float = NEAR) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """``"18GB"``, ``"512MiB"`` or a number, in bytes (GB = 10⁹, GiB = 2³⁰)."""
+    """Return ``"18GB"``, ``"512MiB"`` or a number, in bytes (GB = 10⁹, GiB = 2³⁰)."""
     if isinstance(text, int):
         return text
     units = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -210,7 +211,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of ``host:port``; an IPv6 address may stand in brackets, as in ``[::1]:29600``.
+    """Return the parts of ``host:port``; an IPv6 address may stand in brackets, as in ``[::1]:29600``.
 
     Raises:
         ValueError: it has no host, or no port from 1 to 65535.
@@ -226,7 +227,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
-    """``value`` as the type of the setting ``key``: flags give text; YAML numbers, words, lists and mappings.
+    """Return ``value`` as the type of the setting ``key``: flags give text; YAML numbers, words, lists and mappings.
 
     Raises:
         ValueError: it is none; the message says what the setting takes.
@@ -262,7 +263,7 @@ def _boolean(value: Any) -> bool:
 
 
 def _integer(value: Any) -> int:
-    """A whole number; ``1e3`` is one too."""
+    """Return a whole number; ``1e3`` is one too."""
     with contextlib.suppress(ValueError):
         return int(_text(value))
     if not _number(value).is_integer():
@@ -382,8 +383,8 @@ def _placement(value: Any) -> Placement:
 
 
 def placement_parts(value: Any) -> list[Any]:
-    """The tier, codec and group of a placement, as far as it names them. A × or an x divides them; an x inside a name, as in
-    mxfp4 or a group called box, does not."""
+    """Return the tier, codec and group of a placement, as far as it names them. A × or an x divides them; an x inside a
+    name, as in mxfp4 or a group called box, does not."""
     if isinstance(value, list):
         return value
     match = _PLACEMENT.fullmatch(str(value).strip())

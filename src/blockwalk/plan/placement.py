@@ -102,7 +102,7 @@ class Codec(StrEnum):
         return self.facts.bits > 0
 
     def dtype_of(self, dtype: str) -> str:
-        """The dtype of the numbers that a parameter of ``dtype`` is written as; of an encoded one, its own."""
+        """Return the dtype of the numbers that a parameter of ``dtype`` is written as; of an encoded one, its own."""
         return self.facts.dtype or dtype
 
 

@@ -184,8 +184,8 @@ class Plan:
         return self.zeroth_order and not (noise.in_place or noise.beside) and self.gradient_accumulation_steps > 1
 
     def passes_together(self, tokens: int) -> int:
-        """Forwards of a zeroth-order step, of so many tokens each, that a block computes as one batch: its weights are read,
-        and decoded, once for them."""
+        """Return forwards of a zeroth-order step, of so many tokens each, that a block computes as one batch: its weights
+        are read, and decoded, once for them."""
         alike = self.zeroth_order and NOISES[self.zo.noise].beside and self.zo.target == "weights" and not self.compile
         return max(1, min(TOGETHER // tokens, THIN_TOGETHER // self.zo.noise_rank)) if alike else 1
 
@@ -199,8 +199,8 @@ class Plan:
         return away and not self.kind.states
 
     def shared(self) -> dict[str, Any]:
-        """The choices that must be equal on all ranks, nested. A zeroth-order rank that holds its weights whole may have tiers,
-        ``prefetch``, ``budget`` and ``resident`` of its own: they change no bit."""
+        """Return the choices that must be equal on all ranks, nested. A zeroth-order rank that holds its weights whole may
+        have tiers, ``prefetch``, ``budget`` and ``resident`` of its own: they change no bit."""
         found = dataclasses.asdict(self)
         if self.zeroth_order and self.parameter_ranks == self.frozen_ranks == 1:
             for name in ("prefetch", "budget", "resident"):
@@ -228,7 +228,7 @@ CHOICES: dict[str, Collection[str]] = {
 
 
 def by_name(*rows: tuple[int, str]) -> dict[str, int]:
-    """The number of each row by every name of it, which spaces divide."""
+    """Return the number of each row by every name of it, which spaces divide."""
     return {name: number for number, names in rows for name in names.split()}
 
 
@@ -248,8 +248,8 @@ SMALLER = by_name(
 
 
 def beyond(settings: Any, prefix: str = "") -> Iterator[str]:
-    """Messages about the numbers among the settings of a frozen value, and of those in it, that no run could have: not finite,
-    or above :data:`MOST`. Names begin with ``prefix``."""
+    """Yield messages about the numbers among the settings of a frozen value, and of those in it, that no run could have:
+    not finite, or above :data:`MOST`. Names begin with ``prefix``."""
     for part in dataclasses.fields(settings):
         name = f"{prefix}{part.name}"
         value = getattr(settings, part.name)
@@ -279,7 +279,7 @@ LEAST = by_name(
 
 
 def _values(plan: Plan) -> Iterator[str]:
-    """The single settings that are out of range: what is wrong, and which setting to change. Other rules answer alike."""
+    """Yield the single settings that are out of range: what is wrong, and which setting to change. Other rules answer alike."""
     yield from beyond(plan)
     for key, known in CHOICES.items():
         if (name := operator.attrgetter(key)(plan)) not in known:
@@ -294,7 +294,7 @@ def _values(plan: Plan) -> Iterator[str]:
 
 
 def _groups(plan: Plan) -> Iterator[str]:
-    """A placement names a group of the mesh, which nests with those of the other kinds of state."""
+    """Yield a placement names a group of the mesh, which nests with those of the other kinds of state."""
     mesh, sizes = plan.mesh, group_sizes(plan.mesh)
     make_axes(mesh)  # refuses groups that do not nest
     known = ", ".join(f"{name} ({ranks})" for name, ranks in sizes.items())
@@ -327,7 +327,7 @@ def refuse_dropout(plan: Plan, adapters: Any) -> None:
 
 
 def _fixed(plan: Plan) -> Iterator[str]:
-    """The settings that can have one value alone beside what others say."""
+    """Yield the settings that can have one value alone beside what others say."""
     zeroth_order, original = plan.zeroth_order, plan.zo.noise == "mezo"
     timing, cache = plan.update.timing, plan.cache
     own = "zo.noise: mezo reproduces the original's"
@@ -367,7 +367,7 @@ def _fixed(plan: Plan) -> Iterator[str]:
 
 
 def _others(plan: Plan) -> Iterator[str]:
-    """The rules that are none of these."""
+    """Yield the rules that are none of these."""
     zeroth_order = plan.zeroth_order
     mesh, update, kind, rule, trainable = plan.mesh, plan.update, plan.kind, plan.update_rule, plan.trainable
     if zeroth_order and plan.zo.epsilon <= 0:

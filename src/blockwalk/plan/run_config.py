@@ -118,13 +118,13 @@ class DataSettings:
 
 
 def _prompts(sources: Sources) -> Iterator[str]:
-    """The prompts that sources have of their own."""
+    """Yield the prompts that sources have of their own."""
     for source in listed(sources):
         yield from source.prompt
 
 
 def _sources(names: Sources) -> Sources:
-    """Several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
+    """Return several sources with commas between them, as a command line gives them; a file may have a comma in its name."""
     if not isinstance(names, str) or "," not in names or os.path.exists(os.path.expanduser(names)):
         return names
     return tuple(name.strip() for name in names.split(",") if name.strip())
@@ -313,7 +313,7 @@ class RunConfig:
         return -(-self.batch_size // plan.cuts) * words
 
     def to_mapping(self) -> dict[str, Any]:
-        """Every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
+        """Return every setting, nested as in YAML, in plain types: ``from_mapping(config.to_mapping()) == config``."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("plan", "lora", "named")]
         own = {name: plain_values(getattr(self, name)) for name in names}
         lora = False if self.lora is None else plain_values(self.lora)
@@ -321,7 +321,7 @@ class RunConfig:
         return {"model": own.pop("model"), "method": plan.pop("method"), **own, "lora": lora, **plan}
 
     def shared(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks of a run: every one but the places where each finds model, data,
+        """Return settings that must be equal on all ranks of a run: every one but the places where each finds model, data,
         output and network, and those of its plan that are its own."""
         own = {"model", "output_dir", "interface", *(f.name for f in dataclasses.fields(Plan))}
         found = {name: value for name, value in self.to_mapping().items() if name not in own}

@@ -12,8 +12,8 @@ from blockwalk.plan.plan import Plan
 
 
 def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
-    """``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings work too. A
-    placement whose group is left out keeps that of the plan.
+    """Return ``plan`` with dotted settings changed: ``{"optimizer.learning_rate": 1e-4, "prefetch": 2}``; nested mappings
+    work too. A placement whose group is left out keeps that of the plan.
 
     Raises:
         ValueError: an unknown key (with the nearest known one) or a value of the wrong type.
@@ -48,7 +48,7 @@ def override(plan: Plan, settings: Mapping[str, Any]) -> Plan:
 
 
 def setting_names(plan: Plan | None = None) -> list[str]:
-    """Every dotted name that :func:`override` takes, in the order of the dataclass."""
+    """Return every dotted name that :func:`override` takes, in the order of the dataclass."""
     names: list[str] = []
     values = plan or Plan()
     for f in dataclasses.fields(Plan):

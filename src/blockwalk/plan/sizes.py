@@ -25,7 +25,7 @@ on an accelerator, where each part costs two launches."""
 
 
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """The consecutive ranges (first, end) of at most ``size`` that ``start:stop`` is cut into."""
+    """Return the consecutive ranges (first, end) of at most ``size`` that ``start:stop`` is cut into."""
     return ((at, min(at + size, stop)) for at in range(start, stop, size))
 
 
@@ -58,7 +58,7 @@ UNTILED_ROWS = 8
 def chunk_sizes(
     tokens: int, hidden_size: int, vocab_size: int, itemsize: int, *, soft_cap: bool, budget: int = LOSS_BUDGET["cpu"]
 ) -> tuple[int, int]:
-    """Tokens and vocabulary rows of one chunk for about ``budget`` bytes of scratch: a third for a chunk of the head, a
+    """Return tokens and vocabulary rows of one chunk for about ``budget`` bytes of scratch: a third for a chunk of the head, a
     third for its logits, a third for the sums [n, D], in a dtype of ``itemsize`` bytes.
 
     The vocabulary chunk rests on the head alone, so that a token's loss is the same whatever it is batched with. In 16 bits
@@ -76,7 +76,7 @@ def chunk_sizes(
 
 
 def multiplied_rows(rows: int, itemsize: int, device: str) -> int:
-    """The number of rows that a product of ``rows`` rows is made with, those included that fill up its last tile."""
+    """Return the number of rows that a product of ``rows`` rows is made with, those included that fill up its last tile."""
     tiled = device == "cpu" and itemsize == 2 and rows > UNTILED_ROWS
     return -(-rows // ROW_TILE) * ROW_TILE if tiled else rows
 
@@ -86,12 +86,14 @@ WIDENED_ROWS = 512
 
 
 def widened_columns(inner: int) -> int:
-    """The columns that are copied at a time of a matrix with ``inner`` rows: those of :data:`DECODE_BYTES` in 16 bits."""
+    """Return the columns that are copied at a time of a matrix with ``inner`` rows: those of :data:`DECODE_BYTES` in 16
+    bits."""
     return max(1, DECODE_BYTES["cpu"] // (2 * inner))
 
 
 def widened_bytes(rows: int, inner: int, columns: int) -> int:
-    """Bytes of the float32 copies that a product [rows, inner]·[inner, columns] is made of at a time, its result with them."""
+    """Return bytes of the float32 copies that a product [rows, inner]·[inner, columns] is made of at a time, its result
+    with them."""
     rows, columns = min(rows, WIDENED_ROWS), min(columns, widened_columns(inner))
     return 4 * (inner * columns + rows * (inner + columns))
 
@@ -104,7 +106,7 @@ def decoded_bytes(numel: int, itemsize: int, device: str, *, experts: bool) -> i
 
 
 def side_by_side(sizes: Iterable[int], align: int) -> tuple[list[int], int]:
-    """Places of parts of so many elements or bytes one after the other, each at a multiple of ``align``, and the end."""
+    """Return places of parts of so many elements or bytes one after the other, each at a multiple of ``align``, and the end."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

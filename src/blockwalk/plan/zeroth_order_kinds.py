@@ -47,6 +47,7 @@ KINDS = {
 
 
 def states_beside(zo: ZerothOrderSettings, optimizer: OptimizerSettings) -> dict[str, tuple[Codec, float]]:
-    """The tensors that a zeroth-order run keeps beside each trainable, the kind's and the rule's: codec and first value."""
+    """Return the tensors that a zeroth-order run keeps beside each trainable, the kind's and the rule's: codec and first
+    value."""
     of_kind = {name: (getattr(zo, codec), begin) for name, (codec, begin) in KINDS[zo.kind].states.items()}
     return {**of_kind, **dict.fromkeys(RULES[optimizer.name].states, (Codec.FP32, 0.0))}

@@ -17,7 +17,7 @@ def adapts(plan: Plan) -> bool:
 
 
 def kept_slices(plan: Plan, model: ModelSpec, plain: Program) -> frozenset[tuple[int, StateKind]]:
-    """The node slices that the adaptive cache keeps on the device, as (unit, part).
+    """Return the node slices that the adaptive cache keeps on the device, as (unit, part).
 
     ``plain`` is the step's program with none of them kept. A slice is kept from its first use to its last if the device, with
     what is kept already and the transients of every op in between, stays within ``cache.threshold × budget`` all that time:

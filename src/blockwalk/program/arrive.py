@@ -89,8 +89,8 @@ class Ways:
 
 
 def arrive(ways: Ways, unit: int, part: StateKind, residency: Residency, start: int) -> tuple[list[Op], Residency]:
-    """The ops, numbered from ``start``, that bring a part of a unit into the slot that the unit holds, and the residency after
-    them."""
+    """Return the ops, numbered from ``start``, that bring a part of a unit into the slot that the unit holds, and the
+    residency after them."""
     draft, places = Draft(start), ways.places
     own = _in_slices if places.ranks(part) > 1 else _fetched
     way = _gathered if places.sharded else own
@@ -154,6 +154,6 @@ def _gathered(ways: Ways, unit: int, part: StateKind, residency: Residency, draf
 
 
 def by_lane(axes: Sequence[Axis]) -> list[tuple[Lane, tuple[Axis, ...]]]:
-    """Axes, innermost first, in pieces that one lane serves."""
+    """Return axes, innermost first, in pieces that one lane serves."""
     pieces = groupby(axes, key=lambda axis: axis.crosses_nodes)
     return [(Lane.INTER if crosses else Lane.INTRA, tuple(each)) for crosses, each in pieces]

@@ -90,7 +90,7 @@ class _Backprop:
         return used
 
     def differentiate(self, unit: int, group: list[int], after: Sequence[int]) -> list[int]:
-        """The loss at the epilogue's turn, or a backward; then what completes the unit's gradients and uses them."""
+        """Return the loss at the epilogue's turn, or a backward; then what completes the unit's gradients and uses them."""
         b, places, cost, kept, used = self.b, self.b.places, self.b.cost(unit), unit in self.keep, []
         block, freed = 0 < unit < places.last, self._graph(unit) if kept else self._input()
         flops = cost.backward_flops + (cost.unread.flops if kept else cost.forward_flops) if unit else 0
@@ -138,8 +138,8 @@ class _Backprop:
         return b.op(OpKind.STORE, unit, Lane.STORE, [done], **details) if nbytes else done
 
     def _claims(self, unit: int, micro_batch: int, transient: int) -> dict[str, object]:
-        """Memory claimed by a backward op: the first micro-batch allocates the float32 accumulators. In a float32 model they
-        are the gradient tensors themselves. LOSS finds its accumulators already allocated."""
+        """Return memory claimed by a backward op: the first micro-batch allocates the float32 accumulators. In a float32
+        model they are the gradient tensors themselves. LOSS finds its accumulators already allocated."""
         places = self.b.places
         made = places.made_gradients(unit) if micro_batch == 0 else 0
         size = DTYPE_BYTES[compute_dtype(places.plan, places.model)]
@@ -207,7 +207,7 @@ class _Backprop:
         return self.loaded.pop((unit, micro_batch))
 
     def _comes_back(self, unit: int) -> bool:
-        """True where a block's backward needs something that was saved: its input, or its graph in file maps."""
+        """Return True where a block's backward needs something that was saved: its input, or its graph in file maps."""
         return unit not in self.keep or self.b.places.maps_graphs
 
     def _moves_graph(self, kind: OpKind, lane: Lane, unit: int, micro_batch: int, *after: int) -> int:
@@ -222,7 +222,7 @@ class _Backprop:
         return self.b.op(kind, unit, lane, after, **details)
 
     def _input(self) -> Bytes:
-        """The memory of a block's saved input."""
+        """Return the memory of a block's saved input."""
         return ((activation_pool(self.b.places.plan, self.b.places.device), self.b.hidden_bytes),)
 
     @property
@@ -230,18 +230,18 @@ class _Backprop:
         return stages_inputs(self.b.places.plan, self.b.places.device)
 
     def _leaves_buffer(self) -> list[int]:
-        """The save that the device buffer of the next input must have been left by: ``prefetch`` + 1 before it."""
+        """Return the save that the device buffer of the next input must have been left by: ``prefetch`` + 1 before it."""
         buffers = self.b.places.plan.prefetch + 1
         return self.saved_inputs[-buffers:][:1] if self._stages and len(self.saved_inputs) >= buffers else []
 
     def _graph(self, unit: int) -> Bytes:
-        """The memory of a block's kept graph."""
+        """Return the memory of a block's kept graph."""
         pool, saved = Pool.MAPPED if self.b.places.maps_graphs else Pool.DEVICE, self.b.cost(unit).saved
         return ((pool, saved),) if unit in self.keep and saved else ()
 
 
 def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
-    """The blocks whose activations stay between forward and backward, on the device or in file maps: at most the last
+    """Return the blocks whose activations stay between forward and backward, on the device or in file maps: at most the last
     ``graphs``.
 
     ``none`` recomputes nothing, ``all`` everything; ``auto`` keeps those of as many of the last blocks as the budget holds
@@ -266,8 +266,9 @@ def _kept_graphs(b: Builder, graphs: int, lowest: int) -> frozenset[int]:
 
 
 def _graph_bytes(b: Builder, unit: int) -> int:
-    """About the bytes that a block's graph keeps, where nothing was measured: inputs and outputs of its matrices, and half as
-    much again for norms and attention. Too many for most models: 17.6 MB for 14.3 MB of Qwen2.5-0.5B at 256 tokens."""
+    """Return about the bytes that a block's graph keeps, where nothing was measured: inputs and outputs of its matrices,
+    and half as much again for norms and attention. Too many for most models: 17.6 MB for 14.3 MB of Qwen2.5-0.5B at 256
+    tokens."""
     model = b.places.model
     sides = dict.fromkeys((False, True), 0)
     for p in model.units[unit].params:

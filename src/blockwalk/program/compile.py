@@ -46,7 +46,7 @@ def compile(
     coordinates: Coordinates = (),
     pieces: tuple[Piece, ...] = (),
 ) -> Program:
-    """The program of one kind of step.
+    """Return the program of one kind of step.
 
     Args:
         plan: the placements and settings.
@@ -73,7 +73,7 @@ def compile(
     places = Placements(plan, model, device)
 
     def lowered(graphs: int, keeps: frozenset[tuple[int, StateKind]] = frozenset()) -> Program:
-        """The program in which at most so many of the last blocks keep their graphs."""
+        """Return the program in which at most so many of the last blocks keep their graphs."""
         ways = Ways(places, pending, step_kind is not StepKind.FLUSH, keeps)
         b = Builder(places, ways, Residency(dirty=pending.dirty), shape, costs, page_cache, coordinates, pieces)
         emit(b, step_kind, pending, graphs, batches)
@@ -107,7 +107,7 @@ def emit(b: Builder, step_kind: StepKind, pending: Pending, graphs: int, batches
 
 
 def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tuple[Program, ...]:
-    """The distinct programs of a plan's ranks, that of the first rank first; arguments as :func:`compile`.
+    """Return the distinct programs of a plan's ranks, that of the first rank first; arguments as :func:`compile`.
 
     Work is shared so evenly that the first and the last place of an axis stand for all, and programs of other micro-batches
     and other forwards are one if nothing else tells them apart. Over the axes of state every rank's is the same.
@@ -121,5 +121,5 @@ def compile_ranks(plan: Plan, model: ModelSpec, *step: Any, **inputs: Any) -> tu
 
 
 def resident(plan: Plan, model: ModelSpec, *, device: str = "cpu") -> Counter[Pool]:
-    """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
+    """Return bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
     return Placements(plan, model, device).resident()

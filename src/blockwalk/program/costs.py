@@ -60,11 +60,11 @@ class Work:
         return Work(**sized, attention=self.attention + other.attention, starts=self.starts + other.starts)
 
     def __sub__(self, part: Work) -> Work:
-        """The rest of the work without a part of it."""
+        """Return the rest of the work without a part of it."""
         return self + part * -1
 
     def __mul__(self, times: int) -> Work:
-        """The work done so many times."""
+        """Return the work done so many times."""
         sized = {name: tuple((size, n * times) for size, n in each) for name, each in self._sized().items()}
         return Work(**sized, attention=self.attention * times, starts=self.starts * times)
 
@@ -74,12 +74,12 @@ NOTHING = Work()
 
 
 def elementwise(passes: Sizes, itemsize: int) -> Work:
-    """Passes whose results have elements of so many bytes."""
+    """Return passes whose results have elements of so many bytes."""
     return Work(passes=passes) if itemsize < 4 else Work(float32_passes=passes)
 
 
 def sizes(pairs: Iterable[tuple[int, int]]) -> Sizes:
-    """Pairs of size and count with equal sizes added up; pairs without a size are left out."""
+    """Return pairs of size and count with equal sizes added up; pairs without a size are left out."""
     total: Counter[int] = Counter()
     for size, count in pairs:
         if size > 0:

@@ -44,7 +44,7 @@ class FlatLayout:
 
 
 def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: Codec = Codec.RAW) -> FlatLayout:
-    """The layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with a ``codec`` bytes."""
+    """Return the layout of one part of a unit over ``world`` ranks: elements of ``dtype``, or with a ``codec`` bytes."""
     align = ALIGN if codec is Codec.RAW else ENCODED_ALIGN
     offsets, end = [], 0
     for param in unit.part(part is StateKind.TRAINABLE):
@@ -59,24 +59,25 @@ def flat_layout(unit: UnitSpec, part: StateKind, world: int, dtype: str, codec: 
 
 
 def part_layout(plan: Plan, model: ModelSpec, unit: UnitSpec, part: StateKind) -> FlatLayout:
-    """The layout of one part of a unit under a plan."""
+    """Return the layout of one part of a unit under a plan."""
     codec = plan.frozen.codec if part is StateKind.FROZEN and plan.frozen.codec.encoded else Codec.RAW
     return flat_layout(unit, part, plan.mesh.world, compute_dtype(plan, model), codec)
 
 
 def travels_as(param: ParamSpec, dtype: str) -> str:
-    """The dtype that a parameter has in a flat buffer of ``dtype``: one that is computed in float32 keeps its bits."""
+    """Return the dtype that a parameter has in a flat buffer of ``dtype``: one that is computed in float32 keeps its bits."""
     return "float32" if param.exact else dtype
 
 
 def width_in(param: ParamSpec, dtype: str) -> int:
-    """Elements of a flat buffer of ``dtype`` that an element of a parameter takes: two where it keeps float32's bits among
-    those of 16. Its master, moments and gradient lie at the same elements of float32 buffers, and use the first of the two."""
+    """Return elements of a flat buffer of ``dtype`` that an element of a parameter takes: two where it keeps float32's bits
+    among those of 16. Its master, moments and gradient lie at the same elements of float32 buffers, and use the first of
+    the two."""
     return DTYPE_BYTES[travels_as(param, dtype)] // DTYPE_BYTES[dtype]
 
 
 def written_as(param: ParamSpec, codec: Codec) -> Codec:
-    """The codec of a frozen parameter: matrices are encoded; vectors, and experts in three dimensions, are not."""
+    """Return the codec of a frozen parameter: matrices are encoded; vectors, and experts in three dimensions, are not."""
     return codec if param.quantizable and len(param.shape) == 2 else Codec.RAW
 
 
@@ -92,7 +93,7 @@ class Buffers:
 
 
 def buffer_pools(plan: Plan, model: ModelSpec) -> Buffers:
-    """One slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
+    """Return one slot for every block that is on the device at once, and for prologue and epilogue; gradients likewise."""
 
     def most(units: Iterable[UnitSpec], part: StateKind) -> int:
         return max((part_layout(plan, model, unit, part).numel for unit in units), default=0)
@@ -125,7 +126,7 @@ def hosts_node_slice(plan: Plan) -> bool:
 
 
 def sharded_resident(plan: Plan, model: ModelSpec, device: str) -> Counter[Pool]:
-    """Bytes of one rank between steps, without slots and gradient buffers.
+    """Return bytes of one rank between steps, without slots and gradient buffers.
 
     On the device with 16-bit parameters, Adam and gradients that accumulate: 12n/o + 4n/g + 2n/p, spread over o, g and p ranks.
     """

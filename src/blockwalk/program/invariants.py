@@ -17,7 +17,7 @@ _USES = (*COMPUTES, OpKind.UPDATE, OpKind.STORE)
 
 
 def happens_before(program: Program) -> list[int]:
-    """The set of ops, as a bit mask, that are done when each op starts: dependencies and its lane's order."""
+    """Return the set of ops, as a bit mask, that are done when each op starts: dependencies and its lane's order."""
     before: list[int] = []
     for _, earlier in program.waits():
         mask = 0
@@ -63,8 +63,8 @@ def used_unfetched(program: Program) -> list[str]:
 
 
 def left_behind(program: Program) -> list[str]:
-    """Breaches of the rule that a program gives back all memory that it takes: slots are empty at its end, and no pool has
-    grown or gone below its start."""
+    """Return breaches of the rule that a program gives back all memory that it takes: slots are empty at its end, and no
+    pool has grown or gone below its start."""
     held: Counter[Pool] = Counter()
     occupied: dict[int, int] = {}
     for op in program.ops:
@@ -125,7 +125,7 @@ def shared_buffers(program: Program) -> list[str]:
 
 
 def lost_updates(program: Program) -> list[str]:
-    """An update to a streamed unit that is its last of the program reaches the tier, or stays pending in the ledger."""
+    """Return an update to a streamed unit that is its last of the program reaches the tier, or stays pending in the ledger."""
     stored: dict[int, bool] = {}
     flushes = any(op.kind is OpKind.STORE and op.part is StateKind.TRAINABLE for op in program.ops)
     for op in program.ops:
@@ -150,7 +150,7 @@ INVARIANTS = (broken_dependencies, used_unfetched, left_behind, shared_slots, sh
 
 
 def check(program: Program) -> Program:
-    """``program``, if every invariant holds.
+    """Return ``program``, if every invariant holds.
 
     Raises:
         AssertionError: the compiler made a program that breaks a rule; the message lists the broken places.

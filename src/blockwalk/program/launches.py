@@ -23,13 +23,14 @@ COUNTED = (OpKind.FORWARD, OpKind.UPDATE)
 
 
 def finds_copy(op: Op, plan: Plan) -> bool:
-    """Whether a forward finds its block, or a loss its head, perturbed already, for an earlier micro-batch of its pass."""
+    """Return whether a forward finds its block, or a loss its head, perturbed already, for an earlier micro-batch of its
+    pass."""
     copied = {OpKind.LOSS: plan.loss == "chunked", OpKind.FORWARD: plan.copies_blocks}
     return op.micro_batch >= plan.mesh.data and copied.get(op.kind, False)
 
 
 def launches(op: Op, places: Placements) -> int:
-    """Launches of one op of a zeroth-order program; 0 for what is not counted."""
+    """Return launches of one op of a zeroth-order program; 0 for what is not counted."""
     plan, unit = places.plan, places.reads(op.unit)
     if op.kind not in COUNTED or not plan.zeroth_order or plan.zo.noise == "mezo":
         return 0
@@ -57,6 +58,6 @@ def _dtypes(places: Placements, params: Iterable[ParamSpec]) -> set[str]:
 
 
 def of_block(program: Program, places: Placements) -> int:
-    """Launches of a step for the block that takes the most."""
+    """Return launches of a step for the block that takes the most."""
     blocks = range(1, places.last)
     return max((sum(launches(op, places) for op in program.ops if op.unit == block) for block in blocks), default=0)

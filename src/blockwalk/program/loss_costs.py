@@ -79,8 +79,8 @@ class ChunkedLoss:
         )
 
     def work(self, *, gradient: bool) -> Work:
-        """Its operations, gradients included where they are asked for: one pass over the vocabulary, two where the head is
-        trained."""
+        """Return its operations, gradients included where they are asked for: one pass over the vocabulary, two where the
+        head is trained."""
         n, v = self.chunks
         size, wide, width = self.itemsize, max(self.itemsize, 4), self.hidden_size
         chunks = -(-self.tokens // n) * -(-self.vocab_size // v)
@@ -110,7 +110,7 @@ class ChunkedLoss:
 
 
 def own_loss_work(tokens: int, hidden_size: int, vocab_size: int, size: int, *, trains_head: bool) -> tuple[Work, Work]:
-    """The operations of a model's own loss, on whole logits: forward, and backward."""
+    """Return the operations of a model's own loss, on whole logits: forward, and backward."""
     wide, count = max(size, 4), tokens * vocab_size
     product = 2 * count * hidden_size
     lifted = (count * (size + wide) * (size < wide), 1)

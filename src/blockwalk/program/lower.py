@@ -86,8 +86,8 @@ class Builder:
                     free.append(self._evict(unit, used, turns[k + 1 :]))
 
     def _window(self, turns: Sequence[Turn], start: int) -> Iterator[int]:
-        """The turns from ``start`` on for which ``prefetch`` further units arrive; those that stay, or have slots of their own,
-        do not count."""
+        """Yield the turns from ``start`` on for which ``prefetch`` further units arrive; those that stay, or have slots of
+        their own, do not count."""
         left = self.places.plan.prefetch + 1
         for k in range(start, len(turns)):
             unit = turns[k].unit
@@ -237,14 +237,14 @@ class Builder:
         )
 
     def _staged(self) -> int:
-        """Device bytes of the buffers by way of which inputs go to their tier and come back."""
+        """Return device bytes of the buffers by way of which inputs go to their tier and come back."""
         plan = self.places.plan
         saves = any(op.kind is OpKind.SAVE and not op.of_graph for op in self.draft.ops)
         return (plan.prefetch + 1) * self.hidden_bytes if saves and stages_inputs(plan, self.places.device) else 0
 
     def _carried(self, step_kind: StepKind) -> int:
-        """Device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the backward
-        walk the hidden state's gradient) and what the prologue made for the blocks."""
+        """Return device bytes that go from op to op for the whole walk: of every walk under way its hidden state (in the
+        backward walk the hidden state's gradient) and what the prologue made for the blocks."""
         made, plan = self.cost(0).saved, self.places.plan
         saves = not plan.zeroth_order and step_kind is not StepKind.EVALUATE
         if made and not (saves and activation_pool(plan, self.places.device) is Pool.DEVICE):
@@ -252,7 +252,8 @@ class Builder:
         return self._walks_at_once() * made
 
     def _walks_at_once(self) -> int:
-        """The most walks under way at any time: of one micro-batch in one forward pass, from its first op to its last."""
+        """Return the most walks under way at any time: of one micro-batch in one forward pass, from its first op to its
+        last."""
         walks = [(op.micro_batch, op.forward_pass) for op in self.draft.ops if op.kind in COMPUTES]
         first = {walk: place for place, walk in reversed(list(enumerate(walks)))}
         last = {walk: place for place, walk in enumerate(walks)}

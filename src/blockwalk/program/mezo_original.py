@@ -29,7 +29,7 @@ def replay(b: Builder, pending: Pending) -> None:
 
 
 def _in_place(b: Builder, kind: OpKind, **details: int) -> int:
-    """An op on the trainables of all units: beside them a whole parameter's draw, and its product with the scale."""
+    """Return an op on the trainables of all units: beside them a whole parameter's draw, and its product with the scale."""
     drawn = 2 * max((p.nbytes for p in b.places.model.params(trainable=True)), default=0)
     after = [len(b.draft.ops) - 1] if b.draft.ops else []
     return b.op(kind, 0, Lane.COMPUTE, after, part=StateKind.TRAINABLE, transient=drawn, **details)

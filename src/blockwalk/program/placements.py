@@ -80,7 +80,7 @@ class Placements:
     # ---- what travels -----------------------------------------------------------------------------------------------
 
     def mapped(self, part: StateKind) -> bool:
-        """True where this part is used in place through a file map: disk tier, CPU, and never rewritten in a slot."""
+        """Return True where this part is used in place through a file map: disk tier, CPU, and never rewritten in a slot."""
         placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
         rewritten = part is StateKind.TRAINABLE and self.plan.zeroth_order
         return placement.on_disk and self.device == "cpu" and not rewritten and not self.sharded
@@ -92,12 +92,14 @@ class Placements:
         return placed and self.adapters and not self.sharded
 
     def ranks(self, part: StateKind) -> int:
-        """Ranks that hold one copy of a part of the streamed units together, each a slice (zeroth order); 1 where none do."""
+        """Return ranks that hold one copy of a part of the streamed units together, each a slice (zeroth order); 1 where
+        none do."""
         ranks = self.plan.frozen_ranks if part is StateKind.FROZEN else self.plan.parameter_ranks
         return ranks if self.plan.zeroth_order else 1
 
     def streams(self, unit: int, part: StateKind) -> bool:
-        """True where this part of this unit is fetched from its tier when its turn comes, and once changed written back."""
+        """Return True where this part of this unit is fetched from its tier when its turn comes, and once changed written
+        back."""
         placement = self.plan.frozen if part is StateKind.FROZEN else self.plan.trainable
         trainable = part is StateKind.TRAINABLE
         if placement.on_device or self.sharded or not self.reads(unit).numel(trainable=trainable):
@@ -107,7 +109,7 @@ class Placements:
         return self.mapped(part) or not self.fixed(unit, part)
 
     def fixed(self, unit: int, part: StateKind) -> bool:
-        """True where a part of a unit is on the device for good, whatever its tier: at both ends of the model, of the
+        """Return True where a part of a unit is on the device for good, whatever its tier: at both ends of the model, of the
         blocks that are kept, and where host and device are one. A file map stays one, and masters of backpropagation travel."""
         trainable = part is StateKind.TRAINABLE
         travels = trainable and not self.plan.zeroth_order
@@ -115,7 +117,7 @@ class Placements:
         return unit in (0, self.last) or kept or (trainable and self.host_is_device)
 
     def parts(self, unit: int) -> list[StateKind]:
-        """The parts of a unit that arrive when its turn comes: those that stream, and over ranks every one."""
+        """Return the parts of a unit that arrive when its turn comes: those that stream, and over ranks every one."""
         return self._parts[unit]
 
     def _arrives(self, unit: int, part: StateKind) -> bool:
@@ -129,11 +131,12 @@ class Placements:
         return [unit for unit, parts in enumerate(self._parts) if parts]
 
     def reads(self, index: int) -> UnitSpec:
-        """A unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
+        """Return a unit with all that its turn reads: an epilogue whose head is tied reads the prologue's weight as well."""
         return self.model.units[index] if index != self.last else epilogue_reads(self.model)
 
     def needs(self, unit: int) -> tuple[int, ...]:
-        """The units that must be there at a unit's turn. Over ranks a tied head is read where the prologue's bucket lies."""
+        """Return the units that must be there at a unit's turn. Over ranks a tied head is read where the prologue's bucket
+        lies."""
         return (unit, 0) if self.sharded and unit == self.last and self.model.tied else (unit,)
 
     def _refuse_apart(self) -> None:
@@ -196,15 +199,15 @@ class Placements:
         return maps_graphs(self.plan, self.device)
 
     def outlives_slot(self, unit: int) -> bool:
-        """True where a unit's graph can be kept while its parameters leave their slot: they are in none, or the graph refers to
-        their places, which are filled again (not those of encoded ones)."""
+        """Return True where a unit's graph can be kept while its parameters leave their slot: they are in none, or the
+        graph refers to their places, which are filled again (not those of encoded ones)."""
         in_slot = self.assembled_bytes(unit) > 0 or any(not self.mapped(part) for part in self.parts(unit))
         return not in_slot or (self.sharded and not self.plan.frozen.codec.encoded)
 
     # ---- slots ------------------------------------------------------------------------------------------------------
 
     def own_slot(self, unit: int) -> int | None:
-        """The slot of prologue and epilogue, where they have slots of their own; a block takes any that is free."""
+        """Return the slot of prologue and epilogue, where they have slots of their own; a block takes any that is free."""
         ends = self.sharded and unit in (0, self.last)
         return self.pools.slot_of_end[unit == self.last] if ends else None
 
@@ -214,7 +217,7 @@ class Placements:
         return len(self.pools.slots) or min(self.plan.prefetch + 1, len(self.travels))
 
     def slot_sizes(self) -> list[int]:
-        """Device bytes of each slot."""
+        """Return device bytes of each slot."""
         if self.sharded:
             size = DTYPE_BYTES[compute_dtype(self.plan, self.model)]
             frozen_size = 1 if self.plan.frozen.codec.encoded else size
@@ -228,8 +231,8 @@ class Placements:
         return [largest] * self.slot_count if largest else []
 
     def _in_slot(self, unit: UnitSpec, part: StateKind) -> int:
-        """Bytes of a slot that a part takes. A bucket in slices has, with scales a row, the gathered parameters beside it; with
-        states this rank's slice."""
+        """Return bytes of a slot that a part takes. A bucket in slices has, with scales a row, the gathered parameters
+        beside it; with states this rank's slice."""
         trains = part is StateKind.TRAINABLE
         if self.ranks(part) == 1:
             return self.part_bytes(unit, part) if trains else self.memory_bytes(unit)
@@ -238,14 +241,15 @@ class Placements:
         return self.ranks(part) * gathered * copies + (own if own > gathered else 0)
 
     def slice_bytes(self, unit: UnitSpec, part: StateKind) -> tuple[int, int]:
-        """Bytes of one rank's slice of a part that ranks hold together, and of the parameters in it, which are gathered."""
+        """Return bytes of one rank's slice of a part that ranks hold together, and of the parameters in it, which are
+        gathered."""
         if part is StateKind.TRAINABLE:
             return slice_bytes(self.plan, unit)
         own = cut_bytes(self.memory_bytes(unit), self.ranks(part))
         return own, own
 
     def assembled_bytes(self, unit: int) -> int:
-        """Bytes of a slot for those of a block's mapped parameters that are assembled at its turn."""
+        """Return bytes of a slot for those of a block's mapped parameters that are assembled at its turn."""
         if unit in (0, self.last) or not self.mapped(StateKind.FROZEN):
             return 0
         return self._whole([p for p in self.model.units[unit].params if p.whole_in(self.plan.frozen.codec)])
@@ -253,21 +257,22 @@ class Placements:
     # ---- bytes ------------------------------------------------------------------------------------------------------
 
     def layout(self, unit: int, part: StateKind) -> FlatLayout:
-        """The places of a part's parameters in its flat buffer over ranks."""
+        """Return the places of a part's parameters in its flat buffer over ranks."""
         if (unit, part) not in self._layouts:
             self._layouts[unit, part] = part_layout(self.plan, self.model, self.model.units[unit], part)
         return self._layouts[unit, part]
 
     def node_bytes(self, unit: int, part: StateKind) -> int:
-        """Bytes of one rank's slice of a part over the group of its parameters."""
+        """Return bytes of one rank's slice of a part over the group of its parameters."""
         return self.layout(unit, part).nbytes // self.plan.parameter_ranks
 
     def _whole(self, params: Sequence[ParamSpec]) -> int:
-        """Bytes of parameters in the compute dtype."""
+        """Return bytes of parameters in the compute dtype."""
         return sum(p.numel for p in params) * DTYPE_BYTES[compute_dtype(self.plan, self.model)]
 
     def part_bytes(self, unit: UnitSpec, part: StateKind) -> int:
-        """Bytes of a unit's frozen or trainable parameters on their tier: encoded; in memory see :meth:`memory_bytes`."""
+        """Return bytes of a unit's frozen or trainable parameters on their tier: encoded; in memory see
+        :meth:`memory_bytes`."""
         if part is StateKind.FROZEN:
             if not self.plan.frozen.on_disk:
                 return self.memory_bytes(unit)
@@ -277,8 +282,8 @@ class Placements:
         return unit.nbytes(self.plan.trainable.codec, trainable=True)
 
     def memory_bytes(self, unit: UnitSpec) -> int:
-        """Bytes of a unit's frozen parameters in memory (slot or resident): experts that are not encoded take the compute
-        dtype."""
+        """Return bytes of a unit's frozen parameters in memory (slot or resident): experts that are not encoded take the
+        compute dtype."""
         codec = self.plan.frozen.codec
         dense = [p for p in unit.part(False) if not p.stored_in(codec).encoded]
         whole = [p for p in dense if p.assembled or len(p.shape) > 2]
@@ -293,11 +298,11 @@ class Placements:
         return 4 * sum(p.numel for p in params if p.trainable and not (unit == 0 and p.name in tied))
 
     def state_bytes(self, unit: int) -> int:
-        """Bytes of a unit's optimizer states."""
+        """Return bytes of a unit's optimizer states."""
         return 4 * len(self.plan.update_rule.states) * self.model.units[unit].numel(trainable=True)
 
     def undo_bytes(self, unit: int) -> int:
-        """Bytes that a unit's update at its turn copies, for a step that may still be refused."""
+        """Return bytes that a unit's update at its turn copies, for a step that may still be refused."""
         masters = self.model.units[unit].nbytes(self.plan.trainable.codec, trainable=True)
         return masters + self.state_bytes(unit) if self.plan.update.at_turn else 0
 
@@ -306,13 +311,13 @@ class Placements:
         return 4 * self.reads(unit).numel(trainable=True)
 
     def accumulated(self, unit: int | None = None) -> Bytes:
-        """The gradients of a unit's own parameters, or of all, while they wait for their update."""
+        """Return the gradients of a unit's own parameters, or of all, while they wait for their update."""
         of = self.model if unit is None else self.model.units[unit]
         nbytes = 0 if self.sharded else 4 * of.numel(trainable=True)
         return ((gradient_pool(self.plan, self.device), nbytes),) if nbytes else ()
 
     def resident(self) -> Counter[Pool]:
-        """Bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
+        """Return bytes that each pool of one rank holds between steps: parameters on their tiers and optimizer states."""
         if self.sharded:
             return sharded_resident(self.plan, self.model, self.device)
         held: Counter[Pool] = Counter()

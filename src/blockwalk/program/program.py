@@ -207,7 +207,7 @@ class Program:
     _peaks: Counter[Pool] = field(default_factory=Counter, compare=False, repr=False)
 
     def bytes_by_lane(self, graphs: Mapping[tuple[int, int], int] | None = None) -> dict[Lane, int]:
-        """Bytes that cross the link of each lane in one run.
+        """Return bytes that cross the link of each lane in one run.
 
         Args:
             graphs: bytes that each block's graph wrote to file maps, by unit and micro-batch, in place of those foreseen: a
@@ -223,8 +223,8 @@ class Program:
         return dict(total)
 
     def peaks(self) -> Counter[Pool]:
-        """Peak bytes of each pool (0 of one that is not used) if every op started as early as its place in the list: an upper
-        bound of any run."""
+        """Return peak bytes of each pool (0 of one that is not used) if every op started as early as its place in the list:
+        an upper bound of any run."""
         if not self._peaks:
             peak = Counter(dict(self.static))
             for op, held in self._holding():
@@ -235,11 +235,11 @@ class Program:
         return Counter(self._peaks)
 
     def device_bytes(self) -> list[int]:
-        """Bytes held on the device while each op runs, transients included, under the assumption of :meth:`peaks`."""
+        """Return bytes held on the device while each op runs, transients included, under the assumption of :meth:`peaks`."""
         return [held[Pool.DEVICE] + op.transient for op, held in self._holding()]
 
     def _holding(self) -> Iterator[tuple[Op, Counter[Pool]]]:
-        """Each op, and the bytes that are held while it runs, without its transients."""
+        """Yield each op, and the bytes that are held while it runs, without its transients."""
         held = Counter(dict(self.static))
         for op in self.ops:
             for pool, nbytes in op.takes:
@@ -249,7 +249,7 @@ class Program:
                 held[pool] -= nbytes
 
     def waits(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
-        """Each op, and those that it waits for: its own, and the one before it on its lane."""
+        """Yield each op, and those that it waits for: its own, and the one before it on its lane."""
         last: dict[Lane, int] = {}
         for op in self.ops:
             yield op, (*op.deps, *([last[op.lane]] if op.lane in last else []))
@@ -259,7 +259,7 @@ class Program:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The schedule as a table, one op a line."""
+        """Yield the schedule as a table, one op a line."""
         yield f"{self.title}: {self.step_kind}, {self.shape.batch} × {self.shape.sequence} tokens, {len(self.ops)} ops"
         if self.streamed and (stay := [n for unit, n in enumerate(self.unit_names) if unit not in self.streamed]):
             yield f"stay on the device: {', '.join(stay)}"
@@ -290,7 +290,7 @@ def _detail(op: Op) -> str:
 
 
 def human_bytes(nbytes: float) -> str:
-    """``1536`` → ``'1.5 kB'`` (decimal units)."""
+    """Write a number of bytes in decimal units: ``1536`` as ``1.5 kB``."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 1000:

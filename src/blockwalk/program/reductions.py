@@ -88,15 +88,15 @@ class Reductions:
 
 
 def sums_replicas(plan: Plan, axes: Sequence[Axis]) -> bool:
-    """Whether a reduction over these axes leaves its whole sum on each of their ranks: the last one over replicas of the
+    """Return whether a reduction over these axes leaves its whole sum on each of their ranks: the last one over replicas of the
     optimizer states does. One inside the node before it leaves each rank a slice, so that no node sends a sum twice."""
     inner, outer = reach(axes)
     return bool(axes) and inner >= plan.optimizer_ranks and outer == plan.mesh.world
 
 
 def scattered_axes(plan: Plan) -> tuple[Axis, ...]:
-    """The axes inside the node over which sums of replicas lie in slices when they come from the other nodes, and are gathered:
-    those between the group of the optimizer states and the node, where other nodes have replicas too."""
+    """Return the axes inside the node over which sums of replicas lie in slices when they come from the other nodes, and
+    are gathered: those between the group of the optimizer states and the node, where other nodes have replicas too."""
     replicas = between(make_axes(plan.mesh), plan.optimizer_ranks, plan.mesh.world)
     inside = tuple(axis for axis in replicas if not axis.crosses_nodes)
     return inside if len(inside) < len(replicas) else ()

@@ -15,32 +15,33 @@ BUCKET_ALIGN = 64
 
 
 def epilogue_reads(model: ModelSpec) -> UnitSpec:
-    """The epilogue with the tied parameters that it shares with the prologue."""
+    """Return the epilogue with the tied parameters that it shares with the prologue."""
     tied = {canonical for _, canonical in model.tied}
     shared = tuple(p for p in model.prologue.params if p.name in tied)
     return replace(model.epilogue, params=model.epilogue.params + shared)
 
 
 def bucket_bytes(plan: Plan, unit: UnitSpec) -> int:
-    """Bytes of a unit's bucket as one process holds it: its trainables in their codec and the states beside them, aligned."""
+    """Return bytes of a unit's bucket as one process holds it: its trainables in their codec and the states beside them,
+    aligned."""
     weights, states = _bucket_parts(plan, unit)
     return weights + states
 
 
 def slice_bytes(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
-    """Bytes of one rank's slice of a bucket that ranks hold together, and of the parameters in it, which are gathered: to
-    within the padding of rows and states."""
+    """Return bytes of one rank's slice of a bucket that ranks hold together, and of the parameters in it, which are
+    gathered: to within the padding of rows and states."""
     gathered, states = (cut_bytes(part, plan.parameter_ranks) for part in _bucket_parts(plan, unit))
     return gathered + states, gathered
 
 
 def cut_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes of one rank's slice of ``nbytes`` that so many ranks hold together: to a border of alignment."""
+    """Return bytes of one rank's slice of ``nbytes`` that so many ranks hold together: to a border of alignment."""
     return -(-nbytes // (BUCKET_ALIGN * ranks)) * BUCKET_ALIGN
 
 
 def _bucket_parts(plan: Plan, unit: UnitSpec) -> tuple[int, int]:
-    """Bytes of a unit's trainables in their codec, and of the states beside them, each tensor aligned."""
+    """Return bytes of a unit's trainables in their codec, and of the states beside them, each tensor aligned."""
     codec, weights, states = plan.trainable.codec, 0, 0
     beside = [state for state, _ in states_beside(plan.zo, plan.optimizer).values()]
     for p in unit.part(True):
@@ -58,8 +59,9 @@ def compute_dtype(plan: Plan, model: ModelSpec) -> str:
 
 
 def computes_in(plan: Plan, stored: str) -> str:
-    """The compute dtype of a checkpoint that is stored in a dtype: the plan's, or the checkpoint's own. Gradients of a float16
-    one are computed in bfloat16, which has float32's range: in float16 most of them lie below its smallest number."""
+    """Return the compute dtype of a checkpoint that is stored in a dtype: the plan's, or the checkpoint's own. Gradients of
+    a float16 one are computed in bfloat16, which has float32's range: in float16 most of them lie below its smallest
+    number."""
     if plan.compute_dtype != "auto":
         return plan.compute_dtype
     return "bfloat16" if stored == "float16" and not plan.zeroth_order else stored
@@ -76,7 +78,7 @@ def stages_inputs(plan: Plan, device: str) -> bool:
 
 
 def gradient_pool(plan: Plan, device: str) -> Pool:
-    """The pool in which the gradients of one process wait for the step's end: the device's or, on a CPU, file maps."""
+    """Return the pool in which the gradients of one process wait for the step's end: the device's or, on a CPU, file maps."""
     on_disk = plan.gradient.on_disk and device == "cpu" and not plan.update.at_turn
     return Pool.MAPPED if on_disk else Pool.DEVICE
 
@@ -89,5 +91,5 @@ def updates_on_host(plan: Plan, device: str) -> bool:
 
 
 def maps_graphs(plan: Plan, device: str) -> bool:
-    """Whether what a graph saves goes to file maps: where activations do, on a CPU; a compiled block keeps its own."""
+    """Return whether what a graph saves goes to file maps: where activations do, on a CPU; a compiled block keeps its own."""
     return activation_pool(plan, device) is Pool.MAPPED and not plan.compile and not plan.sharded

@@ -22,7 +22,7 @@ from blockwalk.program.program import Pool, Shape, StepKind
 def settled(
     plan: Plan, model: ModelSpec, shape: Shape, costs: Costs, *, device: str, budget: int | None = None, **inputs: Any
 ) -> Plan:
-    """The plan with a number where ``resident`` is left to the compiler.
+    """Return the plan with a number where ``resident`` is left to the compiler.
 
     It is the largest with which the whole program of the training step stays within the budget: what the units hold between ops
     is counted anew for each number, what comes and goes beside it once, and the program of the answer is compiled and asked.

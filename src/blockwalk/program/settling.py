@@ -63,7 +63,7 @@ def settle(
     room: Room,
     named: Collection[str] | None = None,
 ) -> Settled:
-    """The plan as it will run on this machine.
+    """Return the plan as it will run on this machine.
 
     Args:
         plan, model, shape, costs, device: as :func:`~blockwalk.program.compile.compile` takes them.
@@ -75,7 +75,7 @@ def settle(
         return Settled(settled(plan, model, shape, **inputs))
 
     def with_blocks(begun: Plan) -> tuple[Plan, int]:
-        """A plan with the blocks that stay, and the host bytes that its step pins."""
+        """Return a plan with the blocks that stay, and the host bytes that its step pins."""
         full = settled(begun, model, shape, **inputs)
         return full, compile(full, model, StepKind.TRAIN, shape, **inputs).peaks()[Pool.HOST]
 
@@ -95,8 +95,8 @@ UNSET = {"budget": None, "resident": AUTO}
 
 
 def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
-    """The kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row of a first-order method of one
-    rank has on disk, and nobody named."""
+    """Return the kinds of state whose tier the machine decides: those of :data:`FEEDS` that the row of a first-order method
+    of one rank has on disk, and nobody named."""
     if named is None or plan.zeroth_order or plan.sharded:
         return ()
     on_disk = (kind for kind in FEEDS if getattr(plan, kind).on_disk)
@@ -104,8 +104,8 @@ def free_tiers(plan: Plan, named: Collection[str] | None) -> tuple[str, ...]:
 
 
 def settled_before(plan: Plan, named: Collection[str] | None, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a resumed run takes from its checkpoint: those that the machine decided then (``before``, by name), and
-    that nobody has given since. The blocks that stay go with the budget that they were counted for."""
+    """Return the settings that a resumed run takes from its checkpoint: those that the machine decided then (``before``, by
+    name), and that nobody has given since. The blocks that stay go with the budget that they were counted for."""
     left = [f"{kind}.tier" for kind in free_tiers(plan, named)]
     unset = left + [name for name, value in UNSET.items() if getattr(plan, name) == value]
     if "budget" not in unset or "budget" not in before:
@@ -114,16 +114,16 @@ def settled_before(plan: Plan, named: Collection[str] | None, before: Mapping[st
 
 
 def begins(plan: Plan, named: Collection[str] | None) -> Iterator[Plan]:
-    """The plan with the tiers that an accelerator may begin from, best first: all on the host, the activations alone, none. The
-    first with room for what it pins is taken, the last without asking."""
+    """Yield the plan with the tiers that an accelerator may begin from, best first: all on the host, the activations alone,
+    none. The first with room for what it pins is taken, the last without asking."""
     left = free_tiers(plan, named)
     for moved in dict.fromkeys((left, left[1:], ())):
         yield replace(plan, **{kind: replace(getattr(plan, kind), tier=Tier.HOST) for kind in moved})
 
 
 def budgeted(plan: Plan, free: int) -> Plan:
-    """The plan with a budget: :data:`BUDGET` of the ``free`` bytes, unless it has one. Ranks that have to agree on it have
-    none."""
+    """Return the plan with a budget: :data:`BUDGET` of the ``free`` bytes, unless it has one. Ranks that have to agree on
+    it have none."""
     agree = plan.mesh.world > 1 and "budget" in plan.shared()
     if plan.budget is not None or not free or agree:
         return plan
@@ -131,7 +131,7 @@ def budgeted(plan: Plan, free: int) -> Plan:
 
 
 def _notes(found: Plan, left: Collection[str], pinned: tuple[int, int, int]) -> Iterator[str]:
-    """A sentence on each tier. ``pinned``: the host bytes of the first plan that was tried and of the one that was taken,
+    """Yield a sentence on each tier. ``pinned``: the host bytes of the first plan that was tried and of the one that was taken,
     and the most that may be."""
     wanted, taken, most = map(human_bytes, pinned)
     moved = [kind for kind in left if getattr(found, kind).on_host]

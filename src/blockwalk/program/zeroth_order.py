@@ -25,19 +25,19 @@ def zeroth_order(b: Builder, pending: Pending) -> None:
 
 
 def exchange(b: Builder) -> int:
-    """The losses of all ranks become the step's entry of the ledger."""
+    """Return the losses of all ranks become the step's entry of the ledger."""
     return b.op(OpKind.EXCHANGE, b.places.last, Lane.COMPUTE, [len(b.draft.ops) - 1], axes=b.everyone)
 
 
 def own_pieces(b: Builder, passes: Sequence[int]) -> list[Piece]:
-    """These forwards on each part of the global batch that the rank takes, as micro-batches."""
+    """Return these forwards on each part of the global batch that the rank takes, as micro-batches."""
     plan = b.places.plan
     cuts = micro_batches_at(plan.mesh, dict(b.coordinates), plan.gradient_accumulation_steps * plan.mesh.data)
     return list(product(passes, cuts))  # one perturbed copy of a unit serves all micro-batches of a pass
 
 
 def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) -> list[Turn]:
-    """The turns of a walk in which every unit computes these pieces, after the updates that wait for it."""
+    """Return the turns of a walk in which every unit computes these pieces, after the updates that wait for it."""
 
     def work(unit: int, after: tuple[int, ...]) -> list[int]:
         cost, used = b.cost(unit), _apply_pending(b, unit, pending, after)
@@ -56,7 +56,7 @@ def forwards(b: Builder, pieces: Sequence[Piece], pending: Pending = Pending()) 
 
 
 def batches(b: Builder, unit: int, pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
-    """The batches, (first pass, micro-batch, passes), in which a block computes these pieces: consecutive passes on a
+    """Return the batches, (first pass, micro-batch, passes), in which a block computes these pieces: consecutive passes on a
     micro-batch, where all its trainables are matrices and vectors."""
     trained = b.places.model.units[unit].part(True)
     most = b.places.plan.passes_together(b.shape.tokens) if all(len(p.shape) < 3 for p in trained) else 1

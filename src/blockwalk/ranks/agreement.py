@@ -24,12 +24,12 @@ _CHUNK = 16 << 20
 
 
 def versions() -> dict[str, str]:
-    """Versions, by package, that must be equal on all ranks whatever they compute."""
+    """Return versions, by package, that must be equal on all ranks whatever they compute."""
     return {"python": platform.python_version(), **installed(("blockwalk", "torch", "transformers", "peft"))}
 
 
 def gather_json(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's value, by rank; every rank calls this together. Values of other ranks are parsed, never unpickled: a
+    """Return every rank's value, by rank; every rank calls this together. Values of other ranks are parsed, never unpickled: a
     pickle from another machine would run code here."""
     text = json.dumps(value).encode()
     where = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
@@ -55,7 +55,7 @@ def first_json(value: Any) -> Any:
 
 
 def facts_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Nested settings as facts for :func:`require_agreement`, one for each dotted name."""
+    """Return nested settings as facts for :func:`require_agreement`, one for each dotted name."""
     return {name: str(value) for name, value in flat(settings).items()}
 
 
@@ -80,7 +80,8 @@ def require_agreement(facts: Mapping[str, str]) -> None:
 
 
 def files_digest(folder: Path) -> str:
-    """A digest of the files in a folder, which ranks may have on file systems of their own; every rank calls this together.
+    """Return a digest of the files in a folder, which ranks may have on file systems of their own; every rank calls this
+    together.
 
     Ranks that see the very same files (by number, size and times of inode, which no copy keeps) compare these alone. Where
     they do not, each of the copies is read once, split over the ranks that see it.
@@ -105,8 +106,8 @@ def files_digest(folder: Path) -> str:
 
 
 def model_digest(model: StrPath | nn.Module) -> str:
-    """A digest of a model's weights: of the files in its folder, or of a module's parameters and buffers. Every rank calls this
-    together."""
+    """Return a digest of a model's weights: of the files in its folder, or of a module's parameters and buffers. Every rank
+    calls this together."""
     if not isinstance(model, nn.Module):
         return files_digest(model_folder(model))
     digest = hashlib.blake2b(digest_size=8)

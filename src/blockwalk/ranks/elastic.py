@@ -127,7 +127,7 @@ class Elastic(SharedForwards):
     # ---- a rank that joined -------------------------------------------------------------------------------------------
 
     def header(self) -> dict[str, Any]:
-        """The facts that :meth:`open` was given, once it was."""
+        """Return the facts that :meth:`open` was given, once it was."""
         self._until("header")
         return dict(json.loads(self.store.get("header")))
 
@@ -136,13 +136,13 @@ class Elastic(SharedForwards):
             time.sleep(_POLL)
 
     def next_turn(self) -> dict[str, Any]:
-        """The newest turn, once there is one that this rank does not know."""
+        """Return the newest turn, once there is one that this rank does not know."""
         self._until(f"turn/{self.turn.get('number', 0) + 1}")
         self.turn = json.loads(self.store.get("turn"))
         return self.turn
 
     def entries(self, done: int) -> list[dict[str, Any]]:
-        """The ledger's lines from the step after ``done`` to the one before the turn's."""
+        """Return the ledger's lines from the step after ``done`` to the one before the turn's."""
         keys = [f"entry/{step}" for step in range(done + 1, self.turn["step"])]
         return [json.loads(line) for line in self.store.multi_get(keys)] if keys else []
 
@@ -172,7 +172,7 @@ class Elastic(SharedForwards):
         self._read = digest_of(batch)
 
     def share(self, step: int, passes: int, cuts: int) -> tuple[Piece, ...]:
-        """The pieces that this process walks for now."""
+        """Return the pieces that this process walks for now."""
         pieces = list(itertools.product(range(passes), range(cuts)))
         if self.number:
             if self._read != self.turn["read"]:
@@ -188,7 +188,7 @@ class Elastic(SharedForwards):
     def losses(
         self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
     ) -> list[list[float]]:
-        """Losses of all pieces, by forward and in the order of the global batch: see :meth:`SharedForwards.losses`.
+        """Return losses of all pieces, by forward and in the order of the global batch: see :meth:`SharedForwards.losses`.
 
         Raises:
             Unfinished: on the host: not all came.
@@ -210,7 +210,7 @@ class Elastic(SharedForwards):
 
 
 def _request(line: str) -> tuple[int, float | None] | None:
-    """The number of a rank that wants to take part, and the seconds that a piece takes it; None for a line of another
+    """Return the number of a rank that wants to take part, and the seconds that a piece takes it; None for a line of another
     form."""
     try:
         rank, pace = json.loads(line)
@@ -222,8 +222,8 @@ def _request(line: str) -> tuple[int, float | None] | None:
 
 
 def _answer(text: bytes, pieces: int, rows: int) -> tuple[list[list[float]], float] | None:
-    """The losses of a rank's pieces, ``rows`` each, and the seconds that a piece took it; None for an answer of another form,
-    or with a loss that is not finite: the rank counts as gone."""
+    """Return the losses of a rank's pieces, ``rows`` each, and the seconds that a piece took it; None for an answer of
+    another form, or with a loss that is not finite: the rank counts as gone."""
     try:
         answer = json.loads(text)
         losses = answer["losses"]
@@ -240,7 +240,7 @@ def _is_pace(pace: Any) -> bool:
 
 
 def elastic(mesh: MeshSettings, address: str, timeout: float, *, joins: bool) -> Elastic:
-    """The host of an elastic run, which serves the store at ``address`` (``host:port``), or a rank that joins it.
+    """Return the host of an elastic run, which serves the store at ``address`` (``host:port``), or a rank that joins it.
 
     Raises:
         LostRank: the address is taken; or nobody answers there within ``timeout`` seconds.

@@ -40,7 +40,8 @@ class Groups:
     _scratch: dict[Lane, Tensor] = field(default_factory=dict)
 
     def slice(self, numel: int, size: int) -> slice:
-        """This rank's slice, as a range of elements, of a buffer of ``numel`` elements over its group of ``size`` ranks."""
+        """Return this rank's slice, as a range of elements, of a buffer of ``numel`` elements over its group of ``size``
+        ranks."""
         return slice(*slice_of(self.axes, self.rank, numel, size))
 
     def gather_(self, full: Tensor, axes: Sequence[Axis], lane: Lane, *, direct: bool = False) -> None:
@@ -77,8 +78,9 @@ class Groups:
             work.wait()
 
     def reduce(self, full: Tensor, axes: Sequence[Axis], lane: Lane) -> Tensor:
-        """This rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these axes, innermost axis first. The slice
-        is a view of ``full``, whose other elements are overwritten. Addition is in the order of the ranks (on NCCL in its own).
+        """Return this rank's slice of the sum of ``full`` (float32 [P]) over the ranks of these axes, innermost axis first.
+        The slice is a view of ``full``, whose other elements are overwritten. Addition is in the order of the ranks (on
+        NCCL in its own).
 
         gloo's reduce_scatter moves the bytes of an all-reduce; an all-to-all and a local sum move half of them.
         """
@@ -99,7 +101,7 @@ class Groups:
         return full
 
     def _over_host(self, group: dist.ProcessGroup) -> bool:
-        """Whether a group of an accelerator's ranks speaks over the host: gloo, where several ranks share one device."""
+        """Return whether a group of an accelerator's ranks speaks over the host: gloo, where several ranks share one device."""
         return self.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
     def sum_(self, slice_P: Tensor, axes: Sequence[Axis], lane: Lane) -> None:
@@ -108,7 +110,7 @@ class Groups:
         self.gather_(slice_P, axes, lane)
 
     def lane(self, axis: Axis) -> Lane:
-        """The lane whose process group serves an axis."""
+        """Return the lane whose process group serves an axis."""
         return Lane.INTER if axis.crosses_nodes else Lane.INTRA
 
     def between(self, inner: int, outer: int) -> tuple[Axis, ...]:
@@ -118,7 +120,7 @@ class Groups:
         return named(self.axes, names)
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, float64, by rank."""
+        """Return every rank's values, float64, by rank."""
         if self.mesh.world == 1:
             return [list(values)]
         # over gloo, where it is there: no device waits for it
@@ -148,7 +150,7 @@ class Groups:
 
 
 def started(mesh: MeshSettings) -> int:
-    """The ranks that were started. Raises ValueError where they, or those of this node, are not the mesh's."""
+    """Return the ranks that were started. Raises ValueError where they, or those of this node, are not the mesh's."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if mesh.world != world:
         raise ValueError(f"mesh.world is {mesh.world}, and {counted(world, 'rank')} started; set mesh.world: {world}")
@@ -164,13 +166,14 @@ def started(mesh: MeshSettings) -> int:
 
 
 def _backend(device: torch.device) -> str | None:
-    """The backend of the default group for a device alone: an axis needs no connections of any other."""
+    """Return the backend of the default group for a device alone: an axis needs no connections of any other."""
     config = dict(each.split(":") for each in str(dist.get_backend_config()).split(",") if ":" in each)
     return config.get(device.type)
 
 
 def make_groups(mesh: MeshSettings, device: torch.device, *, sums_apart: bool = False) -> Groups:
-    """The process groups of a mesh, with ``sums_apart`` others for reductions between nodes; every rank calls this together.
+    """Return the process groups of a mesh, with ``sums_apart`` others for reductions between nodes; every rank calls this
+    together.
 
     Raises:
         ValueError: the mesh does not nest, or is not the world that was started.

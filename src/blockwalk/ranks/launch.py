@@ -140,8 +140,8 @@ def _attend(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
-    """The message and the exit code of a run whose ranks failed with these (rank, process, exit code). A rank that only lost
-    the others, or was stopped because of them, is not the cause."""
+    """Return the message and the exit code of a run whose ranks failed with these (rank, process, exit code). A rank that
+    only lost the others, or was stopped because of them, is not the cause."""
     causes = [failure for failure in failures if failure[2] not in (LOST, -signal.SIGTERM, 128 + signal.SIGTERM)]
     lost = [each for each in failures if each[2] == LOST]
     rank, process, code = min(causes or lost or failures)
@@ -156,7 +156,7 @@ def first_failure(failures: Sequence[tuple[int, int, int]]) -> tuple[str, int]:
 
 
 def lost_rank(rank: int, error: RuntimeError) -> LostRank | None:
-    """A broken collective's error as a :class:`LostRank` that says what to do; None where the error is another one."""
+    """Return a broken collective's error as a :class:`LostRank` that says what to do; None where the error is another one."""
     from torch.distributed import DistError
 
     if not isinstance(error, DistError) and "gloo" not in str(error):
@@ -243,8 +243,8 @@ def joined(here: Place, output_dir: Path, start_timeout: float, interface: str =
 
 
 def _store(here: Place, timeout: float) -> Any:
-    """The store of keys through which ranks find each other: a file's where they were started here, rank 0's (under torchrun:
-    its agent's) where they may be on other machines.
+    """Return the store of keys through which ranks find each other: a file's where they were started here, rank 0's (under
+    torchrun: its agent's) where they may be on other machines.
 
     Raises:
         LostRank: rank 0's does not answer.
@@ -263,7 +263,7 @@ def _store(here: Place, timeout: float) -> Any:
 
 
 def key_store(address: str, port: int, timeout: float, serves: bool, who: str, host: str, setting: str) -> Any:
-    """A store of keys at an address: served there by this process, ``who``, or reached within ``timeout`` seconds where
+    """Return a store of keys at an address: served there by this process, ``who``, or reached within ``timeout`` seconds where
     ``host`` serves it; ``setting`` is what says the address.
 
     Raises:
@@ -313,13 +313,13 @@ def key_store(address: str, port: int, timeout: float, serves: bool, who: str, h
 
 
 def _listening(address: str, port: int) -> int:
-    """The descriptor of a socket that listens on an address of this machine, and on no other."""
+    """Return the descriptor of a socket that listens on an address of this machine, and on no other."""
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(place, family=family, backlog=socket.SOMAXCONN).detach()
 
 
 def firewall(ports: str) -> str:
-    """The command by which root keeps everybody outside a network from the ports of a node's ranks."""
+    """Return the command by which root keeps everybody outside a network from the ports of a node's ranks."""
     return (
         f"iptables -I INPUT ! -i lo ! -s NETWORK -p tcp -m multiport --dports {PORT},{ports}"
         " -m conntrack --ctstate NEW -j DROP"
@@ -327,7 +327,7 @@ def firewall(ports: str) -> str:
 
 
 def _own_ports() -> str:
-    """The range from which this machine's kernel takes ports that nobody named."""
+    """Return the range from which this machine's kernel takes ports that nobody named."""
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     return ":".join(path.read_text().split()) if path.is_file() else "32768:60999"
 
@@ -336,13 +336,13 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def cores_beside(pci_address: str) -> set[int]:
-    """The cores of the NUMA node of a PCI device such as ``0000:3b:00.0``; none where the kernel does not say."""
+    """Return the cores of the NUMA node of a PCI device such as ``0000:3b:00.0``; none where the kernel does not say."""
     listed = PCI_DEVICES / pci_address.lower() / "local_cpulist"
     return parse_cores(listed.read_text()) if listed.is_file() else set()
 
 
 def parse_cores(text: str) -> set[int]:
-    """The kernel's list format: ``0-3,8`` are cores 0, 1, 2, 3 and 8."""
+    """Return the kernel's list format: ``0-3,8`` are cores 0, 1, 2, 3 and 8."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -32,7 +32,7 @@ class Place:
     ranks_per_node: int = 1
 
     def settings(self) -> list[tuple[str, int]]:
-        """The mesh's settings, by name, that the configuration must have; none where there is one rank."""
+        """Return the mesh's settings, by name, that the configuration must have; none where there is one rank."""
         if self.world == 1:
             return []
         return [("mesh.world", self.world), ("mesh.ranks_per_node", self.ranks_per_node)]
@@ -64,7 +64,7 @@ OPEN_MPI = Launcher(
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place, from the variables of torchrun, of a SLURM step or of Open MPI's mpirun.
+    """Return this process's place, from the variables of torchrun, of a SLURM step or of Open MPI's mpirun.
 
     Raises:
         ValueError: a variable is missing beside others, is no number, or contradicts another one; nodes have different
@@ -104,7 +104,7 @@ def _refuse_half(launcher: Launcher, environment: Mapping[str, str]) -> None:
 
 
 def _placed(launcher: Launcher, environment: Mapping[str, str]) -> Place:
-    """The place that a launcher's variables say."""
+    """Return the place that a launcher's variables say."""
     rank = _number(environment, launcher.rank)
     world = _number(environment, launcher.world, least=1)
     if rank >= world:
@@ -134,7 +134,7 @@ def _placed(launcher: Launcher, environment: Mapping[str, str]) -> Place:
 
 
 def _tasks_per_node(environment: Mapping[str, str], world: int) -> int:
-    """The tasks that a SLURM step has on each of its nodes."""
+    """Return the tasks that a SLURM step has on each of its nodes."""
     name = SLURM.ranks_per_node
     tasks = environment.get(name)
     if tasks is None:
@@ -152,7 +152,7 @@ def _tasks_per_node(environment: Mapping[str, str], world: int) -> int:
 
 
 def _number(environment: Mapping[str, str], name: str, *, least: int = 0, default: int | None = None) -> int:
-    """The whole number in a variable; ``default`` where it is not set. Raises ValueError where it has none."""
+    """Return the whole number in a variable; ``default`` where it is not set. Raises ValueError where it has none."""
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -165,7 +165,7 @@ def _number(environment: Mapping[str, str], name: str, *, least: int = 0, defaul
 
 
 def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """The address and port at which rank 0 serves the store of keys: MASTER_ADDR and MASTER_PORT, and under SLURM unless
+    """Return the address and port at which rank 0 serves the store of keys: MASTER_ADDR and MASTER_PORT, and under SLURM unless
     these are set the first node and a port of the job's own.
 
     Raises:
@@ -187,14 +187,14 @@ def meeting_point(here: Place, environment: Mapping[str, str] = os.environ) -> t
 
 
 def port_of(text: str, setting: str) -> int:
-    """A port, from 1 to 65535. Raises ValueError, with the setting that says it, where a text is none."""
+    """Return a port, from 1 to 65535. Raises ValueError, with the setting that says it, where a text is none."""
     if not re.fullmatch(r"\s*[0-9]+\s*", text) or not 0 < int(text) < 1 << 16:
         raise ValueError(f"{setting} has port {text!r}; it must be a number from 1 to 65535, such as {PORT}")
     return int(text)
 
 
 def _first_node(nodes: str) -> str:
-    """The first node of a list as SLURM writes it."""
+    """Return the first node of a list as SLURM writes it."""
     try:
         command = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

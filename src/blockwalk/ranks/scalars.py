@@ -78,7 +78,7 @@ class Scalars:
 
 
 def make_scalars(mesh: MeshSettings, rank: int) -> Scalars:
-    """The process groups for scalars; every rank calls this together."""
+    """Return the process groups for scalars; every rank calls this together."""
     node, world = mesh.ranks_per_node, mesh.world
     near = None
     for first in range(0, world, node) if node > 1 else ():

@@ -56,19 +56,20 @@ class SharedForwards:
     # ---- who does what ----------------------------------------------------------------------------------------------
 
     def coordinates(self, rank: int) -> Coordinates:
-        """A rank's places on the axes of the mesh."""
+        """Return a rank's places on the axes of the mesh."""
         return coordinates_of(self.mesh, rank)
 
     def forwards_of(self, rank: int, passes: int) -> range:
-        """The forward passes of a step that a rank runs."""
+        """Return the forward passes of a step that a rank runs."""
         return forwards_at(self.mesh, dict(self.coordinates(rank)), passes)
 
     def micro_batches_of(self, rank: int, cuts: int) -> range:
-        """The parts of the global batch that a rank takes, where it was cut into ``cuts``."""
+        """Return the parts of the global batch that a rank takes, where it was cut into ``cuts``."""
         return micro_batches_at(self.mesh, dict(self.coordinates(rank)), cuts)
 
     def share(self, _step: int, _passes: int, _cuts: int) -> tuple[Piece, ...]:
-        """The pieces of a step that this process walks for, where they are told anew in each; none: those of its place."""
+        """Return the pieces of a step that this process walks for, where they are told anew in each; none: those of its
+        place."""
         return ()
 
     # ---- slices -------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ class SharedForwards:
         return self.place_of(self.rank, self.slices)
 
     def place_of(self, rank: int, ranks: int) -> int:
-        """The number of a rank's slice among those of so many ranks."""
+        """Return the number of a rank's slice among those of so many ranks."""
         return slice_of(make_axes(self.mesh), rank, ranks, ranks)[0]
 
     def gather_(self, bucket_P: Tensor, ranks: int) -> None:
@@ -117,7 +118,7 @@ class SharedForwards:
     def losses(
         self, step: int, own: Sequence[float], counted: Sequence[int], passes: int, rows: int
     ) -> list[list[float]]:
-        """Losses of every forward on every part of the global batch, the same bits on every rank.
+        """Return losses of every forward on every part of the global batch, the same bits on every rank.
 
         Args:
             own: this rank's numbers, float64, by forward, part and row, in that order.
@@ -216,7 +217,7 @@ class SharedForwards:
                     )
 
     def _all(self, own_N: Tensor) -> Tensor:
-        """Every rank's numbers, [W, N], from this rank's [N]."""
+        """Return every rank's numbers, [W, N], from this rank's [N]."""
         return own_N[None] if self._scalars is None else self._scalars.gather(own_N)
 
     def close(self) -> None:
@@ -230,7 +231,7 @@ class SharedForwards:
 
 
 def digest_of(batch: Mapping[str, Tensor]) -> float:
-    """A digest of a batch: 48 bits, which a float64 holds."""
+    """Return a digest of a batch: 48 bits, which a float64 holds."""
     digest = hashlib.blake2b(digest_size=6)
     for name, tensor in sorted(batch.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -259,7 +260,7 @@ def first(ask: Callable[[], Any]) -> Any:
 
 
 def make_ranks(plan: Plan, device: torch.device) -> SharedForwards:
-    """The ranks of a plan; every rank calls this together.
+    """Return the ranks of a plan; every rank calls this together.
 
     Raises:
         ValueError: other ranks were started than the plan has.

@@ -135,7 +135,7 @@ class Watch:
             ) from None
 
     def _absent(self, timeout: float) -> str:
-        """The message that names the ranks that have not come."""
+        """Return the message that names the ranks that have not come."""
         each = self._here.ranks_per_node
         there = {rank for rank in range(self._here.world) if self._store.check([self._process(rank)])}
         hosts = {rank // each: self._store.get(self._process(rank)).decode().split()[2] for rank in there}
@@ -178,7 +178,7 @@ class Watch:
             Watch.current = None
 
     def stuck(self) -> str | None:
-        """The message that ends a rank whose step is stuck; None where it is not."""
+        """Return the message that ends a rank whose step is stuck; None where it is not."""
         progress, steps = self._progress, self._steps
         if progress is None or not steps:
             return None
@@ -230,7 +230,7 @@ class Watch:
                 return
 
     def unheard(self) -> str | None:
-        """The message that ends this rank where others are silent, or None; silent ranks of this node are killed."""
+        """Return the message that ends this rank where others are silent, or None; silent ranks of this node are killed."""
         now = self._lived
         silence = now - self._answered
         if silence > self.dead_after:
@@ -250,19 +250,20 @@ class Watch:
         )
 
     def _process(self, rank: int) -> str:
-        """The key of a rank's process: its number, when it began, and its host."""
+        """Return the key of a rank's process: its number, when it began, and its host."""
         return f"{self._about}/process/{rank}"
 
 
 def begin_watch(mesh: MeshSettings) -> Watch:
-    """A watch over ranks whose process group is there already; every rank calls this together."""
+    """Return a watch over ranks whose process group is there already; every rank calls this together."""
     rank, node = dist.get_rank(), mesh.ranks_per_node
     c10d: Any = dist.distributed_c10d
     return Watch(Place(rank, mesh.world, rank % node, node), c10d._get_default_store())
 
 
 def _stat(process: int) -> list[str]:
-    """The kernel's fields about a process of this machine, from the third field of proc(5)'s stat; nothing where it is gone."""
+    """Return the kernel's fields about a process of this machine, from the third field of proc(5)'s stat; nothing where it
+    is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -270,13 +271,13 @@ def _stat(process: int) -> list[str]:
 
 
 def _began(process: int) -> str:
-    """The time, in the kernel's ticks, at which a process of this machine began: with its number, it is that process and no
-    other."""
+    """Return the time, in the kernel's ticks, at which a process of this machine began: with its number, it is that process
+    and no other."""
     return (_stat(process) or [""] * 20)[19]
 
 
 def _used(process: str) -> int:
-    """Processor time of a process, given as its number and its beginning, in the kernel's ticks; 0 where it is gone."""
+    """Return processor time of a process, given as its number and its beginning, in the kernel's ticks; 0 where it is gone."""
     number, began, *_ = process.split(" ")
     found = _stat(int(number))
     return int(found[11]) + int(found[12]) if found and found[19] == began else 0

@@ -31,12 +31,12 @@ class StepOf(NamedTuple):
 
 
 def trainables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The trainable parameters in ``named_parameters()`` order, a tied one once."""
+    """Return the trainable parameters in ``named_parameters()`` order, a tied one once."""
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The model's own mean loss."""
+    """Return the model's own mean loss."""
     loss: Tensor = model(**batch, use_cache=False).loss
     return loss
 

@@ -29,7 +29,7 @@ def masters_of(model: nn.Module) -> Masters:
 
 
 def _draws(masters: Masters, seed: int, step: int, kind: NoiseKind | Draw) -> Draw:
-    """The z of a step."""
+    """Return the z of a step."""
 
     def draw(query: int, name: str) -> Tensor:
         key = NoiseKey(seed, step, query, name)
@@ -39,12 +39,12 @@ def _draws(masters: Masters, seed: int, step: int, kind: NoiseKind | Draw) -> Dr
 
 
 def _scalar(value: float) -> Tensor:
-    """A float64 as the float32 that the arithmetic uses."""
+    """Return a float64 as the float32 that the arithmetic uses."""
     return torch.tensor(value, dtype=torch.float32)
 
 
 def _loss(model: nn.Module, batch: Batch, loss: Loss, values: Iterable[tuple[str, Tensor]]) -> float:
-    """The loss where the model's parameters have these values, cast to its dtype."""
+    """Return the loss where the model's parameters have these values, cast to its dtype."""
     named = dict(trainables(model))
     for name, value in values:
         named[name].data.copy_(value)

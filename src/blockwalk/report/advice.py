@@ -24,8 +24,8 @@ from blockwalk.simulate.planner import Task
 def task(
     model: str, lora: Adapters | None, machine: Hardware, shape: Shape, *, budget: int | None, micro_batches: int = 1
 ) -> Task:
-    """The planner's task for a model's folder or ``config.json``: the model as it is cut, and costs that are measured as the
-    planner asks for them, without padding.
+    """Return the planner's task for a model's folder or ``config.json``: the model as it is cut, and costs that are
+    measured as the planner asks for them, without padding.
 
     Raises:
         ValueError: there is no such model, or it cannot be cut.
@@ -38,7 +38,7 @@ def task(
 
 
 def next_plan(run: RunConfig, room: int | None, shape: Shape, *, device: str, host: int | None = None) -> str:
-    """The fastest plan for one rank that fits, in words; empty where none is known. ``shape`` is that of a micro-batch.
+    """Return the fastest plan for one rank that fits, in words; empty where none is known. ``shape`` is that of a micro-batch.
 
     Args:
         room: bytes of the device's memory that it may need; None: as many as a plan of this machine may.
@@ -62,12 +62,12 @@ def next_plan(run: RunConfig, room: int | None, shape: Shape, *, device: str, ho
 
 
 def settings_of(plan: Plan) -> str:
-    """A plan as the settings that ask for it: what tells it from its method's row."""
+    """Return a plan as the settings that ask for it: what tells it from its method's row."""
     return ", ".join(f"{name}: {value}" for name, value in differing(plan).items())
 
 
 def differing(plan: Plan) -> dict[str, Any]:
-    """The method of a plan and each of its settings that is not its method's own, by name."""
+    """Return the method of a plan and each of its settings that is not its method's own, by name."""
     row = METHODS[plan.method]()
     found: dict[str, Any] = {"method": plan.method}
     for each in fields(plan):
@@ -78,8 +78,8 @@ def differing(plan: Plan) -> dict[str, Any]:
 
 
 def recommended(run: RunConfig, plan: Plan) -> dict[str, Any]:
-    """The settings of a run under another plan, to be copied: the plan's, and those of the run that are not the defaults. A
-    micro-batch has as many sequences as the run's."""
+    """Return the settings of a run under another plan, to be copied: the plan's, and those of the run that are not the
+    defaults. A micro-batch has as many sequences as the run's."""
 
     def changed(mine: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in mine.items() if value != default[name]}

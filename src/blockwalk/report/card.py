@@ -30,7 +30,7 @@ YAML_COMMENT = "# {}"
 
 
 def trained_folder(folder: str | Path) -> Path:
-    """The folder of what a run trained, where a card may be written.
+    """Return the folder of what a run trained, where a card may be written.
 
     Raises:
         ValueError: the run has not ended; a link leads out of its folder; or a card or curve that somebody wrote is there.
@@ -88,12 +88,12 @@ def write(folder: str | Path) -> Path:
 
 
 def escaped(value: object) -> str:
-    """A value as Markdown that shows it on one line, whatever it holds."""
+    """Return a value as Markdown that shows it on one line, whatever it holds."""
     return re.sub(r"([\\`*_\[\]<>#!|&~])", r"\\\1", one_line(str(value)))
 
 
 def code(value: object) -> str:
-    """A value as Markdown's code on one line; its fence is longer than any run of backticks in it."""
+    """Return a value as Markdown's code on one line; its fence is longer than any run of backticks in it."""
     text = one_line(str(value))
     ticks = _longest_ticks(text)
     blank = " " if ticks else ""
@@ -101,7 +101,7 @@ def code(value: object) -> str:
 
 
 def _longest_ticks(text: str, least: int = 0) -> int:
-    """The length of the longest run of backticks in a text, and ``least`` at least."""
+    """Return the length of the longest run of backticks in a text, and ``least`` at least."""
     return max([least, *(len(ticks) for ticks in re.findall("`+", text))])
 
 
@@ -124,7 +124,7 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: str) -> str:
-    """A name of the hub, or the last part of a local path."""
+    """Return a name of the hub, or the last part of a local path."""
     path = Path(name).expanduser()
     return path.name if path.exists() or not _on_hub(name) else name
 
@@ -135,7 +135,7 @@ def _on_hub(name: str) -> bool:
 
 
 def _repeatable(run: Path) -> str:
-    """The sentence on how the run is made again, from the settings below it."""
+    """Return the sentence on how the run is made again, from the settings below it."""
     changed = whole_lines(run / CHANGED)
     if not changed:
         return "`blockwalk train config.yaml` makes it again, with this file:"

@@ -79,20 +79,20 @@ class Forecast:
         return max(filter(None, (self.program, self.visit)), key=process_memory.tensors)
 
     def simulated(self) -> Simulation | None:
-        """The step on this machine; None where doctor has not measured it."""
+        """Return the step on this machine; None where doctor has not measured it."""
         here = machine.this_machine(self.device)
         if here.name == hardware.UNMEASURED:
             return None
         return simulate(self.programs, self.plan, self.model, here, self.costs)
 
     def host_bytes(self) -> int:
-        """Bytes of tensors in a processor's own memory at the peak."""
+        """Return bytes of tensors in a processor's own memory at the peak."""
         peaks = self.fullest.peaks()
         return peaks[Pool.HOST] + (peaks[Pool.DEVICE] if self.device == "cpu" else 0)
 
     def process_bytes(self, before: int, opened: int | None = None) -> int:
-        """Bytes of the whole process at its peak, on a processor, where it held ``before`` without the model and ``opened``
-        with it."""
+        """Return bytes of the whole process at its peak, on a processor, where it held ``before`` without the model and
+        ``opened`` with it."""
         here = machine.this_machine(self.device)
         most = process_memory.process_peak(self.fullest, self.plan, here, self.model, process=before)
         if opened is not None:
@@ -100,7 +100,7 @@ class Forecast:
         return max(most, opened or 0)
 
     def overview(self, steps: int, usual: Simulation | None = None) -> Iterator[str]:
-        """A run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known),
+        """Yield a run in the figures that decide about it: the process's memory, and the time of all ``steps`` (0: not known),
         as long as ``usual`` on average, the longest unless given."""
         found = self.simulated()
         if self.device == "cpu":
@@ -120,7 +120,7 @@ class Forecast:
         yield f"time    {at_most:.3g} s a step at most{each}{whole}; {found.bottleneck()}"
 
     def rows(self) -> list[Row]:
-        """Bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
+        """Return bytes of each kind of state. A gradient that is used at its block's turn is at most one unit's."""
         plan, model = self.plan, self.model
         frozen, trained = model.numel(trainable=False), model.numel(trainable=True)
         places = Placements(plan, model, self.device)
@@ -155,7 +155,7 @@ class Forecast:
         return sum(unit.nbytes(placement.codec, trainable=trainable) for unit in self.model.units)
 
     def lines(self) -> Iterator[str]:
-        """The forecast as a small table."""
+        """Yield the forecast as a small table."""
         plan, program, shape = self.plan, self.program, self.program.shape
         passes = f", {plan.forward_passes} forward passes" if plan.zeroth_order else ""
         yield f"{plan.method} on {self.model.name}: {plan.estimator}{passes}, updates at {_when(plan)}"
@@ -180,7 +180,7 @@ class Forecast:
         yield from (f"  {note}" for note in self.notes)
 
     def pools(self) -> Iterator[str]:
-        """The tensors' bytes at the peak, by where they lie: a processor's device and host are one memory."""
+        """Yield the tensors' bytes at the peak, by where they lie: a processor's device and host are one memory."""
         peaks = self.fullest.peaks()
         if self.device == "cpu":
             yield f"memory {human_bytes(peaks.pop(Pool.DEVICE, 0) + peaks.pop(Pool.HOST, 0))}"
@@ -191,16 +191,16 @@ class Forecast:
         return "\n".join(self.lines())
 
     def choices(self) -> dict[str, Any]:
-        """The settings that this machine decided, by name, in plain types."""
+        """Return the settings that this machine decided, by name, in plain types."""
         return {name: plain_values(attrgetter(name)(self.plan)) for name in self.settled}
 
     def device_peak(self) -> int:
-        """Bytes of tensors on the device at the peak: of a step, and on an accelerator of an evaluation as well."""
+        """Return bytes of tensors on the device at the peak: of a step, and on an accelerator of an evaluation as well."""
         programs = (self.program, self.visit) if self.device != "cpu" else (self.program,)
         return max(each.peaks()[Pool.DEVICE] for each in programs if each is not None)
 
     def _share(self) -> str:
-        """The origin of a budget that nobody gave, in words."""
+        """Return the origin of a budget that nobody gave, in words."""
         free = human_bytes(self.device_free)
         return f", {BUDGET} of the {free} that are free there" if "budget" in self.settled else ""
 
@@ -235,7 +235,7 @@ class Forecast:
 
 
 def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shape, int] | None = None) -> Forecast:
-    """The forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
+    """Return the forecast of a run's training step at the shape of a micro-batch, read off the model's configuration alone: no
     weight is touched. Its plan has what this machine decides: see :func:`blockwalk.program.settling.settle`.
 
     Args:
@@ -258,8 +258,8 @@ def foresee(run: RunConfig, shape: Shape, measured: UnitCosts, visit: tuple[Shap
 
 
 def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
-    """A sentence where a plan computes in bfloat16 and the card has no such arithmetic: a T4's or an RTX 20's products and
-    attention take their slowest ways then. Nothing is refused: the numbers are right."""
+    """Yield a sentence where a plan computes in bfloat16 and the card has no such arithmetic: a T4's or an RTX 20's
+    products and attention take their slowest ways then. Nothing is refused: the numbers are right."""
     if not card.bfloat16 and compute_dtype(plan, model) == "bfloat16":
         other = "float32, or float16" if plan.zeroth_order else "float32"
         yield (
@@ -269,7 +269,7 @@ def without_bfloat16(card: Card, plan: Plan, model: ModelSpec) -> Iterator[str]:
 
 
 def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
-    """The model of a folder as the walk will see it, adapters included and stored as it is there; no weight is read."""
+    """Return the model of a folder as the walk will see it, adapters included and stored as it is there; no weight is read."""
     from blockwalk.cutting.skeleton import build_skeleton
     from blockwalk.models.folder import lies_in
     from blockwalk.tiers.block_store.store import is_store, read_index
@@ -291,7 +291,7 @@ def model_spec(model: str, measured: UnitCosts) -> ModelSpec:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in words: "50 s", "12 min", "3.4 h"."""
+    """Return seconds in words: "50 s", "12 min", "3.4 h"."""
     if seconds < 7200:
         return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
@@ -303,7 +303,7 @@ def _when(plan: Plan) -> str:
 
 
 def _shared(plan: Plan) -> str:
-    """The ranks that share each kind of state, in words."""
+    """Return the ranks that share each kind of state, in words."""
     mesh = plan.mesh
     if not plan.zeroth_order:
         return (
@@ -323,7 +323,7 @@ _TUNING: dict[type, tuple[str, float, float, float]] = {
 
 
 def zeroth_order_advice(plan: Plan, adapters: Adapters | None) -> list[str]:
-    """Advice to a user before a zeroth-order run starts; none for other estimators.
+    """Return advice to a user before a zeroth-order run starts; none for other estimators.
 
     Source: Malladi et al., "Fine-Tuning Language Models with Just Forward Passes" (NeurIPS 2023), appendix D.
     """

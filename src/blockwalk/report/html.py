@@ -61,7 +61,7 @@ class Series:
 
 
 def report(folder: str | Path) -> str:
-    """The page of a run's folder.
+    """Return the page of a run's folder.
 
     Raises:
         ValueError: the folder holds no metrics, or files that no run writes.
@@ -106,7 +106,7 @@ def _page(run: Path) -> str:
 
 
 def curves(folder: str | Path) -> str:
-    """The losses of a run's folder as an SVG file of its own."""
+    """Return the losses of a run's folder as an SVG file of its own."""
     run = Path(folder)
     steps, evaluations = (whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl"))
     losses = _losses(steps, evaluations)
@@ -114,7 +114,7 @@ def curves(folder: str | Path) -> str:
 
 
 def standalone(drawn: str) -> str:
-    """A :func:`chart` as a file of its own."""
+    """Return a :func:`chart` as a file of its own."""
     picture = drawn[drawn.index("<svg") :].replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     style = "text{font:11px sans-serif;fill:#57606a}.grid{stroke:#d0d7de}"
     paper = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
@@ -122,14 +122,14 @@ def standalone(drawn: str) -> str:
 
 
 def figures(folder: str | Path) -> Iterator[tuple[str, str]]:
-    """Names and values of a run's summary, from its folder."""
+    """Yield names and values of a run's summary, from its folder."""
     run = Path(folder)
     steps, evaluations = (whole_lines(within(run, run / name)) for name in ("metrics.jsonl", "evaluations.jsonl"))
     yield from _summary(steps, evaluations, _object(within(run, run / "forecast.json")))
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Three to seven round numbers between ``low`` and ``high``: multiples of 1, 2 or 5 times a power of ten."""
+    """Return three to seven round numbers between ``low`` and ``high``: multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * each for each in (1, 2, 5, 10) if power * each >= rough * (1 - 1e-9))
@@ -138,7 +138,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str:
-    """A line chart as SVG, with a dot for each value where they are few; empty where no line has a point."""
+    """Return a line chart as SVG, with a dot for each value where they are few; empty where no line has a point."""
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
@@ -174,7 +174,7 @@ def chart(title: str, lines: Sequence[Series], *, from_zero: bool = True) -> str
 
 
 def timeline(title: str, trace: dict[str, Any]) -> str:
-    """The complete events of a Chrome trace, a row for each process and lane."""
+    """Return the complete events of a Chrome trace, a row for each process and lane."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e.get("name") == "thread_name"}
     rows = sorted({(str(event["pid"]), event["tid"]) for event in events})
@@ -205,20 +205,20 @@ def timeline(title: str, trace: dict[str, Any]) -> str:
 
 
 def _level(steps: Lines, value: float | None, scale: float) -> list[Series]:
-    """The foreseen value as a level line; empty where none is foreseen."""
+    """Return the foreseen value as a level line; empty where none is foreseen."""
     if not value:
         return []
     return [Series(FORESEEN, tuple((float(steps[at]["step"]), value * scale) for at in (0, -1)))]
 
 
 def _section(title: str, sizes: dict[str, int]) -> str:
-    """Bytes by name, under a heading; empty where there are none."""
+    """Return bytes by name, under a heading; empty where there are none."""
     rows = ((name, human_bytes(nbytes)) for name, nbytes in sizes.items())
     return f"<h2>{html.escape(title)}</h2>{_table(rows)}" if sizes else ""
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file."""
+    """Return a JSON object; empty where there is no file."""
     with reading(path):
         return dict(read_json(path).items()) if path.is_file() else {}
 
@@ -238,7 +238,8 @@ def _losses(steps: Lines, evaluations: Lines) -> list[Series]:
 
 
 def _held_out(name: str, evaluations: Lines, key: str, scale: float = 1.0) -> list[Series]:
-    """A series for each set of held-out records, the last one's under the plain name: figures of two sets make no curve."""
+    """Return a series for each set of held-out records, the last one's under the plain name: figures of two sets make no
+    curve."""
     sets = list(dict.fromkeys(line.get("records") for line in evaluations))
     series = []
     for number, records in enumerate(sets, 1):
@@ -248,7 +249,7 @@ def _held_out(name: str, evaluations: Lines, key: str, scale: float = 1.0) -> li
 
 
 def _header(config: str, metrics: Path) -> Iterator[str]:
-    """The run in a line: model, method, data, and the day of its last step."""
+    """Yield the run in a line: model, method, data, and the day of its last step."""
     settings = yaml.load(config, Loader=Loader) or {}
     for name in ("model", "method"):
         if settings.get(name):

@@ -15,7 +15,7 @@ from blockwalk.system.process_memory import free_memory, page_cache
 
 
 def card(device: str) -> Card:
-    """The facts of this process's accelerator, whose type torch calls ``device``; of a processor none."""
+    """Return the facts of this process's accelerator, whose type torch calls ``device``; of a processor none."""
     if device == "cpu":
         return Card()
     from blockwalk.walk.here import card
@@ -24,10 +24,10 @@ def card(device: str) -> Card:
 
 
 def this_machine(device: str) -> Hardware:
-    """The description of this machine with a device of the type that torch calls ``device``."""
+    """Return the description of this machine with a device of the type that torch calls ``device``."""
     return hardware.of_this_machine(device, card(device))
 
 
 def room(folder: Path, device: str) -> Room:
-    """The memory that is there for a run whose files go to ``folder``."""
+    """Return the memory that is there for a run whose files go to ``folder``."""
     return Room(card(device).free_bytes, free_memory(), page_cache(folder))

@@ -63,7 +63,8 @@ def check_memory(run: RunConfig, forecast: Forecast, held: int) -> None:
 
 
 def _next_plan_of(run: RunConfig, forecast: Forecast, left: int) -> str:
-    """The next plan that needs no more than ``left`` bytes of the host's memory, which on a processor is the device's."""
+    """Return the next plan that needs no more than ``left`` bytes of the host's memory, which on a processor is the
+    device's."""
     shape, device = forecast.program.shape, forecast.device
     if device == "cpu":
         return next_plan(run, left, shape, device=device)
@@ -71,8 +72,9 @@ def _next_plan_of(run: RunConfig, forecast: Forecast, left: int) -> str:
 
 
 def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -> Iterator[str]:
-    """A warning where the bytes that are ``foreseen`` for the process are near the tightest limit. Where 0 are foreseen (the
-    machine was not measured), they are the tensors and the bytes that the process ``held`` before the model was opened."""
+    """Yield a warning where the bytes that are ``foreseen`` for the process are near the tightest limit. Where 0 are
+    foreseen (the machine was not measured), they are the tensors and the bytes that the process ``held`` before the model
+    was opened."""
     foreseen = foreseen or held + forecast.host_bytes()
     ranks = run.plan.mesh.ranks_per_node
     limits = [(each.nbytes // (1 if each.of_process else ranks), each) for each in memory_limits()]
@@ -85,8 +87,8 @@ def close_memory(run: RunConfig, forecast: Forecast, held: int, foreseen: int) -
 
 
 def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
-    """Bytes of the files that a run makes in its scratch folder for its own time: state on the disk tier, that which a step may
-    go back to, graphs, and a pack of the model; its data are not among them."""
+    """Return bytes of the files that a run makes in its scratch folder for its own time: state on the disk tier, that which
+    a step may go back to, graphs, and a pack of the model; its data are not among them."""
     from blockwalk.tiers.block_store.store import is_store
 
     plan = run.plan
@@ -109,7 +111,7 @@ def scratch_bytes(run: RunConfig, forecast: Forecast) -> int:
 
 
 def _graph_bytes(forecast: Forecast) -> int:
-    """Bytes of the file maps that graphs are written to: of those that are kept, and of one that is made again."""
+    """Return bytes of the file maps that graphs are written to: of those that are kept, and of one that is made again."""
     if not maps_graphs(forecast.plan, forecast.device):
         return 0
     forwards = [op for op in forecast.program.ops if op.kind is OpKind.FORWARD]
@@ -168,6 +170,6 @@ def _disk(path: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of those below a folder; 0 where there is nothing."""
+    """Return bytes of a file, or of those below a folder; 0 where there is nothing."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())

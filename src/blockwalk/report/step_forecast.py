@@ -51,7 +51,7 @@ class StepForecast:
 
     @classmethod
     def of(cls, forecast: Forecast, usual: Simulation | None = None, *, before: int = 0) -> StepForecast:
-        """The forecast of a run whose model is open now.
+        """Return the forecast of a run whose model is open now.
 
         Args:
             forecast: of a step at the longest sequences.
@@ -68,7 +68,7 @@ class StepForecast:
         return process_memory.tensors(self.forecast.fullest)
 
     def lines(self) -> Iterator[str]:
-        """The forecast as lines of text, memory first."""
+        """Yield the forecast as lines of text, memory first."""
         if self.process_bytes:
             now, more = human_bytes(self.held_bytes), human_bytes(self.process_bytes - self.held_bytes)
             yield f"memory: {human_bytes(self.process_bytes)} at a step's peak ({COUNTED})"
@@ -101,14 +101,14 @@ class StepForecast:
                 timeline.write(path, self._foreseen())
 
     def _foreseen(self) -> list[dict[str, Any]]:
-        """Events of the simulated step, if it could be simulated."""
+        """Return events of the simulated step, if it could be simulated."""
         if self.simulation is None:
             return []
         spans = [(span.op, span.began, span.ended) for span in self.simulation.spans]
         return timeline.events(self.simulation.program, [spans], process="foreseen")
 
     def values(self) -> dict[str, Any]:
-        """The forecast as ``forecast.json`` holds it."""
+        """Return the forecast as ``forecast.json`` holds it."""
         peaks = self.forecast.program.peaks()
         return {
             "peaks": {str(pool): peaks[pool] for pool in Pool if peaks[pool]},

@@ -50,7 +50,7 @@ class Link:
     latency: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of one transfer; 0 for no bytes."""
+        """Return seconds of one transfer; 0 for no bytes."""
         return self.latency + nbytes / self.bandwidth if nbytes > 0 else 0.0
 
 
@@ -63,7 +63,7 @@ class Curve:
     """(size, seconds), sizes in ascending order."""
 
     def seconds(self, size: float) -> float:
-        """Seconds of one operation."""
+        """Return seconds of one operation."""
         if size <= self.points[0][0]:
             return self.points[0][1]
         for (small, low), (large, high) in pairwise(self.points):
@@ -74,7 +74,7 @@ class Curve:
         return high * size / large
 
     def total(self, sizes: Sizes) -> float:
-        """Seconds of many operations."""
+        """Return seconds of many operations."""
         return sum(count * self.seconds(size) for size, count in sizes)
 
 
@@ -184,15 +184,15 @@ class Hardware:
         return self.host_bytes if self.device == "cpu" else int(PINNED * self.host_bytes)
 
     def decodes(self, codec: str) -> float:
-        """Elements of a codec that one device decodes per second."""
+        """Return elements of a codec that one device decodes per second."""
         return self.decode_rates.get(codec) or self.decode_rate
 
     def flops_of(self, dtype: str) -> float:
-        """Reached FLOP/s in a dtype; one that was not measured runs as fast as float32."""
+        """Return reached FLOP/s in a dtype; one that was not measured runs as fast as float32."""
         return self.flops.get(dtype) or self.flops.get("float32") or min(self.flops.values())
 
     def peak_of(self, dtype: str) -> float:
-        """The promised FLOP/s in a dtype, or what is reached."""
+        """Return the promised FLOP/s in a dtype, or what is reached."""
         return self.peak_flops.get(dtype) or self.flops_of(dtype)
 
 
@@ -207,13 +207,13 @@ _READERS: dict[Any, Callable[[Any], Any]] = {
 
 
 def names() -> list[str]:
-    """The machines that ship."""
+    """Return the machines that ship."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def load(name_or_path: str | Path) -> Hardware:
-    """A shipped machine by its name; ``here``, what :data:`HERE` says of this one, and the file of figures of a card beside it;
-    or a description in a file: doctor's, or a card's figures as ``benchmarks/gpu.sh`` writes them.
+    """Return a shipped machine by its name; ``here``, what :data:`HERE` says of this one, and the file of figures of a card
+    beside it; or a description in a file: doctor's, or a card's figures as ``benchmarks/gpu.sh`` writes them.
 
     Raises:
         ValueError: an unknown name or key, or a figure out of range.
@@ -238,13 +238,13 @@ def load(name_or_path: str | Path) -> Hardware:
 
 
 def described_as(name: str) -> Hardware:
-    """The shipped description of one card by torch's name of it; of one that none describes the RTX 4090's."""
+    """Return the shipped description of one card by torch's name of it; of one that none describes the RTX 4090's."""
     known = (found for found in map(load, names()) if is_called(name, found.card))
     return dataclasses.replace(next(known, None) or load("rtx-4090"), devices_per_node=1, nodes=1)
 
 
 def with_facts(machine: Hardware, facts: Facts) -> Hardware:
-    """A machine with a card's measured figures in place of its own. A figure that was not measured stays."""
+    """Return a machine with a card's measured figures in place of its own. A figure that was not measured stays."""
     links = {"host_to_device": facts.copy_up, "device_to_host": facts.copy_down}
     changes: dict[str, Any] = {
         name: dataclasses.replace(getattr(machine, name), bandwidth=rate) for name, rate in links.items() if rate
@@ -265,7 +265,7 @@ def with_facts(machine: Hardware, facts: Facts) -> Hardware:
 
 
 def _from_mapping(path: Path, raw: dict[Any, Any]) -> Hardware:
-    """A machine from a file's keys and figures."""
+    """Return a machine from a file's keys and figures."""
     hints = hints_of(Hardware)
     values: dict[str, Any] = {"name": path.stem}
     for key, value in raw.items():
@@ -288,14 +288,14 @@ UNMEASURED = "this machine, not measured"
 
 
 def kind_of(device: str) -> str:
-    """The kind of a device in a description, by torch's name of its type: ``cpu``, or ``cuda`` for an accelerator of any
+    """Return the kind of a device in a description, by torch's name of its type: ``cpu``, or ``cuda`` for an accelerator of any
     make."""
     return "cpu" if device == "cpu" else "cuda"
 
 
 def of_this_machine(device: str = "cpu", card: Card | None = None) -> Hardware:
-    """The machine as doctor described it here, with the figures of its card where ``benchmarks/gpu.sh`` left them beside.
-    Before either has run, it is the memory that there is, with rates that only rank plans by their work.
+    """Return the machine as doctor described it here, with the figures of its card where ``benchmarks/gpu.sh`` left them
+    beside. Before either has run, it is the memory that there is, with rates that only rank plans by their work.
 
     Args:
         device: torch's name of the type that blocks compute on: ``cpu``, ``cuda``, ``xpu`` or another.

@@ -76,7 +76,7 @@ class Candidate:
         return self.simulation.tokens_per_second / (ZEROTH_ORDER_STEPS if self.plan.zeroth_order else 1)
 
     def line(self) -> str:
-        """The candidate as a row of a table."""
+        """Return the candidate as a row of a table."""
         held = f"{human_bytes(self.peaks[Pool.DEVICE]):>9} {human_bytes(self.peaks[Pool.HOST]):>9}"
         if self.simulation is None:
             return f"{self.label:<44} {held}  {self.refused}"
@@ -106,7 +106,7 @@ class Ranking:
         return next(iter(self.ranked), None)
 
     def lines(self, *, most: int = 10) -> Iterator[str]:
-        """The ranking as tables."""
+        """Yield the ranking as tables."""
         yield f"{'plan':<44} {'device':>9} {'host':>9} {'step':>11} {'tokens a second':>15} {'MFU':>6}  critical path"
         for title, found in (("exact gradients", self.first_order), ("zeroth order", self.zeroth_order)):
             if found:
@@ -126,7 +126,7 @@ class Ranking:
 
 
 def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
-    """Every plan worth looking at: each row of the table, in the variants that its facts have room for, labelled by them.
+    """Yield every plan worth looking at: each row of the table, in the variants that its facts have room for, labelled by them.
 
     Frozen weights in 4 or 8 bits need adapters; rows that spread state need more ranks than one.
     """
@@ -137,7 +137,7 @@ def candidates(task: Task) -> Iterator[tuple[str, Plan]]:
 
 
 def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Variants of a row for one rank."""
+    """Yield variants of a row for one rank."""
     if row.frozen.codec.encoded:
         for codec in ("int4a", "int8", "raw") if task.adapters else ():
             yield f", {codec}", {"frozen": f"{row.frozen.tier} × {codec}"}
@@ -156,8 +156,8 @@ def _alone(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Variants of a row that spreads state: activations elsewhere, codecs where every use gathers what is kept, an adaptive
-    cache, and groups of other sizes where nothing is cached between two of them."""
+    """Yield variants of a row that spreads state: activations elsewhere, codecs where every use gathers what is kept, an
+    adaptive cache, and groups of other sizes where nothing is cached between two of them."""
     node, world = task.hardware.devices_per_node, task.hardware.world
     mesh = {"world": world, "ranks_per_node": node}
     if world == 1:
@@ -185,8 +185,8 @@ def _over_ranks(task: Task, row: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
-    """Sizes of groups worth looking at, for parameters and gradients, and for optimizer states: a part of a node, a node or
-    two; everything or a few nodes."""
+    """Yield sizes of groups worth looking at, for parameters and gradients, and for optimizer states: a part of a node, a
+    node or two; everything or a few nodes."""
     inner = sorted({z for z in (2, node // 2, *(node << k for k in range(5))) if 1 < z <= world and world % z == 0})
     for few in (z for z in inner if node % z == 0 or z % node == 0):
         for many in sorted({world, *(z for z in (8 * node,) if node < z < world and world % z == 0)}):
@@ -195,8 +195,8 @@ def _groups(node: int, world: int) -> Iterator[tuple[int, int]]:
 
 
 def steady(plan: Plan, model: ModelSpec) -> Pending:
-    """The updates that a step of a long run finds pending: the last step's where it is deferred, and every node slice out of
-    date."""
+    """Return the updates that a step of a long run finds pending: the last step's where it is deferred, and every node
+    slice out of date."""
     if plan.update.deferred:
         return Pending(1, flush=True)
     if plan.sharded:
@@ -205,7 +205,7 @@ def steady(plan: Plan, model: ModelSpec) -> Pending:
 
 
 def programs_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[tuple[Program, ...], Costs]:
-    """The training step of a plan in a long run, as the distinct programs of its ranks, and its costs."""
+    """Return the training step of a plan in a long run, as the distinct programs of its ranks, and its costs."""
     shape = shape or task.shape
     costs = task.costs(plan, shape)
     room, pending = task.hardware.host_bytes // DIRTY_SHARE, steady(plan, task.model)
@@ -214,8 +214,8 @@ def programs_of(task: Task, plan: Plan, shape: Shape | None = None) -> tuple[tup
 
 
 def look_at(task: Task, label: str, plan: Plan) -> Candidate:
-    """One plan: simulated where it fits, with as many blocks that stay on the device as fit, else with the reason and what
-    would make it fit."""
+    """Return one plan: simulated where it fits, with as many blocks that stay on the device as fit, else with the reason
+    and what would make it fit."""
     costs, on = task.costs(plan, task.shape), task.hardware.device
     if plan.resident == AUTO:
         plan = settled(plan, task.model, task.shape, costs, device=on, budget=task.room)
@@ -251,9 +251,9 @@ def rank(task: Task) -> Ranking:
 
 
 def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | None:
-    """A streamed plan with the fewest micro-batches whose step computes as long as it fetches: all of them pass through a block
-    while it is there. None where they do so already, or would not with ``most`` of them: a step of so many more sequences is
-    for its user to decide."""
+    """Return a streamed plan with the fewest micro-batches whose step computes as long as it fetches: all of them pass
+    through a block while it is there. None where they do so already, or would not with ``most`` of them: a step of so many
+    more sequences is for its user to decide."""
     found, steps = candidate, candidate.plan.gradient_accumulation_steps
     label = candidate.label.removesuffix(f", {candidate.plan.resident} blocks stay")
     while found.simulation is not None:
@@ -274,7 +274,7 @@ def hides_link(task: Task, candidate: Candidate, most: int = 16) -> Candidate | 
 
 
 def choose(task: Task, *, world: int = 1) -> Plan:
-    """The best plan for so many ranks.
+    """Return the best plan for so many ranks.
 
     Raises:
         ValueError: none fits; the message says why the nearest does not.
@@ -289,7 +289,7 @@ def choose(task: Task, *, world: int = 1) -> Plan:
 
 
 def largest_batch(task: Task, plan: Plan, most: int = 1 << 16) -> int:
-    """The most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
+    """Return the most sequences of a micro-batch with which a plan's step fits; 0 where not even one does."""
 
     def fits(batch: int) -> bool:
         (program, *_), _ = programs_of(task, plan, Shape(batch, task.shape.sequence))

@@ -27,7 +27,7 @@ GUESSED = "free heap and buffers of libraries are foreseen as they were elsewher
 
 
 def walk_kind(plan: Plan, program: Program, model: ModelSpec) -> str:
-    """The one of :data:`KINDS` that a step is."""
+    """Return the one of :data:`KINDS` that a step is."""
     if plan.zeroth_order:
         return "forwards"
     if program.streamed:
@@ -38,40 +38,40 @@ def walk_kind(plan: Plan, program: Program, model: ModelSpec) -> str:
 
 
 def found_for(kind: str, figures: Mapping[str, float]) -> float:
-    """The figure of a kind of walk, 0 without one; an older description has one of streamed walks in any dtype."""
+    """Return the figure of a kind of walk, 0 without one; an older description has one of streamed walks in any dtype."""
     return figures.get(kind, figures.get(kind.partition(",")[0], 0))
 
 
 def tensors(program: Program) -> int:
-    """Bytes of tensors in a processor's own memory at the step's peak."""
+    """Return bytes of tensors in a processor's own memory at the step's peak."""
     peaks = program.peaks()
     return peaks[Pool.DEVICE] + peaks[Pool.HOST]
 
 
 def transients(program: Program) -> int:
-    """Those that come and go within the step."""
+    """Return those that come and go within the step."""
     held = Counter(dict(program.static))
     return tensors(program) - held[Pool.DEVICE] - held[Pool.HOST]
 
 
 def process_peak(program: Program, plan: Plan, hardware: Hardware, model: ModelSpec, *, process: int = 0) -> int:
-    """Bytes of the whole process, pages of mapped files left out. ``process``: those that it holds before a model is opened,
-    where they are known; doctor's walks tell of a bare one."""
+    """Return bytes of the whole process, pages of mapped files left out. ``process``: those that it holds before a model is
+    opened, where they are known; doctor's walks tell of a bare one."""
     bare = max(found_for(walk_kind(plan, program, model), hardware.process_bytes), process)
     return int(bare) + tensors(program) - transients(program) + step_growth(program, plan, hardware, model)
 
 
 def step_growth(program: Program, plan: Plan, hardware: Hardware, model: ModelSpec) -> int:
-    """Bytes that a process with an open model grows by in its steps: libraries' buffers, what comes and goes, and the free
-    heap that it leaves."""
+    """Return bytes that a process with an open model grows by in its steps: libraries' buffers, what comes and goes, and
+    the free heap that it leaves."""
     kind, moving = walk_kind(plan, program, model), transients(program)
     beside = found_for(kind, hardware.buffers) + found_for(kind, hardware.slack) * moving
     return moving + int(beside) + 2 * _gather_copy(plan, program)
 
 
 def _gather_copy(plan: Plan, program: Program) -> int:
-    """Bytes of gloo's own copy of the largest gather, whose whole output it makes before it hands it over. It counts twice:
-    the hole that it leaves is kept as other free heap is."""
+    """Return bytes of gloo's own copy of the largest gather, whose whole output it makes before it hands it over. It counts
+    twice: the hole that it leaves is kept as other free heap is."""
     if not plan.sharded:
         return 0
     ranks = ((op.nbytes, ranks_over(plan.mesh, op.axes)) for op in program.ops if op.kind is OpKind.GATHER)

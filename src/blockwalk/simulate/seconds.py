@@ -75,7 +75,7 @@ class CostModel:
         return {unit: nbytes / rate / turns[unit] for unit, nbytes in copied.items() if turns[unit]}
 
     def seconds(self, op: Op) -> float:
-        """Seconds of one op on its lane."""
+        """Return seconds of one op on its lane."""
         hw = self.hardware
         if op.lane is Lane.COMPUTE or op.kind is OpKind.UPDATE:
             return self._compute(op)
@@ -94,7 +94,7 @@ class CostModel:
         return compute_dtype(self.plan, self.model)
 
     def work_seconds(self, work: Work) -> float:
-        """Seconds of operations in the compute dtype, one after the other."""
+        """Return seconds of operations in the compute dtype, one after the other."""
         hw, dtype = self.hardware, self.dtype
         products, passes = hw.products.get(dtype), hw.passes.get(dtype)
         if products:
@@ -142,7 +142,7 @@ class CostModel:
         return 0.0
 
     def work(self, op: Op) -> Work:
-        """The operations of an op on the compute lane, as far as its unit's costs are known."""
+        """Return the operations of an op on the compute lane, as far as its unit's costs are known."""
         cost = self.costs.of(self.model.units[op.unit].kind)
         match op.kind:
             case OpKind.PROLOGUE | OpKind.FORWARD:
@@ -184,11 +184,11 @@ class CostModel:
         return seconds
 
     def reads(self, index: int) -> UnitSpec:
-        """A unit with the tied head that its turn reads."""
+        """Return a unit with the tied head that its turn reads."""
         return self.model.units[index] if index <= len(self.model.blocks) else epilogue_reads(self.model)
 
     def _token_chunks(self) -> int:
-        """The number of times that a loss with gradient goes through the head."""
+        """Return the number of times that a loss with gradient goes through the head."""
         if self.program is None or self.plan.loss != "chunked":
             return 1
         shape, size = self.program.shape, DTYPE_BYTES[self.dtype]
@@ -198,7 +198,7 @@ class CostModel:
         return -(-tokens // n)
 
     def _updated(self, elements: float) -> float:
-        """Seconds of the update rule on so many elements."""
+        """Return seconds of the update rule on so many elements."""
         name = self.plan.optimizer.name
         if rate := self.hardware.update_rate.get(name):
             return elements / rate
@@ -209,7 +209,7 @@ class CostModel:
         return 4 * (3 + 2 * len(self.plan.update_rule.states)) * elements
 
     def _narrowed(self, rate: str, elements: float) -> float:
-        """Seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to write them back: as they are
+        """Return seconds to lift a 16-bit master's elements to float32 a chunk at a time, and to write them back: as they are
         (``lift``) or rounded stochastically (``round``)."""
         codec = self.plan.trainable.codec
         size = 1 if codec.encoded else DTYPE_BYTES[codec.dtype_of(self.dtype)]
@@ -219,7 +219,7 @@ class CostModel:
     # ---- the links --------------------------------------------------------------------------------------------------
 
     def tier(self, op: Op) -> Tier:
-        """The tier of the bytes of a FETCH or STORE."""
+        """Return the tier of the bytes of a FETCH or STORE."""
         if updates_on_host(self.plan, self.hardware.device) and op.part in (StateKind.TRAINABLE, StateKind.GRADIENT):
             return Tier.HOST
         if op.part is StateKind.ACTIVATION:
@@ -231,8 +231,8 @@ class CostModel:
         return (self.plan.frozen if op.part is StateKind.FROZEN else self.plan.trainable).tier
 
     def _moves(self, op: Op, link: Link, disk: Link) -> float:
-        """Seconds of a copy between the device and its tier. To a processor the page cache is there; what it cannot hold is
-        read or written."""
+        """Return seconds of a copy between the device and its tier. To a processor the page cache is there; what it cannot
+        hold is read or written."""
         tier = self.tier(op)
         if not op.nbytes or tier is Tier.DEVICE:
             return 0.0
@@ -244,8 +244,8 @@ class CostModel:
         return link.seconds(op.nbytes) + (disk.seconds(op.nbytes) if tier is Tier.DISK else 0.0)
 
     def _cached(self, op: Op) -> bool:
-        """Whether a processor's own memory serves an op: the host's tier always, the disk's where the page cache holds it, but
-        for buckets of parameters, which go past it."""
+        """Return whether a processor's own memory serves an op: the host's tier always, the disk's where the page cache
+        holds it, but for buckets of parameters, which go past it."""
         if self.tier(op) is Tier.HOST:
             return True
         return not self._is_bucket(op) and self._stored() <= self.hardware.host_bytes // 2
@@ -263,7 +263,7 @@ class CostModel:
         return parameters + 4 * beside * self.model.numel(trainable=True)
 
     def _rounds(self, op: Op) -> int:
-        """Rounds of a collective after the first: as many as a tree over its ranks has."""
+        """Return rounds of a collective after the first: as many as a tree over its ranks has."""
         if not op.axes or not op.nbytes:
             return 0
         return max(math.ceil(math.log2(ranks_over(self.plan.mesh, op.axes))) - 1, 0)

@@ -68,7 +68,8 @@ class Simulation:
         return self.useful_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
 
     def bottleneck(self) -> str:
-        """The greatest part of the critical path, in words: ``"78% waiting for the network: gather of frozen parameters"``."""
+        """Return the greatest part of the critical path, in words: ``"78% waiting for the network: gather of frozen
+        parameters"``."""
         if not self.critical or not self.seconds:
             return "nothing takes time"
         what, seconds = next(iter(self.critical.items()))
@@ -119,9 +120,9 @@ Place = tuple[int, int]
 
 
 def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
-    """The ops that are one collective: the n-th of its kind, unit, part and axes, on every rank that has it. Ranks of other
-    groups, which would not wait for each other, are taken as one group: no step is faster for it, and none slower than its
-    slowest rank."""
+    """Return the ops that are one collective: the n-th of its kind, unit, part and axes, on every rank that has it. Ranks
+    of other groups, which would not wait for each other, are taken as one group: no step is faster for it, and none slower
+    than its slowest rank."""
     met: dict[tuple[object, ...], list[Place]] = {}
     for rank, program in enumerate(programs):
         seen: Counter[tuple[object, ...]] = Counter()
@@ -134,9 +135,9 @@ def together(programs: Sequence[Program]) -> dict[Place, list[Place]]:
 
 
 def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> Spans:
-    """The times at which each op begins and ends, given the seconds that it takes. An op of several ranks begins on all of them
-    when the last has come. Lanes that share a link take turns, an op at a time, and who came first goes first: what a link
-    with one queue does, and no later at the end of the queue than one that halves its bandwidth."""
+    """Return the times at which each op begins and ends, given the seconds that it takes. An op of several ranks begins on
+    all of them when the last has come. Lanes that share a link take turns, an op at a time, and who came first goes first:
+    what a link with one queue does, and no later at the end of the queue than one that halves its bandwidth."""
     meets, begins, ready = together(programs), order(programs), Counter[Place]()
     later, waits = defaultdict[Place, list[Place]](list), Counter[Place]()
     for place, earlier in begins.items():
@@ -166,13 +167,13 @@ def schedule(programs: Sequence[Program], seconds_of: Callable[[Op], float]) -> 
 
 
 def order(programs: Sequence[Program]) -> dict[Place, list[Place]]:
-    """The ops that each waits for: those that it names, and the one before it on its lane."""
+    """Return the ops that each waits for: those that it names, and the one before it on its lane."""
     waits = [(rank, op, earlier) for rank, program in enumerate(programs) for op, earlier in program.waits()]
     return {(rank, op.index): [(rank, index) for index in earlier] for rank, op, earlier in waits}
 
 
 def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
-    """Peak bytes of each pool; of ops at one instant the earlier of the program ends before the next begins."""
+    """Return peak bytes of each pool; of ops at one instant the earlier of the program ends before the next begins."""
     events = sorted((at, span.op.index, end) for span in spans for end, at in enumerate((span.began, span.ended)))
     held = Counter(dict(program.static))
     peak = Counter(held)
@@ -187,8 +188,8 @@ def peaks(program: Program, spans: tuple[Span, ...]) -> dict[Pool, int]:
 
 
 def critical_path(programs: Sequence[Program], spans: Spans, words: Callable[[Op], str]) -> dict[str, float]:
-    """Seconds of the chain of ops that the step's end waited for, by what they do, longest first; it goes from rank to rank
-    where they met."""
+    """Return seconds of the chain of ops that the step's end waited for, by what they do, longest first; it goes from rank
+    to rank where they met."""
 
     def ended(place: Place) -> float:
         return spans[place[0]][place[1]].ended

@@ -39,7 +39,7 @@ def events(program: Program, steps: Sequence[Iterable[Timed]], *, process: str) 
 
 
 def name(program: Program, op: Op) -> str:
-    """``FETCH block 3 frozen``."""
+    """Return ``FETCH block 3 frozen``."""
     part = f" {op.part}" if op.part is not None else ""
     return f"{op.kind} {program.unit_names[op.unit]}{part}"
 

@@ -42,7 +42,7 @@ _HOLDER = re.compile(r"process \d+ on ")
 
 
 def beside(path: Path, end: str = PARTIAL) -> Path:
-    """A path of its own beside another, for what is to take its name, or has given it up."""
+    """Return a path of its own beside another, for what is to take its name, or has given it up."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{end}")
 
 
@@ -132,7 +132,7 @@ def write_json(path: StrPath, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file of JSON. Raises json.JSONDecodeError, UnicodeError or OSError where there is none."""
+    """Return the value in a file of JSON. Raises json.JSONDecodeError, UnicodeError or OSError where there is none."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -154,7 +154,7 @@ def reading(path: StrPath) -> Iterator[None]:
 
 
 def read_yaml(path: Path, loader: type[yaml.SafeLoader]) -> Any:
-    """The values in a YAML file. Raises ValueError where it is no valid YAML."""
+    """Return the values in a YAML file. Raises ValueError where it is no valid YAML."""
     with reading(path):
         try:
             return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
@@ -166,14 +166,14 @@ _SEAL = ', "digest": "'
 
 
 def seal(text: str, before: str = "") -> tuple[str, str]:
-    """A JSON object's text with its digest as its last value, and that digest: 16 hexadecimal digits, of ``before`` and of the
-    text. The text that ``before`` is the digest of is sealed with it, so that lines make a chain."""
+    """Return a JSON object's text with its digest as its last value, and that digest: 16 hexadecimal digits, of ``before``
+    and of the text. The text that ``before`` is the digest of is sealed with it, so that lines make a chain."""
     digest = hashlib.blake2b((before + text).encode(), digest_size=8).hexdigest()
     return text[:-1] + _SEAL + digest + '"}', digest
 
 
 def unseal(sealed: str, before: str = "") -> tuple[dict[str, Any], str]:
-    """The JSON object that :func:`seal` was given, and its digest.
+    """Return the JSON object that :func:`seal` was given, and its digest.
 
     Raises:
         ValueError: the digest is missing, or another one: the text or what came before it has changed.
@@ -192,7 +192,7 @@ def write_sealed(path: StrPath, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: StrPath) -> dict[str, Any]:
-    """The JSON object in a file of :func:`write_sealed`, compared with its digest.
+    """Return the JSON object in a file of :func:`write_sealed`, compared with its digest.
 
     Raises:
         Damaged: the file is missing, or is not as it was written.
@@ -315,7 +315,7 @@ def discard(path: Path) -> None:
 
 
 def left_aside(path: Path) -> list[Path]:
-    """The folders that :func:`atomic_folder` took from a path, and had no time to remove."""
+    """Return the folders that :func:`atomic_folder` took from a path, and had no time to remove."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(ASIDE)}")
     return (
         sorted(sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name))
@@ -335,7 +335,7 @@ def bring_back(path: Path) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """The path, absolute, or the nearest folder around it that exists."""
+    """Return the path, absolute, or the nearest folder around it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
@@ -351,8 +351,8 @@ def require_space(path: StrPath, nbytes: int, what: str) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The file's lines of JSON, each with its step, up to one that a kill or a loss of power left torn; none where there is
-    no file. Lines of a log that has seals are compared with them.
+    """Return the file's lines of JSON, each with its step, up to one that a kill or a loss of power left torn; none where
+    there is no file. Lines of a log that has seals are compared with them.
 
     Raises:
         Damaged: another line than the last is torn, or one is not as it was written.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def folder() -> Path:
-    """The cache folder, which need not exist yet.
+    """Return the cache folder, which need not exist yet.
 
     Raises:
         PermissionError: none is named, and the user has no home directory.
@@ -33,19 +33,19 @@ def folder() -> Path:
 
 
 def key(facts: bytes) -> str:
-    """The name for an entry that depends on ``facts``: 32 hexadecimal digits."""
+    """Return the name for an entry that depends on ``facts``: 32 hexadecimal digits."""
     return hashlib.blake2s(facts, digest_size=16).hexdigest()
 
 
 def source_key(*files: str | None) -> str:
-    """The key of modules' source files. To be called where the modules are imported: files that change later are not the code
-    that this process runs."""
+    """Return the key of modules' source files. To be called where the modules are imported: files that change later are not
+    the code that this process runs."""
     return key(b"".join(Path(str(file)).read_bytes() for file in files))
 
 
 def read_json(name: str, parse: Callable[[Any], T]) -> T | None:
-    """The value that ``parse`` makes of what :func:`write_json` kept as ``name``, or None where there is none, or one that is
-    not as this version writes it."""
+    """Return the value that ``parse`` makes of what :func:`write_json` kept as ``name``, or None where there is none, or
+    one that is not as this version writes it."""
     try:
         return parse(atomic_files.read_json(folder() / f"{name}.json"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

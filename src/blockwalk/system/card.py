@@ -57,7 +57,7 @@ class Facts:
     decode_rate: Mapping[str, float] = field(default_factory=dict)
     """Elements decoded a second, by codec."""
     fused_crossing_rows: Mapping[str, float] = field(default_factory=dict)
-    """Rows of a product from which decoding apart is faster than inside the product, by codec."""
+    """The most rows of a product in which decoding inside it is no slower than before it, by codec; 0: none."""
     norm_bytes_per_s: float = 0.0
     """Bytes of float32 gradients a second that their norm reads."""
     loss_s: float = 0.0
@@ -65,7 +65,7 @@ class Facts:
 
 
 def read(path: Path) -> Facts:
-    """The figures in a file.
+    """Return the figures in a file.
 
     Raises:
         ValueError: the file holds no JSON, names no card, or has a figure that is negative, not finite or no number.
@@ -96,14 +96,14 @@ def read(path: Path) -> Facts:
 
 
 def _figure(path: Path, name: str, value: Any) -> float:
-    """A figure that is a finite number of at least 0."""
+    """Return a figure that is a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{path}: {name} is {value!r}; it must be a finite number of at least 0")
     return float(value)
 
 
 def facts_of(name: str, folder: Path = Path()) -> Facts | None:
-    """The figures of the card of a name, from the files in a folder; None where none has been measured.
+    """Return the figures of the card of a name, from the files in a folder; None where none has been measured.
 
     Raises:
         ValueError: a file of figures cannot be read.

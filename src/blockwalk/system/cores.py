@@ -10,15 +10,15 @@ from blockwalk.system.process_memory import group_files
 
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
-    """The number of cores that this process may keep busy, at least 1: those that its affinity allows (``taskset``, SLURM), and
-    no more than the quota of its control group, of either version, and of the groups around it (containers)."""
+    """Return the number of cores that this process may keep busy, at least 1: those that its affinity allows (``taskset``,
+    SLURM), and no more than the quota of its control group, of either version, and of the groups around it (containers)."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min([cores, *(math.ceil(quota) for quota in _quotas(root, groups))]))
 
 
 def _quotas(root: Path, groups: Path) -> list[float]:
-    """The cores' worth of processor time of each control group that has a limit."""
+    """Return the cores' worth of processor time of each control group that has a limit."""
     quotas: list[float] = []
     for path in group_files(root, groups, "cpu", v1="cpu.cfs_quota_us", v2="cpu.max"):
         try:

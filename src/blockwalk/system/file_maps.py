@@ -34,7 +34,7 @@ _NO_MAPS = {
 
 
 def map_file(fd: int, nbytes: int, path: str, *, writable: bool = False) -> np.ndarray:
-    """The first ``nbytes`` bytes of an open file, uint8 [nbytes]; ``fd`` may be closed. Writing to a map that is not
+    """Return the first ``nbytes`` bytes of an open file, uint8 [nbytes]; ``fd`` may be closed. Writing to a map that is not
     ``writable`` kills the process.
 
     A map that is read is private, which shares the file's pages as well as long as nobody writes to them: some file systems
@@ -58,7 +58,7 @@ def map_file(fd: int, nbytes: int, path: str, *, writable: bool = False) -> np.n
 
 
 def has_shared_maps(folder: Path) -> bool:
-    """Whether files in a folder, or in the nearest one around it that exists, can be mapped to be written: tried with a
+    """Return whether files in a folder, or in the nearest one around it that exists, can be mapped to be written: tried with a
     nameless file. True as well where no file can be made at all, which is another trouble."""
     try:
         with tempfile.TemporaryFile(dir=nearest(folder)) as file:

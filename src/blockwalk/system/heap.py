@@ -119,7 +119,7 @@ class Slack:
 
 
 def _anonymous_bytes() -> int:
-    """Bytes of resident memory that no file stands behind."""
+    """Return bytes of resident memory that no file stands behind."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

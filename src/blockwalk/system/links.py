@@ -67,7 +67,7 @@ def refuse_linked(folder: Path) -> None:
 
 
 def within(folder: Path, path: Path) -> Path:
-    """The path of a file below a folder.
+    """Return the path of a file below a folder.
 
     Raises:
         ValueError: it is a link that leads out of the folder, or lies behind one.

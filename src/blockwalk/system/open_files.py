@@ -18,8 +18,8 @@ def raise_limit() -> None:
 
 
 def way_out(error: BaseException) -> str:
-    """The sentence for a user whose limit of open files was reached; empty for any other error. Libraries in C++ and Rust have
-    errors of their own for it, which say so in words."""
+    """Return the sentence for a user whose limit of open files was reached; empty for any other error. Libraries in C++ and
+    Rust have errors of their own for it, which say so in words."""
     if getattr(error, "errno", None) != errno.EMFILE and "Too many open files" not in str(error):
         return ""
     soft, hard = limit("RLIMIT_NOFILE")

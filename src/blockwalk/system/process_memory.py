@@ -28,7 +28,7 @@ _COUNTED = (b"RssAnon:", b"RssShmem:", b"VmSwap:", b"VmPTE:")
 
 
 def process_bytes() -> int:
-    """Bytes of memory that this process holds and the kernel cannot drop.
+    """Return bytes of memory that this process holds and the kernel cannot drop.
 
     Where there is no ``/proc``: psutil's unique set size.
     """
@@ -40,13 +40,13 @@ def process_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Bytes of the most resident memory that this process has had, file pages that the kernel can drop included: what ``top``
-    shows as RSS; 0 where there is no ``/proc``."""
+    """Return bytes of the most resident memory that this process has had, file pages that the kernel can drop included:
+    what ``top`` shows as RSS; 0 where there is no ``/proc``."""
     return _status((b"VmHWM:",)) or 0
 
 
 def address_space_bytes() -> int:
-    """Bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no ``/proc``."""
+    """Return bytes of this process's address space, what ``ulimit -v`` counts; 0 where there is no ``/proc``."""
     try:
         fd = os.open(_STATM, os.O_RDONLY)
     except OSError:
@@ -58,7 +58,7 @@ def address_space_bytes() -> int:
 
 
 def _status(names: tuple[bytes, ...]) -> int | None:
-    """The sum of the kernel's figures of these names, in bytes; None where there is no ``/proc``."""
+    """Return the sum of the kernel's figures of these names, in bytes; None where there is no ``/proc``."""
     try:
         status = _STATUS.read_bytes()
     except OSError:
@@ -83,8 +83,8 @@ class Limit:
 
 
 def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[Limit]:
-    """Every limit of memory that this process is under: the machine's, those of its control group and of those around it, of
-    either version, and that of its address space (``ulimit -v``)."""
+    """Return every limit of memory that this process is under: the machine's, those of its control group and of those
+    around it, of either version, and that of its address space (``ulimit -v``)."""
     import psutil
 
     swap = int(psutil.swap_memory().total)
@@ -100,14 +100,14 @@ def memory_limits(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/pro
 
 
 def host_memory() -> tuple[int, bool]:
-    """Bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
+    """Return bytes of memory that this process may use, and whether a cgroup's limit is what bounds it."""
     machine, *groups = [limit.nbytes for limit in memory_limits() if not limit.of_process]
     bound = min([machine, *groups])
     return bound, bound < machine
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process may still take: those that are free, under the limits of its control groups."""
+    """Return bytes of memory that this process may still take: those that are free, under the limits of its control groups."""
     import psutil
 
     bound, limited = host_memory()
@@ -116,7 +116,7 @@ def free_memory() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file of a control group; None where there is no such file, or no limit (``max``)."""
+    """Return the number in a file of a control group; None where there is no such file, or no limit (``max``)."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
@@ -125,8 +125,8 @@ def _number(path: Path) -> int | None:
 
 
 def group_files(root: Path, groups: Path, controller: str, *, v1: str, v2: str) -> Iterator[Path]:
-    """The files in which limits of this process may stand: those of its control group and of the groups around it, which are
-    named ``v1`` or ``v2`` by the version of control groups."""
+    """Yield the files in which limits of this process may stand: those of its control group and of the groups around it,
+    which are named ``v1`` or ``v2`` by the version of control groups."""
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -140,8 +140,8 @@ def group_files(root: Path, groups: Path, controller: str, *, v1: str, v2: str) 
 
 
 def page_cache(folder: Path) -> int:
-    """Bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now, at most half of
-    the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
+    """Return bytes of file maps that a run may keep dirty: :data:`DIRTY_SHARE` of the memory that is free for it now, at
+    most half of the disk that ``folder`` is on or will be, and nothing where that is memory itself."""
     import psutil
 
     room = free_memory() // DIRTY_SHARE
@@ -183,7 +183,7 @@ class PeakMemory:
         self._record()
 
     def take(self) -> int:
-        """Peak bytes since the last call, this moment included."""
+        """Return peak bytes since the last call, this moment included."""
         self._record()
         with self._lock:
             peak, self._peak = self._peak, 0

@@ -32,7 +32,7 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text on one line, cleaned."""
+    """Return the text on one line, cleaned."""
     return clean(" ".join(text.split()))
 
 

@@ -11,13 +11,13 @@ NEWEST_TESTED = {"torch": "2.14", "transformers": "5.24"}
 
 
 def installed(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Installed versions by package; "not installed" where there is none."""
+    """Return installed versions by package; "not installed" where there is none."""
     there = {name for name in packages if any(metadata.distributions(name=name))}
     return {name: metadata.version(name) if name in there else "not installed" for name in packages}
 
 
 def untested(versions: dict[str, str] | None = None) -> str:
-    """One note that names the packages that are newer than any tested version; empty where none is.
+    """Return one note that names the packages that are newer than any tested version; empty where none is.
 
     Args:
         versions: versions by package; the installed ones unless given.
@@ -34,7 +34,7 @@ def untested(versions: dict[str, str] | None = None) -> str:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    """Major and minor number; (0, 0) for a version that has none."""
+    """Return major and minor number; (0, 0) for a version that has none."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)

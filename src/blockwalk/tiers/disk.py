@@ -87,7 +87,7 @@ class MappedFile:
         return self._bytes_P
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """``nbytes`` bytes at ``offset`` as a tensor, without a copy (with one only where ``offset`` is no multiple of
+        """Return ``nbytes`` bytes at ``offset`` as a tensor, without a copy (with one only where ``offset`` is no multiple of
         the element's size). The view keeps the map alive."""
         part_P = self.bytes_P[offset : offset + nbytes]
         assert part_P.numel() == nbytes == prod(shape) * dtype.itemsize, (self.path, offset, nbytes, dtype, shape)

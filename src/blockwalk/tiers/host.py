@@ -30,7 +30,7 @@ class HostTier:
         self._stored: list[torch.Event | None] = [None] * len(sizes)
 
     def bucket(self, unit: int) -> Tensor:
-        """A unit's bytes (CPU uint8 [nbytes]), when the copy that was last queued to them has arrived."""
+        """Return a unit's bytes (CPU uint8 [nbytes]), when the copy that was last queued to them has arrived."""
         if (stored := self._stored[unit]) is not None:
             stored.synchronize()
         return self._buckets[unit]

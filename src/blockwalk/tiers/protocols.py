@@ -19,15 +19,15 @@ class TensorSource(Protocol):
     """Parameters by canonical name: all that a store, or a bucket, is written from. Unknown names raise KeyError."""
 
     def names(self) -> Sequence[str]:
-        """Every parameter and persistent buffer, by canonical name; a tied weight once."""
+        """Return every parameter and persistent buffer, by canonical name; a tied weight once."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of the parameter that :meth:`weights` gives, decoded."""
+        """Return the dtype of the parameter that :meth:`weights` gives, decoded."""
 
     def weights(self, names: Iterable[str]) -> dict[str, Value]:
-        """The named parameters where they lie: zero-copy, read-only views of the map where the stored bytes are the
+        """Return the named parameters where they lie: zero-copy, read-only views of the map where the stored bytes are the
         tensor's own (writing to one kills the process), a Weight where a matrix is encoded, and a fresh tensor where a
         parameter is made of several. Plain tensors are in the dtype that is stored."""
 
@@ -40,12 +40,12 @@ class WeightSource(TensorSource, Protocol):
     lane."""
 
     def stored_as(self, name: str) -> Layout:
-        """The layout of a parameter's bytes as they are stored; of one that is made of several, that of the first."""
+        """Return the layout of a parameter's bytes as they are stored; of one that is made of several, that of the first."""
         ...
 
     def in_place(self, name: str) -> bool:
-        """Whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it. Fetch such a one
-        at its turn, and let go of it after."""
+        """Return whether :meth:`weights` gives ``name`` without making it: false where tensors are fused into it. Fetch
+        such a one at its turn, and let go of it after."""
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Decode, fuse or copy ``name`` into ``out``: a CPU tensor of the parameter's shape and any floating dtype."""
@@ -58,7 +58,7 @@ class WeightSource(TensorSource, Protocol):
 
 
 def as_stored(param: ParamSpec, source: WeightSource) -> ParamSpec:
-    """A parameter with the facts that its source knows."""
+    """Return a parameter with the facts that its source knows."""
     layout, in_place = source.stored_as(param.name), source.in_place(param.name)
     codec = layout.codec if in_place else Codec.RAW
     parted = layout.nbytes if codec.facts.parted else 0
@@ -72,7 +72,7 @@ class UnitTier(Protocol):
     """
 
     def step(self, unit: int) -> int:
-        """The step after which the unit was last written; 0 as it came."""
+        """Return the step after which the unit was last written; 0 as it came."""
 
     def read_unit(self, unit: int, out_P: Tensor) -> int:
         """Read a unit's bytes into ``out_P`` (uint8 [nbytes], device); returns the step after which they were written."""
@@ -81,7 +81,7 @@ class UnitTier(Protocol):
         """Take over a unit's bytes from ``data_P`` (uint8 [nbytes], device), as they are after ``step``."""
 
     def bucket(self, unit: int) -> Tensor | None:
-        """The unit's bytes (CPU uint8 [nbytes]) where the tier holds them in memory as they are, to be read when nothing is
-        in flight; None where reading makes a copy."""
+        """Return the unit's bytes (CPU uint8 [nbytes]) where the tier holds them in memory as they are, to be read when
+        nothing is in flight; None where reading makes a copy."""
 
     def close(self) -> None: ...

@@ -45,7 +45,7 @@ class ScratchMaps:
         return found is not None and not found.expired()  # type: ignore[no-untyped-call]
 
     def zeros(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], group: Hashable) -> dict[str, Tensor]:
-        """One map holding a tensor for each name, side by side. The pages cost no memory until they are written."""
+        """Return one map holding a tensor for each name, side by side. The pages cost no memory until they are written."""
         starts, total = side_by_side((math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()), _ALIGN)
         if not total:
             return {}
@@ -58,7 +58,7 @@ class ScratchMaps:
         }
 
     def bytes(self, nbytes: int) -> Tensor:
-        """A mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
+        """Return a mapped uint8 tensor [nbytes]; the map closes with its last tensor."""
         with self._new_file(nbytes) as file:
             self._add(file)
             return file.bytes_P
@@ -136,14 +136,14 @@ class Activations:
         self._longest = nbytes
 
     def place(self) -> Tensor:
-        """The device buffer (uint8) whose turn it is; the compute lane asks, in the program's order."""
+        """Return the device buffer (uint8) whose turn it is; the compute lane asks, in the program's order."""
         if not self._places:
             size = self._longest if self._staged else 0
             self._places = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(self._count)]
         return self._places[next(self._turns)]
 
     def stage(self, hidden_BSD: Tensor) -> tuple[Tensor, torch.Event | None]:
-        """A block's input where :meth:`save` may read it on another lane, and the event that it is there from on."""
+        """Return a block's input where :meth:`save` may read it on another lane, and the event that it is there from on."""
         if not self._staged:
             return hidden_BSD, None
         staged = _as(hidden_BSD, self.place()).copy_(hidden_BSD)
@@ -166,8 +166,8 @@ class Activations:
         self._held[key] = _as(staged_BSD, buffer).copy_(staged_BSD, non_blocking=self._tier is Tier.HOST)
 
     def load(self, key: Hashable, place: Tensor | None = None) -> Tensor:
-        """The saved input on the device, in ``place`` where it was elsewhere. On a CPU it is the map itself: valid until the
-        key is saved again."""
+        """Return the saved input on the device, in ``place`` where it was elsewhere. On a CPU it is the map itself: valid
+        until the key is saved again."""
         held = self._held.pop(key)
         if not self._staged:
             return held
@@ -176,7 +176,7 @@ class Activations:
 
 
 def _as(tensor: Tensor, buffer_P: Tensor) -> Tensor:
-    """The beginning of a buffer, in a tensor's dtype and shape."""
+    """Return the beginning of a buffer, in a tensor's dtype and shape."""
     assert tensor.nbytes <= buffer_P.numel(), (tensor.shape, tensor.dtype, buffer_P.numel())
     return buffer_P[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -226,8 +226,8 @@ class SavedTensors:
             will_need([self._maps[number][:stop]])
 
     def write(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map already is
-        answered as it is."""
+        """Return a copy of the tensor in a map, with its strides where it has no gaps; a tensor that lies in a scratch map
+        already is answered as it is."""
         if self._scratch.holds(tensor):
             return tensor
         order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
@@ -263,8 +263,8 @@ class SavedTensors:
             self._written.clear()
 
     def _take(self, nbytes: int) -> Tensor:
-        """A place (uint8 [nbytes]) behind the last one. A map that the kernel has taken pages of is made anew: it would read
-        each from the disk, only to have it overwritten."""
+        """Return a place (uint8 [nbytes]) behind the last one. A map that the kernel has taken pages of is made anew: it
+        would read each from the disk, only to have it overwritten."""
         number, start = self._place
         while number < len(self._maps) and start + nbytes > self._maps[number].numel():
             number, start = number + 1, 0

@@ -119,7 +119,7 @@ def _tracker(name: str, cls: Any) -> Callback:
 
 
 def pushes(repo: str) -> list[Callback]:
-    """The upload of a run's end to a repository of the hub, which is made first; none without a name.
+    """Return the upload of a run's end to a repository of the hub, which is made first; none without a name.
 
     Raises:
         ValueError: on every rank: it cannot be written to.

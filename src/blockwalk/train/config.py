@@ -51,7 +51,7 @@ _OWN = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("plan", 
 
 
 def setting_names() -> list[str]:
-    """Every dotted name that a YAML file or a flag may set."""
+    """Return every dotted name that a YAML file or a flag may set."""
     sections = [f"{name}.{setting_of(f.name)}" for name, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
     return [*_OWN, "lora", *sections, *PLACEMENTS, *plan_settings.setting_names()]
 
@@ -181,7 +181,7 @@ def _is_here(own: Mapping[str, Any]) -> bool:
 
 
 def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | None, settings: Mapping[str, Any]) -> Plan:
-    """The plan of ``method: auto``: the planner's best for the machine that ``blockwalk doctor`` described, with the
+    """Return the plan of ``method: auto``: the planner's best for the machine that ``blockwalk doctor`` described, with the
     settings that were given."""
     from blockwalk.program.program import Shape
     from blockwalk.report import advice
@@ -199,12 +199,12 @@ def _chosen(own: Mapping[str, Any], data: DataSettings, lora: LoraSettings | Non
 
 
 def dump(config: RunConfig) -> str:
-    """``config`` as YAML that :func:`load` reads back to an equal value."""
+    """Return ``config`` as YAML that :func:`load` reads back to an equal value."""
     return as_yaml(config.to_mapping())
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
-    """Settings as YAML."""
+    """Return settings as YAML."""
     return yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

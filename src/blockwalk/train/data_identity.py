@@ -22,7 +22,7 @@ _CHUNK = 1 << 20
 
 
 def identity(run: RunConfig, ready: Ready) -> dict[str, Any]:
-    """The parts that the examples are made of, as JSON values: digests of the text, the tokenizer's files and the chat
+    """Return the parts that the examples are made of, as JSON values: digests of the text, the tokenizer's files and the chat
     template, and counts of records and tokens. A text that is no file here (a hub data set) has no digest."""
     files = {str(path): _digest(data) for path, data in ready.tokenizer_files.items()}
     template = files.pop(TEMPLATE, "")
@@ -42,7 +42,7 @@ def _digest(data: np.ndarray) -> str:
 
 
 def _file_digest(path: Path) -> list[Any]:
-    """Bytes and digest of a file; none where the name is not a file's."""
+    """Return bytes and digest of a file; none where the name is not a file's."""
     if not path.is_file():
         return []
     digest = hashlib.blake2b(digest_size=8)

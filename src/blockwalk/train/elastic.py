@@ -34,7 +34,7 @@ ALIKE = ("batch_size", "gradient_accumulation_steps", "seed", "lora", "zo", "com
 
 
 def facts(run: RunConfig, ready: Ready) -> dict[str, str]:
-    """Facts that must be equal on all ranks of an elastic run, beside those in the header of its ledger."""
+    """Return facts that must be equal on all ranks of an elastic run, beside those in the header of its ledger."""
     settings, plan, device = run.to_mapping(), ready.plan, chosen()
     name = torch.backends.cpu.get_cpu_capability()
     if not is_cpu(device):

@@ -39,7 +39,8 @@ class Evaluation:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Evaluation:
-        """The evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for a name that it does not know."""
+        """Return the evaluation that a line of ``evaluations.jsonl`` tells of. Raises TypeError for a name that it does not
+        know."""
         return cls(**{name: value for name, value in line.items() if name not in ("step", "seconds", "records")})
 
     @property
@@ -92,7 +93,7 @@ class HeldOut:
         return self.rows if isinstance(self.rows, Encoded) else self.rows.rows
 
     def fingerprint(self) -> str:
-        """A digest of the records, with the answers that count as right: 16 hexadecimal digits."""
+        """Return a digest of the records, with the answers that count as right: 16 hexadecimal digits."""
         right: Any = ()
         if isinstance(self.rows, Choices):
             right = (self.rows.firsts.tolist(), self.rows.right)
@@ -102,13 +103,13 @@ class HeldOut:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def visit(self, world: int) -> tuple[Shape, int]:
-        """The largest visit of a block: the shape of a rank's part of a batch, and how many batches there are."""
+        """Return the largest visit of a block: the shape of a rank's part of a batch, and how many batches there are."""
         rows, multiple = min(len(self.encoded), self.batch_size * self.batches), self.settings.padding_multiple
         longest, batches = int(np.diff(self.encoded.starts).max()), -(-rows // self.batch_size)
         return Shape(-(-rows // (batches * world)), -(-longest // multiple) * multiple), batches
 
     def notes(self) -> list[str]:
-        """One sentence for each thing that a user should know of: records that were cut or dropped."""
+        """Return one sentence for each thing that a user should know of: records that were cut or dropped."""
         return [f"data.eval: {line}" for line in self.encoded.report.warnings()]
 
     def evaluate(self, walker: Walker, watch: Callable[[int], None] = lambda _: None) -> Evaluation:
@@ -135,7 +136,7 @@ class HeldOut:
         return found
 
     def _visits(self, watch: Callable[[int], None]) -> Iterator[tuple[list[int], Batch, int]]:
-        """Row numbers, batch, and the number of batches that the visit is cut into."""
+        """Yield row numbers, batch, and the number of batches that the visit is cut into."""
         done = 0
         for rows, batch in by_length(self.encoded, self.batch_size * self.batches, self.settings.padding_multiple):
             watch(done * len(self.rows) // len(self.encoded))

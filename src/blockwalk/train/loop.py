@@ -199,7 +199,7 @@ def _refuse_places(run: RunConfig, start: run_checkpoint.Start, trace: str | Pat
 def _opening(
     run: RunConfig, ready: Ready, foreseen: StepForecast, opened_at: int, damaged: Sequence[str]
 ) -> Iterator[str]:
-    """The lines that a run begins with: what is foreseen of it, and what its user should know of."""
+    """Yield the lines that a run begins with: what is foreseen of it, and what its user should know of."""
     yield f"device: {described(chosen())}"
     yield from foreseen.lines()
     yield from foreseen.forecast.lines()
@@ -214,20 +214,20 @@ def _opening(
 
 
 def _grown(walker: Walker, process: int) -> int:
-    """Bytes that training took: on a GPU the allocator's own peak, else these of the process."""
+    """Return bytes that training took: on a GPU the allocator's own peak, else these of the process."""
     if is_cpu(walker.device):
         return max(process, 0)
     return int(torch.accelerator.max_memory_allocated(walker.device))
 
 
 def _decided(start: Path) -> dict[str, Any]:
-    """The settings that the machine decided for the run of a checkpoint, by name."""
+    """Return the settings that the machine decided for the run of a checkpoint, by name."""
     found: dict[str, Any] = run_checkpoint.load(start, weights=False).data.get("decided", {})
     return found
 
 
 def _saved(start: Path) -> run_checkpoint.Checkpoint:
-    """A checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
+    """Return a checkpoint; where a node has not got it, what rank 0 read of it, without weights: the ledger has them."""
 
     def ask() -> dict[str, Any]:
         found = run_checkpoint.load(start, weights=False)
@@ -371,7 +371,7 @@ class _Loop:
         self.notes += self._lost_lines()
 
     def _lost_lines(self) -> list[str]:
-        """A sentence for each log that lacks lines from before the checkpoint."""
+        """Return a sentence for each log that lacks lines from before the checkpoint."""
         if self.saved is None or self.walker.ranks.rank:  # rank 0 alone logs evaluations
             return []
         notes = []
@@ -401,7 +401,8 @@ class _Loop:
             changed.path.unlink()
 
     def _evaluated(self) -> int:
-        """The step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell of it."""
+        """Return the step of the last evaluation, −1 where there is none. Raises Damaged where the outcome could not tell
+        of it."""
         with atomic_files.reading(self.output_dir / "evaluations.jsonl"):
             for line in (self.evaluations.first_line, self.evaluations.last_line):
                 if line is not None:
@@ -497,7 +498,7 @@ class _Loop:
         return every > 0 and self.walker.steps_done % every == 0
 
     def _step(self) -> bool:
-        """Whether the next batch made a step; it was left out where it did not."""
+        """Return whether the next batch made a step; it was left out where it did not."""
         if self.elastic is not None:
             self.elastic.position = (self.ready.batches.epoch, self.ready.batches.position)
         batch, tokens = self.ready.next_batch(self.config.data.label_scores)
@@ -673,7 +674,7 @@ class _Loop:
 
 
 def _line(result: StepResult | Entry, batch: Batch) -> dict[str, Any]:
-    """The line of ``metrics.jsonl`` about a step, whoever took it: one just done, or one that a ledger has.
+    """Return the line of ``metrics.jsonl`` about a step, whoever took it: one just done, or one that a ledger has.
 
     ``tokens`` are those read, padding left out; ``loss_tokens`` those that the loss is a mean over; values that an
     estimator does not have are left out.

@@ -39,7 +39,7 @@ class Outcome:
     """The checkpoint of the best evaluation, its step and its score, where ``keep_best`` is set."""
 
     def lines(self) -> Iterator[str]:
-        """The summary that a run prints last."""
+        """Yield the summary that a run prints last."""
         if self.before is not None and self.after is not None:
             for title, ended in self.after.scores.items():
                 yield f"held-out {title:<10}{self.before.scores[title]:.1f}% → {ended:.1f}%"

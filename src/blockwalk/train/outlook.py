@@ -16,7 +16,7 @@ from blockwalk.system.versions import untested
 
 
 def steps_of(run: RunConfig) -> int:
-    """Optimizer steps of a whole run; 0 where they are not known without tokens or a network."""
+    """Return optimizer steps of a whole run; 0 where they are not known without tokens or a network."""
     data = run.data
     files = names_of(data.train)
     here = data.train and all(Path(file).exists() for file in files)
@@ -29,7 +29,7 @@ def steps_of(run: RunConfig) -> int:
 
 
 def notes(run: RunConfig, longest: int) -> Iterator[str]:
-    """Sentences on settings that will not do what they seem to.
+    """Yield sentences on settings that will not do what they seem to.
 
     Args:
         longest: tokens of the run's longest sequence, as far as they are known.

@@ -116,12 +116,12 @@ class Progress:
 
 
 def learnt_lines(title: str, runs: Sequence[tuple[str, bool]]) -> list[str]:
-    """A text whose learnt runs stand in ⟦ ⟧, below a title."""
+    """Return a text whose learnt runs stand in ⟦ ⟧, below a title."""
     text = "".join(text for text, _ in _marked(runs))
     return [f"{title} (learnt: ⟦ ⟧):", *(f"    {line}" for line in text.split("\n"))]
 
 
 def _marked(runs: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Runs with ⟦ ⟧ around those that are learnt, without the middle of long ones."""
+    """Return runs with ⟦ ⟧ around those that are learnt, without the middle of long ones."""
     short = [text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}" for text, _ in runs]
     return [(f"⟦{text}⟧" if learnt else text, learnt) for text, (_, learnt) in zip(short, runs, strict=True)]

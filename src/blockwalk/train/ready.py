@@ -82,7 +82,7 @@ class Ready:
     """Sentences about the data and the tokenizer that the user should know of."""
 
     def next_batch(self, label_scores: str) -> tuple[Batch | LabelWordBatch, Batch]:
-        """The batch that the walker takes next, and the number of its tokens."""
+        """Return the batch that the walker takes next, and the number of its tokens."""
         if self.choices is None:
             batch = next(self.batches)
             return batch, batch
@@ -91,7 +91,7 @@ class Ready:
         return words, words.batch
 
     def batch_at(self, epoch: int, position: int, label_scores: str) -> Batch | LabelWordBatch:
-        """The batch at a place in the data: an epoch, and the examples of it that were given out before."""
+        """Return the batch at a place in the data: an epoch, and the examples of it that were given out before."""
         if (epoch, position) != (self.batches.epoch, self.batches.position):
             self.batches.load_state_dict({**self.batches.state_dict(), "epoch": epoch, "position": position})
         return self.next_batch(label_scores)[0]
@@ -105,7 +105,7 @@ class Ready:
         return sum(array.nbytes for array in arrays)
 
     def put_away(self, folder: Path) -> Ready:
-        """The run with its training data and the tokenizer's files in maps of nameless files in ``folder``."""
+        """Return the run with its training data and the tokenizer's files in maps of nameless files in ``folder``."""
         rows = self.batches.dataset = self.rows.mapped(folder)
         files = {name: mapped(file, folder) for name, file in self.tokenizer_files.items()}
         return replace(self, rows=rows, tokenizer_files=files)
@@ -174,8 +174,8 @@ def _require_whole(report: EncodeReport, run: RunConfig) -> None:
 
 
 def taken_up(run: RunConfig, settled: Mapping[str, Any]) -> RunConfig:
-    """The run with the settings that an earlier part of it let its machine decide (``settled``, by name), where nobody has
-    given them since. A processor decides none."""
+    """Return the run with the settings that an earlier part of it let its machine decide (``settled``, by name), where
+    nobody has given them since. A processor decides none."""
     if is_cpu(chosen()):
         return run
     values = settled_before(run.plan, run.named, settled)
@@ -195,7 +195,7 @@ def _require_positions(run: RunConfig, rows: Encoded, held_out: HeldOut | None) 
 
 
 def dry_run(run: RunConfig) -> Iterator[str]:
-    """Everything that a run does before its model is opened, and what it found, in lines: nothing is written.
+    """Yield everything that a run does before its model is opened, and what it found, in lines: nothing is written.
 
     Raises:
         ValueError: settings or data that cannot be trained with.
@@ -226,7 +226,7 @@ def dry_run(run: RunConfig) -> Iterator[str]:
 
 
 def read_training_rows(run: RunConfig, tokenizer: Tokenizer) -> tuple[Encoded, Choices | None]:
-    """``data.train`` as tokens; and with every label word, for an objective that ranks them."""
+    """Return ``data.train`` as tokens; and with every label word, for an objective that ranks them."""
     ranks = run.plan.zeroth_order and run.plan.zo.objective != "loss"
     found = training_set(run.data, tokenizer, seed=run.plan.seed, every_word=ranks)
     return (found.answered(), found) if isinstance(found, Choices) else (found, None)

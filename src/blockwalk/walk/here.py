@@ -7,6 +7,6 @@ from blockwalk.system.card import Card
 
 
 def card(device: str) -> Card:
-    """The facts of the device that this process computes on, where it is of the type ``device``; else none."""
+    """Return the facts of the device that this process computes on, where it is of the type ``device``; else none."""
     here = chosen()
     return card_of(here) if here.type == device else Card()

@@ -84,11 +84,12 @@ class Lanes:
                 raise error
 
     def finished(self) -> int:
-        """The ops since :meth:`begin` that are done, not only issued. Any thread may ask."""
+        """Return the ops since :meth:`begin` that are done, not only issued. Any thread may ask."""
         return sum(mark.passed() for mark in list(self._marks))
 
     def seconds(self, marks: Iterable[Mark]) -> list[tuple[float, float]]:
-        """The beginning and the end of each op, in host seconds; on an accelerator by its events, which are waited for."""
+        """Return the beginning and the end of each op, in host seconds; on an accelerator by its events, which are waited
+        for."""
         found = []
         for mark in marks:
             began, ended = mark.began, mark.ended
@@ -139,7 +140,7 @@ class Lanes:
         mark.ended = time.perf_counter()
 
     def _on_stream(self, lane: Lane) -> AbstractContextManager[object]:
-        """The lane's stream as the current one; the compute lane keeps the caller's."""
+        """Return the lane's stream as the current one; the compute lane keeps the caller's."""
         if lane is Lane.COMPUTE:
             return nullcontext()
         if lane not in self._streams:

@@ -113,13 +113,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 passes[sum(map(_touched, [*_tensors((args, kwargs)), *read.values()]))] += 1
 
     def _product(self, matrices: Sequence[Tensor]) -> Counter[int]:
-        """The counter in which the product of two matrices is counted."""
+        """Return the counter in which the product of two matrices is counted."""
         sides = [side for each in matrices for side in each.shape[-2:]]
         return self.thin_products if min(sides) < THIN else self.products
 
 
 def _touched(tensor: Tensor) -> int:
-    """Bytes that going through a tensor once moves: an expanded one has fewer than elements."""
+    """Return bytes that going through a tensor once moves: an expanded one has fewer than elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

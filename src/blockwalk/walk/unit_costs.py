@@ -99,15 +99,15 @@ class UnitCosts:
         return named if isinstance(named, torch.dtype) else dtype_of(str(named))
 
     def spec(self) -> ModelSpec:
-        """The model as the walk sees it, adapters included."""
+        """Return the model as the walk sees it, adapters included."""
         return self._cut(self.stored).spec()
 
     def walks_documents(self, plan: Plan) -> bool:
-        """Whether the walk leaves padding out (:meth:`blockwalk.cutting.cut_model.CutModel.walks_documents`)."""
+        """Return whether the walk leaves padding out (:meth:`blockwalk.cutting.cut_model.CutModel.walks_documents`)."""
         return self.device == "cpu" and self._cut(self.stored).walks_documents(plan)
 
     def __call__(self, plan: Plan, shape: Shape) -> Costs:
-        """The cost of each kind of unit; none, with a warning, for a model whose code does not run on fake tensors."""
+        """Return the cost of each kind of unit; none, with a warning, for a model whose code does not run on fake tensors."""
         traits = _traits(plan, name_of(self.stored), self._lies_in)
         key = cache.key(f"{self._digest} {traits} {shape}".encode())
         if key not in self._known:
@@ -131,7 +131,7 @@ class UnitCosts:
         return found
 
     def _cut(self, dtype: torch.dtype) -> CutModel:
-        """The model with no weights, parameters in this dtype, cut."""
+        """Return the model with no weights, parameters in this dtype, cut."""
         if dtype not in self._cuts:
             model, lora = build_skeleton(self.config, dtype, self._class), self._lora
             if lora is not None:
@@ -142,7 +142,7 @@ class UnitCosts:
 
 
 def of_run(run: RunConfig) -> UnitCosts:
-    """The costs of a run's model here; its batches hold padding, and a packed row has a mask however long it is."""
+    """Return the costs of a run's model here; its batches hold padding, and a packed row has a mask however long it is."""
     return UnitCosts(run.model, lora=run.adapters, device=chosen().type, padded=True, cut=not run.data.packing)
 
 
@@ -177,7 +177,7 @@ class _FakeWeight:
         return
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
-        """Ends as they are where every expert has as many rows."""
+        """Return ends as they are where every expert has as many rows."""
         return [rows * (expert + 1) // self.shape[0] for expert in range(self.shape[0])]
 
 
@@ -206,7 +206,8 @@ class _Traits:
 
 
 def _traits(plan: Plan, stored: str, lies_in: Codec | None) -> _Traits:
-    """The traits of a plan for a model whose weights are stored in this dtype, or lie in a codec that they are read in."""
+    """Return the traits of a plan for a model whose weights are stored in this dtype, or lie in a codec that they are read
+    in."""
     codec, zeroth = plan.frozen.codec, plan.zeroth_order
     if codec is Codec.RAW and lies_in is not None:
         codec = lies_in
@@ -264,7 +265,7 @@ class _Bench:
         return dtype_of(self.traits.trainable.dtype_of(p.dtype))
 
     def frozen_values(self, unit: UnitSpec) -> dict[str, Value]:
-        """Fake values that stand in the places of a unit's parameters for the whole of its turn, by name."""
+        """Return fake values that stand in the places of a unit's parameters for the whole of its turn, by name."""
         values: dict[str, Value] = {}
         for p in unit.params:
             if self.lazily(p):
@@ -276,13 +277,13 @@ class _Bench:
         return values
 
     def loss(self, device: str) -> ChunkedLoss:
-        """The loss of a batch with a head that is not trained and has no adapter."""
+        """Return the loss of a batch with a head that is not trained and has no adapter."""
         spec, tokens = self.cut.spec(), self.shape.batch * (self.shape.sequence - 1)
         capped = self.cut.head.soft_cap is not None
         return ChunkedLoss(tokens, spec.hidden_size, spec.vocab_size, self.dtype.itemsize, capped, device)
 
     def copies(self, unit: UnitSpec) -> int:
-        """Bytes of a unit's trainables in the compute dtype, where autograd needs them in it and masters are not."""
+        """Return bytes of a unit's trainables in the compute dtype, where autograd needs them in it and masters are not."""
         copied = [p for p in unit.part(True) if self.backprop and self.master_dtype(p) != self.dtype]
         return sum(p.numel for p in copied) * self.dtype.itemsize
 
@@ -346,7 +347,7 @@ def _prologue(bench: _Bench, device: str, padded: bool) -> tuple[Prologue, UnitC
 
 
 def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue, handed: Handed) -> UnitCost:
-    """One block, on fake tensors: without graph, and with it where the estimator differentiates. ``handed`` holds what
+    """Return one block, on fake tensors: without graph, and with it where the estimator differentiates. ``handed`` holds what
     blocks before it handed on, and takes what it hands on itself."""
     cut, shape = bench.cut, bench.shape
     with bench.mode:
@@ -392,7 +393,7 @@ def _block(bench: _Bench, index: int, unit: UnitSpec, prologue: Prologue, handed
 
 
 def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
-    """The call with fake arguments, on the device at hand."""
+    """Return the call with fake arguments, on the device at hand."""
     leaves: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -406,7 +407,7 @@ def _fake_call(call: BlockCall, device: torch.device) -> BlockCall:
 
 
 def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
-    """The final norm, on fake tensors; the head and the loss by their formula."""
+    """Return the final norm, on fake tensors; the head and the loss by their formula."""
     cut, shape = bench.cut, bench.shape
     spec = cut.spec()
     reads, last, head = epilogue_reads(spec), cut.epilogue_index, cut.head
@@ -456,7 +457,7 @@ def _epilogue(bench: _Bench, prologue: Prologue, device: str) -> UnitCost:
 
 
 def _scratch(bench: _Bench, device: str) -> int:
-    """Bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
+    """Return bytes of the buffers that are kept from op to op: what weights are decoded or perturbed into, the largest range of
     any, and under zeroth order the loss's and the update's."""
     spec, head, size = bench.cut.spec(), bench.cut.head, bench.dtype.itemsize
     chunked, traits, loss = bench.traits.chunked and not head.custom, bench.traits, bench.loss(device)
@@ -494,7 +495,7 @@ def _scratch(bench: _Bench, device: str) -> int:
 
 
 def _digest(config: Any, lora: Any, device: str, padded: bool, cut: bool) -> str:
-    """Everything that the figures depend on beside traits and shape."""
+    """Return everything that the figures depend on beside traits and shape."""
     import transformers
 
     dropped = ("_name_or_path", "transformers_version", "architectures", "use_cache")

@@ -272,7 +272,7 @@ class Walker:
             self._execute(self.program(StepKind.FLUSH, Shape(1, 1)))
 
     def _open_ledger(self, path: Path, head: Mapping[str, Any]) -> Ledger:
-        """The run's ledger: rank 0's file, of which the others keep a copy in memory."""
+        """Return the run's ledger: rank 0's file, of which the others keep a copy in memory."""
         opened: list[Ledger] = []
 
         def ask() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -283,7 +283,7 @@ class Walker:
         return opened[0] if opened else LedgerCopy(path, found, entries)
 
     def gradients(self, batch: Batch) -> dict[str, Tensor]:
-        """The gradient of the mean loss, float32, by canonical parameter name; nothing is updated.
+        """Return the gradient of the mean loss, float32, by canonical parameter name; nothing is updated.
 
         Raises:
             ValueError: the method does not differentiate.
@@ -294,10 +294,10 @@ class Walker:
         return self.engine.gradients.take()
 
     def evaluate(self, batch: Batch, *, batches: int = 1) -> EvalResult:
-        """The summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with the same
-        batch, each walks its share of the sequences, and all get the same answer: one process's, but for the rounding of
-        products with fewer rows. Each visit of a block computes the batch in ``batches`` parts, so that its weights are fetched
-        and decoded once for all of them.
+        """Return the summed loss of a batch in evaluation mode, and the tokens that it is a sum over. Ranks call this with
+        the same batch, each walks its share of the sequences, and all get the same answer: one process's, but for the
+        rounding of products with fewer rows. Each visit of a block computes the batch in ``batches`` parts, so that its
+        weights are fetched and decoded once for all of them.
 
         Raises:
             ValueError: on every rank: another rank has another batch, or cuts it into other parts.
@@ -305,14 +305,14 @@ class Walker:
         return EvalResult(math.fsum(self._evaluated(batch, batches)), loss_tokens(batch))
 
     def label_losses(self, batch: Batch, *, batches: int = 1) -> Tensor:
-        """The loss summed over the labels of each sequence, float64 [B] on the CPU, in evaluation mode: what label words are
-        ranked by. Ranks share the sequences, and visits the parts, as in :meth:`evaluate`."""
+        """Return the loss summed over the labels of each sequence, float64 [B] on the CPU, in evaluation mode: what label
+        words are ranked by. Ranks share the sequences, and visits the parts, as in :meth:`evaluate`."""
         rows = len(batch["input_ids"])
         return torch.tensor(self._evaluated(batch, batches, by_row=True)[:rows], dtype=torch.float64)
 
     def _evaluated(self, batch: Batch, batches: int, *, by_row: bool = False) -> list[float]:
-        """Summed losses of the batch, in its order: of each sequence, or of each rank's share of each part where the model's
-        own loss is asked for."""
+        """Return summed losses of the batch, in its order: of each sequence, or of each rank's share of each part where the
+        model's own loss is asked for."""
         self.flush()
         self._run(StepKind.EVALUATE, batch, Asked(self.steps_done + 1, by_row=by_row), batches=batches)
         state = self.estimator.state
@@ -323,7 +323,7 @@ class Walker:
         return [loss for m in range(batches) for part in of_ranks for loss in part[m * each : (m + 1) * each]]
 
     def next_logits(self, batch: Mapping[str, Any]) -> Tensor:
-        """Logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
+        """Return logits after each sequence's last token, float32 [B, V], in evaluation mode. A batch with ``past_key_values``
         and ``use_cache: True`` continues what that cache holds, and is taken into it."""
         self.flush()
         if is_cpu(batch["input_ids"].device):  # a token that was just drawn is the model's
@@ -343,7 +343,7 @@ class Walker:
     # ---- the executor -----------------------------------------------------------------------------------------------
 
     def costs(self, shape: Shape) -> Costs:
-        """Costs of each kind of unit while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
+        """Return costs of each kind of unit while it computes, see :mod:`blockwalk.walk.unit_costs`: measured once, on no
         weights."""
         from blockwalk.walk.unit_costs import UnitCosts
 
@@ -362,8 +362,8 @@ class Walker:
         batches: int = 1,
         pieces: tuple[Piece, ...] = (),
     ) -> Program:
-        """The program of one kind of step at the shape of one micro-batch (of which an evaluation has ``batches``), as the
-        walker now stands; cached. ``pieces`` as :func:`blockwalk.program.compile.compile` takes them.
+        """Return the program of one kind of step at the shape of one micro-batch (of which an evaluation has ``batches``),
+        as the walker now stands; cached. ``pieces`` as :func:`blockwalk.program.compile.compile` takes them.
 
         ``foresee`` asks for the blocks' transients and FLOPs as well; a plan that spends its budget on kept graphs
         (``recompute: auto``) or on kept node slices (``cache.threshold``) always has them, for its ops depend on them.
@@ -438,7 +438,7 @@ class Walker:
         return marks
 
     def _sent(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A micro-batch on the device."""
+        """Return a micro-batch on the device."""
         there = {key: sent(each, self.device) for key, each in batch.items()}
         if not is_cpu(self.device):
             facts = BatchFacts.of(batch)
@@ -450,13 +450,13 @@ class Walker:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the trainables' masters, of optimizer states and of the step counter: all that a resumed run needs of the
-        walker. Blocks that the ranks of a node hold together are gathered while rank 0 reads them: the others call
-        :meth:`join_gathers`."""
+        """Return copies of the trainables' masters, of optimizer states and of the step counter: all that a resumed run
+        needs of the walker. Blocks that the ranks of a node hold together are gathered while rank 0 reads them: the others
+        call :meth:`join_gathers`."""
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.live_state().items()}
 
     def live_state(self) -> dict[str, Any]:
-        """The tensors that :meth:`state_dict` copies, themselves: for a writer that is done before the next step.
+        """Return the tensors that :meth:`state_dict` copies, themselves: for a writer that is done before the next step.
 
         Raises:
             FloatingPointError: first order: a value is not finite.
@@ -513,7 +513,7 @@ class Walker:
         self.steps_done = self._state_saver().load(folder)
 
     def notes(self) -> list[str]:
-        """Sentences on what a resumed run does otherwise than its plan says."""
+        """Return sentences on what a resumed run does otherwise than its plan says."""
         settings = self.plan.optimizer
         if not self.engine.keeps_decay_of_all or settings.decay == "all" or not settings.weight_decay:
             return []

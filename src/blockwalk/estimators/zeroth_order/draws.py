@@ -33,7 +33,8 @@ class Noise(Protocol):
     """The z of one parameter at one query of one step."""
 
     def fill_(self, out: Tensor, start: int = 0, **where: Unpack[Where]) -> Tensor:
-        """``out`` (float32) = that range of z, whose place the arguments say as in :mod:`blockwalk.numerics.noise.noise`."""
+        """Return ``out`` (float32) = that range of z, whose place the arguments say as in
+        :mod:`blockwalk.numerics.noise.noise`."""
         ...
 
 
@@ -74,8 +75,8 @@ class LowRank:
 def add_low_rank_(
     out: Tensor, noises: Sequence[LowRank], scales: Sequence[float], start: int = 0, **where: Unpack[Where]
 ) -> Tensor:
-    """``out`` (float32, contiguous) += scale·z for each of one parameter's noises in turn, of the range that the arguments say
-    as in :meth:`LowRank.fill_`, without a z of its size."""
+    """Return ``out`` (float32, contiguous) += scale·z for each of one parameter's noises in turn, of the range that the
+    arguments say as in :meth:`LowRank.fill_`, without a z of its size."""
     length = noises[0].columns
     (row, column), whole_RD = divmod(start, length), out
     if where.get("pitch") is not None:

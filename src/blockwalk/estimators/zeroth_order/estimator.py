@@ -92,8 +92,8 @@ class ZerothOrder:
                 reserve(self.rule, param.name.partition(STATE)[2], param.layout(32), scratch, self.engine.device)
 
     def seed_of(self, asked: Asked) -> int:
-        """A step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's, or where the noise is torch's
-        what the original draws for this step from numpy's generator, which it seeds with the run's."""
+        """Return a step's seed: the one given (0 counts), of several ranks rank 0's; else the plan's, or where the noise is
+        torch's what the original draws for this step from numpy's generator, which it seeds with the run's."""
         if asked.seed is None and NOISES[self.plan.zo.noise].own_seeds:
             return int(np.random.RandomState(self.plan.seed % 2**32).randint(1000000000, size=asked.step)[-1])
         return self.plan.seed if asked.seed is None else self.ranks.first_seed(asked.seed)
@@ -109,7 +109,7 @@ class ZerothOrder:
         return
 
     def waiting(self) -> int:
-        """The most entries that any unit has not seen where it stays between its turns."""
+        """Return the most entries that any unit has not seen where it stays between its turns."""
         buckets = self.engine.buckets
         return max((self.steps - buckets.stored_step(unit) for unit in set(buckets.home.values())), default=0)
 
@@ -182,7 +182,7 @@ class ZerothOrder:
         )
 
     def prepare(self, op: Op) -> Callable[[], None]:
-        """The work of one op: the method of its name. A flush has no step."""
+        """Return the work of one op: the method of its name. A flush has no step."""
         return partial(getattr(self, f"_{op.kind.lower()}"), op, self.state)
 
     @torch.no_grad()
@@ -278,7 +278,7 @@ class ZerothOrder:
         self.engine.cut.bind(op.unit, values)
 
     def _values_of(self, op: Op, state: Step) -> list[dict[str, Value]]:
-        """A unit's trainables under the perturbation of each pass of an op."""
+        """Return a unit's trainables under the perturbation of each pass of an op."""
         if self._bound is None or self._bound[0] != (op.unit, op.forward_pass):
             of_passes = (replace(op, forward_pass=op.forward_pass + i) for i in range(op.passes))
             values = [self._values(op.unit, self._perturbation(each, state), state) for each in of_passes]
@@ -286,8 +286,8 @@ class ZerothOrder:
         return self._bound[1]
 
     def _values(self, unit: int, perturbation: Perturbation, state: Step) -> dict[str, Value]:
-        """A unit's trainables under a perturbation: matrices as they are read, the rest as copies; those of a block that is
-        compiled, or that several micro-batches go through, all whole, in buffers that blocks share."""
+        """Return a unit's trainables under a perturbation: matrices as they are read, the rest as copies; those of a block
+        that is compiled, or that several micro-batches go through, all whole, in buffers that blocks share."""
         block = 0 < unit < self.engine.cut.epilogue_index
         whole = block and (self.plan.compile or (state.asked.training and self.plan.copies_blocks))
         trainables = list(self.engine.trainables(unit))
@@ -306,7 +306,7 @@ class ZerothOrder:
         return values
 
     def _value(self, param: ParamSpec, perturbation: Perturbation, buffer: str | None) -> Value:
-        """A trainable under a perturbation: whole in the named buffer, or in whatever form takes the least."""
+        """Return a trainable under a perturbation: whole in the named buffer, or in whatever form takes the least."""
         weight = self._perturbed(param.name, perturbation)
         master = weight.master
         if not weight.scale and master.dense and master.tensor.dtype == weight.dtype:
@@ -321,7 +321,7 @@ class ZerothOrder:
         return DenseWeight(out, weight.dtype) if ranges else out
 
     def _readers(self, perturbation: Perturbation) -> tuple[Matrix, Vector]:
-        """Functions that read the head's matrices and vectors, perturbed where they are trained."""
+        """Return functions that read the head's matrices and vectors, perturbed where they are trained."""
         home = self.engine.buckets.home
 
         @cache
@@ -373,7 +373,7 @@ class ZerothOrder:
         self.ranks.confirm(state.asked.step, state.entry, wait=self.ranks.durable)
 
     def _losses(self, state: Step) -> tuple[float, ...]:
-        """The loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
+        """Return the loss of each forward, a mean over the whole batch, float64: the step's one wait for the device."""
         own = [state.losses[m, p].double().reshape(-1) for m, p in sorted(state.losses, key=lambda key: key[::-1])]
         rows = len(state.labels[0]) if state.by_row else 1
         values = self.ranks.losses(state.asked.step, torch.cat(own).tolist(), state.counted, len(state.passes), rows)
@@ -390,7 +390,7 @@ class ZerothOrder:
         )
 
     def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Projected gradients, clipped, and curvatures of each query."""
+        """Return projected gradients, clipped, and curvatures of each query."""
         grads, curvatures = self.rule.kind.scalars(self.plan.zo, losses)
         most = self.plan.optimizer.max_grad_norm or math.inf
         return tuple(max(-most, min(g, most)) for g in grads), curvatures

@@ -44,7 +44,7 @@ class Kind:
 
 
 def kind_of(name: str) -> Kind:
-    """The kind of this name, out of the file of this name.
+    """Return the kind of this name, out of the file of this name.
 
     Raises:
         ValueError: there is no such kind.

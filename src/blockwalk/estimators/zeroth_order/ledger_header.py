@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_of(ledger: str | os.PathLike[str] | None) -> str:
-    """The name of the run that a ledger belongs to: its own, or a new one; none without a ledger."""
+    """Return the name of the run that a ledger belongs to: its own, or a new one; none without a ledger."""
     if ledger is None:
         return ""
     if Path(ledger).exists():
@@ -26,7 +26,7 @@ def run_of(ledger: str | os.PathLike[str] | None) -> str:
 
 
 def header(engine: Engine, lora: Any, run: str) -> dict[str, Any]:
-    """The facts of a run in its ledger's header: all that a replay needs beside the entries and the base."""
+    """Return the facts of a run in its ledger's header: all that a replay needs beside the entries and the base."""
     plan = engine.plan
     settings: Any = None
     if isinstance(lora, str | os.PathLike):

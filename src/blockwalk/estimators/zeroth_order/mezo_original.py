@@ -57,7 +57,7 @@ class MezoNoise:
 
 
 def order_of(cut: CutModel) -> list[str]:
-    """Canonical names of the trainables in the order of the deduplicated ``named_parameters()``: that of the draws."""
+    """Return canonical names of the trainables in the order of the deduplicated ``named_parameters()``: that of the draws."""
     return [canonical_name(name, cut.adapters) for name, p in cut.model.named_parameters() if p.requires_grad]
 
 
@@ -103,8 +103,8 @@ class MezoOriginal(ZerothOrder):
         return Perturbation(state.seed, state.asked.step, 0, 0.0)
 
     def _scalars(self, losses: tuple[float, ...], state: Step) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """The projected gradient, in the dtype of the model's own losses where those are all there is, as the original has
-        it."""
+        """Return the projected gradient, in the dtype of the model's own losses where those are all there is, as the
+        original has it."""
         if len(state.batches) > 1 or self.chunked or state.by_row:
             return super()._scalars(losses, state)
         return (((state.losses[0, 0] - state.losses[0, 1]) / (2 * self.plan.zo.epsilon)).item(),), ()

@@ -18,7 +18,7 @@ count, as means over these are; the function is not called where none counts."""
 
 
 def as_objective(function: Callable[[Tensor, Mapping[str, Tensor]], Any]) -> Objective:
-    """A Python function of (logits [B, S, V], batch) that answers a number, as an objective."""
+    """Return a Python function of (logits [B, S, V], batch) that answers a number, as an objective."""
 
     def objective(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return torch.as_tensor(function(logits_BSV, batch), dtype=torch.float64, device=logits_BSV.device)
@@ -27,7 +27,7 @@ def as_objective(function: Callable[[Tensor, Mapping[str, Tensor]], Any]) -> Obj
 
 
 def ranked(name: str, words: LabelWordBatch, row_losses: Tensor) -> float:
-    """An objective over classification examples, from the loss of each label word (float64 [B · C], on the CPU).
+    """Return an objective over classification examples, from the loss of each label word (float64 [B · C], on the CPU).
 
     ``label_words``: the mean cross-entropy among the label words by their scores; ``accuracy`` and ``f1`` (the mean over
     classes): one minus it.

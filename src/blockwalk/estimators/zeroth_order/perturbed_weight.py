@@ -38,11 +38,11 @@ class Perturbation:
     """Whether the sum is rounded stochastically to 16 bits."""
 
     def noise(self, draws: Draws, name: str) -> Noise:
-        """The z of one parameter."""
+        """Return the z of one parameter."""
         return draws(self.seed, self.step, self.query, name)
 
     def rounding(self, name: str) -> NoiseKey | None:
-        """The draws of one parameter's rounding: one and the same for all forwards of a step."""
+        """Return the draws of one parameter's rounding: one and the same for all forwards of a step."""
         return NoiseKey(self.seed, self.step, 0, name, "forward") if self.stochastic else None
 
 
@@ -76,7 +76,8 @@ class PerturbedWeight:
         return self._some_rows(start, stop)
 
     def lazily(self) -> Weight:
-        """This weight for products: that of low rank as the master and its factors, without noise of the matrix's size."""
+        """Return this weight for products: that of low rank as the master and its factors, without noise of the matrix's
+        size."""
         if not self.scale or not isinstance(self.noise, LowRank) or self.direction_ is not None:
             return self
         (rows, columns), device = self.shape, self.master.bytes_P.device
@@ -102,11 +103,11 @@ class PerturbedWeight:
         return out.view(*index.shape, columns)
 
     def whole(self) -> Tensor:
-        """All of it, freshly allocated, in the parameter's own shape: for small parameters and odd ones."""
+        """Return all of it, freshly allocated, in the parameter's own shape: for small parameters and odd ones."""
         return self.rows(0, self.master.layout.rows).clone().view(self.master.layout.shape)
 
     def into(self, out_RD: Tensor) -> Tensor:
-        """All of it into ``out_RD`` [R, D], a range at a time; returns it."""
+        """Return all of it into ``out_RD`` [R, D], a range at a time; returns it."""
         rows, columns = self.shape
         some = max(1, DECODE_BYTES[out_RD.device.type] // max(1, columns * self.dtype.itemsize))
         for first in range(0, rows, some):
@@ -123,8 +124,8 @@ class PerturbedWeight:
         first_column: int = 0,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """A range, perturbed, in ``out`` or in scratch: of the rows and columns that begin where is said, or of the rows named.
-        ``read`` answers that range of a tensor in the bucket, under a name in scratch."""
+        """Return a range, perturbed, in ``out`` or in scratch: of the rows and columns that begin where is said, or of the
+        rows named. ``read`` answers that range of a tensor in the bucket, under a name in scratch."""
         if out is None:
             out = self.scratch.take("range", *shape, like=self.master.bytes_P, dtype=self.dtype)
         noise, scale = self.noise, self.scale
@@ -156,14 +157,14 @@ class PerturbedWeight:
 
 
 def with_scales(master: BucketTensor, noise: Noise, scale: float, scratch: ScratchArena) -> BucketTensor:
-    """A copy of a matrix in codes, its scales under a perturbation."""
+    """Return a copy of a matrix in codes, its scales under a perturbation."""
     copied = replace(master, bytes_P=master.bytes_P.clone())
     PerturbedWeight(master.scales, noise, scale, (own := copied.scales.tensor).dtype, scratch).into(own)
     return copied
 
 
 def perturbed_at_once(weights: Sequence[PerturbedWeight]) -> dict[str, Tensor]:
-    """Those of the weights whose numbers are plain, and whose noise is drawn by element, by name: each whole and freshly
+    """Return those of the weights whose numbers are plain, and whose noise is drawn by element, by name: each whole and freshly
     allocated in its own shape, in one launch of an accelerator's kernel: the vectors of a block."""
     found = [(w, w.noise) for w in weights if w.master.dense and isinstance(w.noise, Elementwise) and not w.rounding]
     if not found:

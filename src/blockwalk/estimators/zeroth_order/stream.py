@@ -42,7 +42,7 @@ class Streams:
         return StreamNoise(self, seed, self.place[name])
 
     def whole(self, seed: int, place: int, device: torch.device) -> Tensor:
-        """One parameter's draws, 1-D, in scratch; the caller has the lock."""
+        """Return one parameter's draws, 1-D, in scratch; the caller has the lock."""
         if self.drawn != (seed, place):
             generator = torch.Generator(device)
             states = self._of_step(seed, generator)

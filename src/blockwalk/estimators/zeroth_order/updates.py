@@ -79,17 +79,17 @@ class ZerothOrderRule:
         return "rademacher" if self.zo.noise == "rademacher" else "gaussian"
 
     def decays(self, name: str) -> bool:
-        """Whether weight decay reaches a parameter."""
+        """Return whether weight decay reaches a parameter."""
         return not any(part in name for part in UNDECAYED)
 
     def updater(self, name: str) -> Rule:
-        """The rule of :mod:`blockwalk.numerics.updates` for one parameter."""
+        """Return the rule of :mod:`blockwalk.numerics.updates` for one parameter."""
         return Rule(replace(self.optimizer, weight_decay=self.optimizer.weight_decay * self.decays(name)))
 
 
 def trained_in_order(cut: CutModel, spec: ModelSpec) -> dict[str, ParamSpec]:
-    """The trainables of a model by canonical name, in the order of the deduplicated ``named_parameters()``: that of torch's
-    draws. Those that are none of its modules', as prefixes, come last."""
+    """Return the trainables of a model by canonical name, in the order of the deduplicated ``named_parameters()``: that of
+    torch's draws. Those that are none of its modules', as prefixes, come last."""
     trained = {p.name: p for p in spec.params(trainable=True)}
     named = [canonical_name(name, cut.adapters) for name, _ in cut.model.named_parameters()]
     return {name: trained[name] for name in (*(n for n in named if n in trained), *trained)}
@@ -156,15 +156,15 @@ def apply_all_(
 
 
 def fuses(rule: ZerothOrderRule, device: torch.device) -> bool:
-    """Whether a launch serves many parameters: on an accelerator, where nothing but the noise goes into an update."""
+    """Return whether a launch serves many parameters: on an accelerator, where nothing but the noise goes into an update."""
     kind = rule.kind
     plain = RULES[rule.optimizer.name].linear and kind.direction_ is None and kind.advance_ is None
     return plain and rule.zo.target == "weights" and NOISES[rule.zo.noise].elementwise and not is_cpu(device)
 
 
 def _as_sent(rule: ZerothOrderRule, entry: Entry, name: str) -> tuple[list[list[int]], list[float]]:
-    """The numbers of an entry that an operator takes for one parameter: keys, and a factor for each: first the rounding's with
-    the decay, then the queries'."""
+    """Return the numbers of an entry that an operator takes for one parameter: keys, and a factor for each: first the
+    rounding's with the decay, then the queries'."""
     rounding, rate = _rounding(rule, entry, name, ""), entry.learning_rate
     noises = [rule.draws(entry.seed, entry.step, query, name) for query in range(len(entry.projected_grads))]
     keys = [noise.key for noise in noises if isinstance(noise, Elementwise)]
@@ -188,7 +188,7 @@ def reserve(rule: ZerothOrderRule, state: str, layout: Layout, scratch: ScratchA
 
 
 def _rounding(rule: ZerothOrderRule, entry: Entry, name: str, state: str) -> NoiseKey | None:
-    """The key of the rounding draws of one tensor at one step; None rounds to nearest."""
+    """Return the key of the rounding draws of one tensor at one step; None rounds to nearest."""
     if rule.rounding != "stochastic":
         return None
     return NoiseKey(entry.seed, entry.step, 0, f"{name}\0{state}" if state else name, "rounding")
@@ -240,7 +240,7 @@ def _advance_(
 
 
 def settings_of(zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding: str) -> dict[str, Any]:
-    """The rule for a ledger's header: without what its kind and optimizer do not read."""
+    """Return the rule for a ledger's header: without what its kind and optimizer do not read."""
     usual = ZerothOrderSettings()
     of_noise = {name: getattr(zo, name) for name in NOISES[zo.noise].settings}
     return {
@@ -256,13 +256,13 @@ def settings_of(zo: ZerothOrderSettings, optimizer: OptimizerSettings, rounding:
 
 
 def codecs_of(zo: ZerothOrderSettings) -> dict[str, str | None]:
-    """The codecs of the states of every kind for a ledger's header; None for those that this kind does not keep."""
+    """Return the codecs of the states of every kind for a ledger's header; None for those that this kind does not keep."""
     own = KINDS[zo.kind].states.values()
     return {s[0]: str(getattr(zo, s[0])) if s in own else None for kind in KINDS.values() for s in kind.states.values()}
 
 
 def rule_of(header: Mapping[str, Any], parameters: Mapping[str, ParamSpec], steps: int) -> ZerothOrderRule:
-    """The rule that a ledger's header names, for these trainables and so many entries.
+    """Return the rule that a ledger's header names, for these trainables and so many entries.
 
     Raises:
         ValueError: its kind or its optimizer is unknown here.

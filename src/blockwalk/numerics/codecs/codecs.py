@@ -44,7 +44,7 @@ _THREAD_ELEMENTS = 1 << 15
 
 
 def _piece(where: Tensor, columns: int) -> int:
-    """Rows of so many columns that are worked on at a time."""
+    """Return rows of so many columns that are worked on at a time."""
     return max((_CPU_PIECE if is_cpu(where.device) else _DEVICE_PIECE) // max(columns, 1), 1)
 
 
@@ -116,7 +116,7 @@ def encode_rows(
 def decode_rows(
     buffer: Bytes, layout: Layout, start: int, stop: int, out: Tensor, *, columns: tuple[int, int] | None = None
 ) -> Tensor:
-    """Rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
+    """Return rows ``start:stop`` of an encoded parameter into ``out``, [stop − start, D], any float dtype; returns ``out``.
 
     ``columns`` (first, last) decodes these columns only: ``out`` is [stop − start, last − first]. Nothing is allocated
     where the C kernel serves.
@@ -144,7 +144,7 @@ def decode_rows(
 
 
 def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor) -> Tensor:
-    """The rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
+    """Return the rows named by ``index`` (int64, 1-D, contiguous, in any order) into ``out``, [len(index), D]; returns ``out``.
 
     Raises:
         IndexError: on a CPU, an index outside 0 … R − 1 (torch's own kernels check on CUDA).
@@ -172,7 +172,7 @@ def gather_rows(buffer: Bytes, layout: Layout, index: Tensor, out: Tensor) -> Te
 
 
 def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: Tensor) -> Tensor:
-    """Rows and columns of a parted codec into ``out``, some rows at a time."""
+    """Return rows and columns of a parted codec into ``out``, some rows at a time."""
     assert layout.parts is not None
     reader = layout.parts.reader(layout.split(buffer))
     for a, b in spans(0, out.shape[0], _piece(out, out.shape[1])):
@@ -182,7 +182,7 @@ def _read(buffer: Bytes, layout: Layout, rows: Index, columns: slice, out: Tenso
 
 
 def has_kernel(layout: Layout, buffer: Bytes) -> bool:
-    """Whether an operator decodes it, in one launch: what the C kernel decodes, and nf4."""
+    """Return whether an operator decodes it, in one launch: what the C kernel decodes, and nf4."""
     if not isinstance(buffer, Tensor) or layout.parts is not None or not layout.groups:
         return False
     return layout.codec in WITH_KERNELS and not is_cpu(buffer.device)
@@ -201,8 +201,8 @@ def decode_on_device(
     kind: NoiseKind | None = None,
     origin: int = 0,
 ) -> Tensor:
-    """``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at ``first_row``, or that ``rows`` names, from
-    ``first_column`` on; returns it. ``origin`` is the place of the layout's first element in its parameter."""
+    """Return ``out`` [n, m], contiguous, = cast(value + scale·z) of the rows that begin at ``first_row``, or that ``rows``
+    names, from ``first_column`` on; returns it. ``origin`` is the place of the layout's first element in its parameter."""
     order = None if layout.order is None else to_device(layout.order, buffer.device)
     bytes_of = (buffer, order, rows, layout.codec, (layout.rows, layout.columns), layout.group_size)
     torch.ops.blockwalk.decode_(out, *bytes_of, first_row, first_column, sent(key), origin, scale, kind)

@@ -49,7 +49,7 @@ class Parts:
     reader: Callable[[Sequence[Tensor]], Reader]
 
     def places(self) -> tuple[list[int], int]:
-        """The first byte of each tensor where they lie together, and the end."""
+        """Return the first byte of each tensor where they lie together, and the end."""
         return side_by_side((math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors), 8)
 
 
@@ -119,7 +119,7 @@ class Layout:
         return encoded_nbytes(self.shape, self.dtype, self.codec, self.group_size)
 
     def scales(self, buffer: Tensor) -> Tensor:
-        """The scales in an encoded parameter's bytes as a view: [R, groups], or [R, groups, 2] of a codec with two."""
+        """Return the scales in an encoded parameter's bytes as a view: [R, groups], or [R, groups, 2] of a codec with two."""
         scales = len(self.codec.facts.scales)
         if self.codec.facts.interleaved:
             part = self._blocks(buffer)[..., : scales * self.scale_dtype.itemsize]
@@ -128,14 +128,14 @@ class Layout:
         return flat.view(self.rows, self.groups) if scales < 2 else flat.view(self.rows, self.groups, scales)
 
     def codes(self, buffer: Tensor) -> Tensor:
-        """The codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
+        """Return the codes in an encoded parameter's bytes as a view: [R, code_columns], or interleaved [R, groups, bytes]."""
         if self.codec.facts.interleaved:
             scales = len(self.codec.facts.scales) * self.scale_dtype.itemsize
             return self._blocks(buffer)[..., scales:].view(self.code_dtype)
         return buffer[self.scale_bytes : self.nbytes].view(self.code_dtype).view(self.rows, self.code_columns)
 
     def split(self, buffer: Bytes) -> tuple[Tensor, ...]:
-        """The tensors of a parted codec in its bytes."""
+        """Return the tensors of a parted codec in its bytes."""
         if isinstance(buffer, tuple):
             return buffer
         assert self.parts is not None
@@ -146,7 +146,7 @@ class Layout:
         )
 
     def _blocks(self, buffer: Tensor) -> Tensor:
-        """The bytes of an interleaved parameter by group, [R, groups, bytes of one]."""
+        """Return the bytes of an interleaved parameter by group, [R, groups, bytes of one]."""
         facts = self.codec.facts
         scaled = self.group_size * facts.bits // 8 + len(facts.scales) * self.scale_dtype.itemsize
         size = facts.block_bytes or scaled

@@ -48,12 +48,12 @@ class Coded:
         return slice(self.first // size, -(-self.last // size))
 
     def bytes_of_groups(self) -> Tensor:
-        """The codes of four bits of those groups, uint8 [R, groups, group / 2]."""
+        """Return the codes of four bits of those groups, uint8 [R, groups, group / 2]."""
         layout = self.layout
         return self.codes.view(len(self.codes), layout.groups, layout.group_size // 2)[:, self.groups]
 
     def columns(self, values_RGK: Tensor) -> Tensor:
-        """The columns out of the values of those groups, [R, last − first]."""
+        """Return the columns out of the values of those groups, [R, last − first]."""
         start = self.groups.start * self.layout.group_size
         return values_RGK.flatten(1)[:, self.first - start : self.last - start]
 
@@ -91,14 +91,14 @@ class MatrixCodec:
 
 @functools.cache
 def matrix_codec(codec: Codec) -> MatrixCodec:
-    """The codec of this name, out of the file of this name."""
+    """Return the codec of this name, out of the file of this name."""
     found = importlib.import_module(f"{__package__}.{codec}").CODEC
     assert isinstance(found, MatrixCodec)
     return found
 
 
 def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
-    """The codec that rounds each group to its nearest codes on a grid; the others as :class:`MatrixCodec` has them."""
+    """Return the codec that rounds each group to its nearest codes on a grid; the others as :class:`MatrixCodec` has them."""
 
     def encode(x_RD: Tensor, scales: Tensor, codes: Tensor, layout: Layout, rounding: Rounding | None) -> None:
         x_RGK = grouped(x_RD, layout)
@@ -115,13 +115,13 @@ def grid_codec(grid: Grid, limit: float, native: int) -> MatrixCodec:
 
 
 def halves(codes_RGK: Tensor) -> Tensor:
-    """Codes of four bits in bytes: the first half of a group in the low nibbles, the second in the high ones."""
+    """Return codes of four bits in bytes: the first half of a group in the low nibbles, the second in the high ones."""
     low_RGH, high_RGH = codes_RGK.chunk(2, dim=2)
     return low_RGH | high_RGH << 4
 
 
 def grouped(x_RD: Tensor, layout: Layout) -> Tensor:
-    """Rows cut into the layout's groups, [R, G, group], the last one padded with zeros."""
+    """Return rows cut into the layout's groups, [R, G, group], the last one padded with zeros."""
     padding = layout.groups * layout.group_size - layout.columns
     padded = torch.nn.functional.pad(x_RD, (0, padding)) if padding else x_RD
     return padded.view(x_RD.shape[0], layout.groups, layout.group_size)

@@ -23,7 +23,7 @@ Order = Callable[[Tensor], Tensor]
 
 
 def numbers(tensor: Tensor) -> Reader:
-    """The elements of a tensor [R, D]."""
+    """Return the elements of a tensor [R, D]."""
     if tensor.dtype.is_floating_point and tensor.itemsize == 1:  # an index does not know float8, and its casts are slow
         every = torch.arange(256, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
         return looked_up(numbers(tensor.view(torch.uint8)), every.float())
@@ -31,8 +31,8 @@ def numbers(tensor: Tensor) -> Reader:
 
 
 def packed(tensor: Tensor, bits: int, dim: int = 1, order: Order | None = None) -> Reader:
-    """Codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order`` answers the
-    place in it of each, counted from the lowest bits, where it is not their own number."""
+    """Return codes of ``bits`` bits, several side by side in each element of an integer tensor along ``dim``; ``order``
+    answers the place in it of each, counted from the lowest bits, where it is not their own number."""
     each = 8 * tensor.itemsize // bits
     places = torch.arange(each, dtype=tensor.dtype, device=tensor.device)
     shifts = (order(places) if order else places) * bits
@@ -52,12 +52,12 @@ def packed(tensor: Tensor, bits: int, dim: int = 1, order: Order | None = None) 
 
 
 def turned(reader: Reader) -> Reader:
-    """A matrix that its tensors have as [D, R]."""
+    """Return a matrix that its tensors have as [D, R]."""
     return lambda rows, columns: reader(columns, rows).t()
 
 
 def looked_up(codes: Reader, levels: Tensor) -> Reader:
-    """The levels (1-D) that codes stand for."""
+    """Return the levels (1-D) that codes stand for."""
 
     def read(rows: Index, columns: Index) -> Tensor:
         found = codes(rows, columns)
@@ -68,7 +68,7 @@ def looked_up(codes: Reader, levels: Tensor) -> Reader:
 
 
 def above(upper: Reader, lower: Reader, height: int) -> Reader:
-    """A matrix whose first ``height`` rows are one reader's, and the others another's."""
+    """Return a matrix whose first ``height`` rows are one reader's, and the others another's."""
 
     def read(rows: Index, columns: Index) -> Tensor:
         if isinstance(rows, Tensor):
@@ -84,7 +84,7 @@ def above(upper: Reader, lower: Reader, height: int) -> Reader:
 
 
 def in_rows_of(width: int, flat: Reader) -> Reader:
-    """A matrix of ``width`` columns whose elements are one row of ``flat``, row after row."""
+    """Return a matrix of ``width`` columns whose elements are one row of ``flat``, row after row."""
 
     def read(rows: Index, columns: Index) -> Tensor:
         if isinstance(rows, slice):
@@ -107,7 +107,7 @@ def scaled(
     groups: int = 0,
     plus: float = 0.0,
 ) -> Reader:
-    """``(code − zero − less) · scale + plus`` in float32.
+    """Return ``(code − zero − less) · scale + plus`` in float32.
 
     Args:
         codes: [R, D].
@@ -136,12 +136,13 @@ def scaled(
 
 
 def _blocks(index: Index, size: int) -> Index:
-    """The blocks of ``size`` rows or columns that some touch: once where these are neighbours, else one for each."""
+    """Return the blocks of ``size`` rows or columns that some touch: once where these are neighbours, else one for each."""
     return slice(index.start // size, -(-index.stop // size)) if isinstance(index, slice) else index // size
 
 
 def _for_each(of_blocks: Tensor, index: Index, size: int, dim: int) -> Tensor:
-    """The value of its block for each of some rows or columns; of one block for all, or of as many blocks, as they are."""
+    """Return the value of its block for each of some rows or columns; of one block for all, or of as many blocks, as they
+    are."""
     if size == 1 or not isinstance(index, slice) or of_blocks.shape[dim] == 1:
         return of_blocks
     whole = of_blocks.repeat_interleave(size, dim)

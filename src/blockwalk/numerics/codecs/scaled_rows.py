@@ -18,7 +18,7 @@ Grid = Callable[[Tensor], Tensor | float]
 
 
 def scaled_rows(largest: float, grid: Grid, native: int) -> MatrixCodec:
-    """A codec of whole rows: ``largest`` is its largest code, ``native`` its number in ``codecs.c``."""
+    """Return a codec of whole rows: ``largest`` is its largest code, ``native`` its number in ``codecs.c``."""
     # Scale and code are both rounded, and their product must not overflow: hence the limit.
     return MatrixCodec(partial(_encode, largest, grid), _decode, limit=2.0**127, native=native)
 
@@ -44,7 +44,7 @@ def _encode(
 
 
 def _round_stochastically(steps_RD: Tensor, grid: Grid, rounding: Rounding) -> Tensor:
-    """``steps_RD`` on the codes' grid."""
+    """Return ``steps_RD`` on the codes' grid."""
     draws = torch.empty(steps_RD.numel(), dtype=torch.int32, device=steps_RD.device)
     random_uint16(rounding.key, rounding.first_element, draws)
     magnitude_RD = steps_RD.abs()

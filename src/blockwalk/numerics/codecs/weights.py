@@ -28,15 +28,15 @@ class Weight(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop``, shape [stop − start, D]."""
+        """Return rows ``start:stop``, shape [stop − start, D]."""
         ...
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns ``start:stop``, shape [N, stop − start]."""
+        """Return columns ``start:stop``, shape [N, stop − start]."""
         ...
 
     def gather(self, index: Tensor) -> Tensor:
-        """The rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly allocated."""
+        """Return the rows named by ``index`` (any shape, int64): shape [*index.shape, D], freshly allocated."""
         ...
 
 
@@ -54,7 +54,7 @@ class Experts(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def expert(self, index: int) -> Weight:
-        """The matrix [N, D] of one of them."""
+        """Return the matrix [N, D] of one of them."""
         ...
 
     def whole(self) -> Tensor | None:
@@ -63,7 +63,7 @@ class Experts(Protocol):
         ...
 
     def ends(self, offs_E: Tensor, rows: int) -> list[int]:
-        """The row after each expert's last, of ``rows`` rows that are sorted by expert."""
+        """Return the row after each expert's last, of ``rows`` rows that are sorted by expert."""
         ...
 
     def read_into(self, out: Tensor) -> None: ...
@@ -112,7 +112,7 @@ class EncodedWeight:
         return ends
 
     def to(self, dtype: torch.dtype) -> EncodedWeight:
-        """A weight over all of these bytes that decodes to another dtype."""
+        """Return a weight over all of these bytes that decodes to another dtype."""
         return EncodedWeight(self.buffer, self.layout, dtype)
 
     def together(self, out_P: Tensor) -> Tensor:

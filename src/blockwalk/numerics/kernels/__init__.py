@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 def loaded() -> ModuleType:
-    """This package with all its modules, which import triton.
+    """Return this package with all its modules, which import triton.
 
     Raises:
         ImportError: triton is not installed.
@@ -35,8 +35,8 @@ def loaded() -> ModuleType:
 
 
 def missing(error: Exception) -> str:
-    """The sentence for a launch that failed because Triton could not compile its launcher, a file in C; empty where it failed
-    for another reason. It is asked after the failure: launchers in Triton's cache need no compiler."""
+    """Return the sentence for a launch that failed because Triton could not compile its launcher, a file in C; empty where
+    it failed for another reason. It is asked after the failure: launchers in Triton's cache need no compiler."""
     if not isinstance(error, subprocess.CalledProcessError) and "compiler" not in str(error).lower():
         return ""
     names = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))

@@ -226,5 +226,5 @@ def decode(
 
 @functools.cache
 def nf4_levels(device: torch.device) -> Tensor:
-    """The values of nf4's codes on a device: sent once, for the host waits for that copy."""
+    """Return the values of nf4's codes on a device: sent once, for the host waits for that copy."""
     return torch.tensor(LEVELS, device=device)

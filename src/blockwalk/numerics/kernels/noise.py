@@ -205,7 +205,7 @@ def _draws_kernel(out, start, count, k0, k1, COUNTERS: tl.constexpr):
 
 
 def write(w: Write) -> Tensor:
-    """The operation behind ``noise.py``'s; answers ``out``."""
+    """Return the operation behind ``noise.py``'s; answers ``out``."""
     source, out, place, code = w.source, w.out, w.place, KINDS[w.kind]
     draws = DRAWS[w.kind] if w.kind else 16
     aligned = w.start % draws == 0 and place.pitch % draws == 0
@@ -249,18 +249,18 @@ def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
 
 
 def _programs(elements: int, draws: int, counters: int, aligned: bool) -> int:
-    """Programs that cover a row of elements which may begin anywhere in its first counter."""
+    """Return programs that cover a row of elements which may begin anywhere in its first counter."""
     return -(-(elements + (0 if aligned else draws - 1)) // (draws * counters))
 
 
 def _key_words(key: Key | None) -> tuple[int, int]:
-    """A key's words as signed integers: Triton would compile anew for those above 2^63."""
+    """Return a key's words as signed integers: Triton would compile anew for those above 2^63."""
     k0, k1 = key.philox_key() if key is not None else (0, 0)
     return (k0 + 2**63) % 2**64 - 2**63, (k1 + 2**63) % 2**64 - 2**63
 
 
 def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
+    """Return Triton launches on the current device."""
     return contextlib.nullcontext() if tensor.is_cpu else torch.accelerator.device_index(tensor.device.index)
 
 

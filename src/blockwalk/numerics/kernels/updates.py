@@ -94,8 +94,8 @@ def _advance_kernel(
 
 
 def _numbers(words: Sequence[int], factors: Sequence[float], tensors: int) -> npt.NDArray[np.int64]:
-    """Numbers that a kernel reads of each draw, int64 [tensors, 3 · draws]: the two words of its key, and the float32 bits of
-    its factor."""
+    """Return numbers that a kernel reads of each draw, int64 [tensors, 3 · draws]: the two words of its key, and the
+    float32 bits of its factor."""
     keys = np.array(words, dtype=np.int64).reshape(-1, 2)
     bits = np.array(factors, dtype=np.float32).view(np.int32).astype(np.int64).reshape(-1, 1)
     return np.concatenate([keys, bits], axis=1).reshape(tensors, -1)

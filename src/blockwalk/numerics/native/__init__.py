@@ -78,7 +78,7 @@ _loaded: dict[str, ctypes.CDLL | None] = {}
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """The compiled library of ``<name>.c``, or None where it cannot be had; the caller then takes its other path.
+    """Return the compiled library of ``<name>.c``, or None where it cannot be had; the caller then takes its other path.
 
     Compiles at most once per machine and source, and tries at most once per process. A compiler that fails is reported
     once, as a ``RuntimeWarning``.
@@ -181,21 +181,21 @@ def _is_safe(path: Path) -> bool:
 
 
 def _compiler() -> tuple[str, ...] | None:
-    """The compiler's command line: ``$CC`` (which may carry flags), else the first of cc, gcc and clang found."""
+    """Return the compiler's command line: ``$CC`` (which may carry flags), else the first of cc, gcc and clang found."""
     candidates = [tuple(shlex.split(os.environ.get("CC", ""))), ("cc",), ("gcc",), ("clang",)]
     return next((c for c in candidates if c and shutil.which(c[0])), None)
 
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
-    """The compiler's own version line: a new compiler builds anew."""
+    """Return the compiler's own version line: a new compiler builds anew."""
     answer = subprocess.run([*compiler, "--version"], check=True, capture_output=True, text=True, timeout=30)
     return " ".join(compiler) + answer.stdout
 
 
 @functools.cache
 def _processor() -> str:
-    """The processor's facts that ``-march=native`` depends on: a cache folder may be shared by machines of different
+    """Return the processor's facts that ``-march=native`` depends on: a cache folder may be shared by machines of different
     processors."""
     text = f"{platform.system()} {platform.machine()}"
     try:

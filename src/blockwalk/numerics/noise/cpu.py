@@ -30,7 +30,7 @@ def random_uint16(key: Key, start: int, out: Tensor) -> Tensor:
 
 
 def add_products(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tensor], scales: Sequence[float]) -> bool:
-    """``noise.add_products_`` in one pass over ``out_RD``; False without a kernel."""
+    """Return ``noise.add_products_`` in one pass over ``out_RD``; False without a kernel."""
     library = native_code.load("noise")
     if library is None:
         return False
@@ -46,7 +46,7 @@ def add_products(out_RD: Tensor, lefts: Sequence[Tensor], rights: Sequence[Tenso
 
 
 def write(w: Write) -> Tensor:
-    """The operation behind ``noise.py``'s; answers ``out``."""
+    """Return the operation behind ``noise.py``'s; answers ``out``."""
     library = native_code.load("noise")
     if library is not None:
         _write_native(library, w)

@@ -45,14 +45,14 @@ class NoiseKey:
                 raise ValueError(f"{field} is {value}; choose a {field} from 0 to 2^64 − 1")
 
     def philox_key(self) -> tuple[int, int]:
-        """The two 64-bit words of the key: BLAKE2b of 128 bits, personalised by "blockwalk-noise" and the version, of
+        """Return the two 64-bit words of the key: BLAKE2b of 128 bits, personalised by "blockwalk-noise" and the version, of
         seed, step and query (64-bit little-endian each), domain, a zero byte and name (UTF-8), read little-endian.
         """
         return _philox_key(self.seed, self.step, self.query, self.domain, self.name)
 
 
 def derive_seed(*parts: int | str | bytes) -> int:
-    """A seed from 0 to 2^63 − 1 out of any values, for generators that are not ours (a unit's dropout, a data order).
+    """Return a seed from 0 to 2^63 − 1 out of any values, for generators that are not ours (a unit's dropout, a data order).
 
     The BLAKE2b hash of the parts, each with its type and length, so that ("ab", "c") and ("a", "bc") differ.
     """
@@ -92,7 +92,7 @@ class Write(NamedTuple):
 
 
 def window(tensor: Tensor, other: Tensor, pitch: int | None, rows: Tensor | None) -> Window:
-    """The window of two tensors of one shape; asserts that the kernels can walk it."""
+    """Return the window of two tensors of one shape; asserts that the kernels can walk it."""
     assert (tensor.shape, tensor.device) == (other.shape, other.device), "source and out must agree"
     if not {tensor.dtype, other.dtype} <= {*FLOATS}:
         raise ValueError(

@@ -38,12 +38,13 @@ class Where(TypedDict, total=False):
 
 
 def fill_(out: Tensor, key: NoiseKey, start: int = 0, kind: NoiseKind = "gaussian", **where: Unpack[Where]) -> Tensor:
-    """``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or float16). Returns ``out``."""
+    """Return ``out`` = z, for ``out`` in float32 (or rounded to nearest even in bfloat16 or float16). Returns ``out``."""
     return perturbed(None, out, key, start, 1.0, kind, **where)
 
 
 def stochastic_round(source: Tensor, out: Tensor, rounding: Key, start: int = 0, **where: Unpack[Where]) -> Tensor:
-    """``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`perturbed` rounds; returns ``out``."""
+    """Return ``out`` (bfloat16 or float16) = ``source`` rounded stochastically, as :func:`perturbed` rounds; returns
+    ``out``."""
     return perturbed(source, out, None, start, 0.0, None, rounding=rounding, **where)
 
 
@@ -59,7 +60,7 @@ def perturbed(
     pitch: int | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """``out`` = cast(float32(source) + scale·z): the one operation that the others name. Returns ``out``.
+    """Return ``out`` = cast(float32(source) + scale·z): the one operation that the others name. Returns ``out``.
 
     ``scale`` is rounded to float32, then the product, then the sum. An ``out`` in bfloat16 or float16 is then rounded to
     nearest even or, with a ``rounding`` key, stochastically: the magnitude rounds up where its remainder, in 2^-16 of the

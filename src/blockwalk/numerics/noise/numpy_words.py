@@ -69,14 +69,14 @@ PhiloxKey = tuple[int, int]
 
 
 def words(key: PhiloxKey, counter: int, counters: int) -> npt.NDArray[np.uint64]:
-    """The words of consecutive counters, uint64 [4·counters]."""
+    """Return the words of consecutive counters, uint64 [4·counters]."""
     # numpy adds one to the counter before it uses it, modulo 2^256.
     generator = np.random.Philox(counter=(counter - 1) % 2**256, key=key[0] | key[1] << 64)
     return generator.random_raw(4 * counters)
 
 
 def draws(key: PhiloxKey, start: int, count: int) -> Draws:
-    """The 16-bit draws start … start + count − 1."""
+    """Return the 16-bit draws start … start + count − 1."""
     assert sys.byteorder == "little", "draws are read from words in memory order"
     counter = start // 16
     return words(key, counter, -(-(start + count) // 16) - counter).view(np.uint16)[start - 16 * counter :][:count]
@@ -88,7 +88,7 @@ def gaussian(key: PhiloxKey, start: int, count: int) -> Floats:
 
 
 def rademacher(key: PhiloxKey, start: int, count: int) -> Floats:
-    """Signs of elements start … start + count − 1, as ±1."""
+    """Return signs of elements start … start + count − 1, as ±1."""
     counter = start // 256
     octets = words(key, counter, -(-(start + count) // 256) - counter).view(np.uint8)
     bits = np.unpackbits(octets, bitorder="little")[start - 256 * counter :][:count]
@@ -96,14 +96,14 @@ def rademacher(key: PhiloxKey, start: int, count: int) -> Floats:
 
 
 def round_bfloat16(x: Floats, draw: Draws) -> Any:
-    """Patterns (uint16) of ``x`` rounded stochastically to bfloat16."""
+    """Return patterns (uint16) of ``x`` rounded stochastically to bfloat16."""
     bits = x.view(np.uint32)
     rounded = ((bits + draw) >> np.uint32(16)).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)
 
 
 def round_float16(x: Floats, draw: Draws) -> Any:
-    """Patterns (uint16) of ``x`` rounded stochastically to float16, subnormal results included."""
+    """Return patterns (uint16) of ``x`` rounded stochastically to float16, subnormal results included."""
     bits = x.view(np.uint32)
     magnitude = (bits & 0x7FFFFFFF).astype(np.int64)
     # A normal result drops 13 bits of the whole pattern, a subnormal one `shift` bits of the significand.
@@ -119,7 +119,8 @@ def round_float16(x: Floats, draw: Draws) -> Any:
 
 @functools.cache
 def cubic_coefficients() -> Floats:
-    """The cubics as kernels read them, float32 [4, 32]: coefficient; low five bits of (float pattern of 2m + 1) >> 22."""
+    """Return the cubics as kernels read them, float32 [4, 32]: coefficient; low five bits of (float pattern of 2m + 1) >>
+    22."""
     return np.ascontiguousarray(np.roll(np.array(_CUBICS, dtype=np.float32), -2, axis=0).T)
 
 

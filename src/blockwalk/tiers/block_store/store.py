@@ -59,7 +59,7 @@ class StoredParam:
     crc32: int
 
     def layout(self, group_size: int) -> Layout:
-        """The layout of the parameter's bytes."""
+        """Return the layout of the parameter's bytes."""
         return Layout(self.shape, self.codec, self.dtype, group_size)
 
     @property
@@ -68,11 +68,11 @@ class StoredParam:
         return not self.codec.encoded
 
     def decoded_dtype(self) -> torch.dtype:
-        """The dtype that the parameter has when it is used as it lies."""
+        """Return the dtype that the parameter has when it is used as it lies."""
         return dtype_of(self.codec.dtype_of(self.dtype))
 
     def open(self, bytes_P: Tensor, group_size: int) -> Value:
-        """The parameter over its bytes (uint8 [nbytes]), see :func:`~blockwalk.numerics.codecs.weights.opened`."""
+        """Return the parameter over its bytes (uint8 [nbytes]), see :func:`~blockwalk.numerics.codecs.weights.opened`."""
         return opened(self.layout(group_size), bytes_P)
 
 
@@ -91,7 +91,7 @@ class StoredUnit:
         return -(-self.nbytes // HEADER_PAGE) * HEADER_PAGE
 
     def area_offset(self, area: int) -> int:
-        """Bytes from the start of the file to the data of ``area`` (0 or 1)."""
+        """Return bytes from the start of the file to the data of ``area`` (0 or 1)."""
         return DATA_START + area * self.area_nbytes
 
 
@@ -109,13 +109,13 @@ class UnitHeader:
     crc32: int = 0
 
     def pack(self) -> bytes:
-        """The header as it stands at the start of its page, its own checksum included."""
+        """Return the header as it stands at the start of its page, its own checksum included."""
         head = _HEADER.pack(MAGIC, VERSION, *astuple(self))
         return head + struct.pack("<I", isal_zlib.crc32(head))
 
 
 def unpack_header(data: bytes) -> UnitHeader | None:
-    """The header in a page, or None where the page holds none that is whole (never written, or torn)."""
+    """Return the header in a page, or None where the page holds none that is whole (never written, or torn)."""
     if len(data) < _HEADER.size + 4 or data[: len(MAGIC)] != MAGIC:
         return None
     head = data[: _HEADER.size]
@@ -128,7 +128,7 @@ def unpack_header(data: bytes) -> UnitHeader | None:
 
 
 def read_unit_headers(file: MappedFile, index: int, unit: StoredUnit, generations: int) -> list[UnitHeader]:
-    """The whole headers of a unit file, the newest first.
+    """Return the whole headers of a unit file, the newest first.
 
     Raises:
         ValueError: the file is truncated, is no unit file, or is another unit's.
@@ -150,7 +150,7 @@ def read_unit_headers(file: MappedFile, index: int, unit: StoredUnit, generation
 
 
 def side_by_side(params: Iterable[StoredParam]) -> tuple[tuple[StoredParam, ...], int]:
-    """The parameters of a unit, one after the other; and the bytes of all."""
+    """Return the parameters of a unit, one after the other; and the bytes of all."""
     params = tuple(params)
     starts, end = sizes.side_by_side((param.nbytes for param in params), ALIGN)
     return tuple(replace(param, offset=start) for param, start in zip(params, starts, strict=True)), end
@@ -167,7 +167,7 @@ class CheckedPart(NamedTuple):
 
 
 def part_of(unit: StoredUnit, header: UnitHeader, param: StoredParam) -> CheckedPart:
-    """The part that holds a parameter, in the area that a header is of."""
+    """Return the part that holds a parameter, in the area that a header is of."""
     start = unit.area_offset(header.area)
     if header.sequence > 1:
         return CheckedPart(unit.name, start, unit.nbytes, header.crc32)

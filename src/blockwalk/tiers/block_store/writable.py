@@ -80,7 +80,7 @@ class WritableStore:
             raise
 
     def _newest_undamaged(self, number: int, file: Path) -> UnitHeader:
-        """The header of a unit's newest generation whose bytes have their checksums; a newer one's is cleared.
+        """Return the header of a unit's newest generation whose bytes have their checksums; a newer one's is cleared.
 
         Raises:
             Damaged: no generation has.
@@ -104,7 +104,7 @@ class WritableStore:
         return self.index.units
 
     def step(self, unit: int) -> int:
-        """The step after which a unit was last written; 0 for a fresh copy."""
+        """Return the step after which a unit was last written; 0 for a fresh copy."""
         return self._headers[unit].step
 
     def bucket(self, unit: int) -> Tensor | None:
@@ -171,7 +171,7 @@ class WritableStore:
 
 
 def _open_direct(file: Path) -> int:
-    """A descriptor past the page cache; −1 where the system or the file system has none."""
+    """Return a descriptor past the page cache; −1 where the system or the file system has none."""
     try:
         return os.open(file, os.O_RDWR | os.O_DIRECT)
     except (AttributeError, OSError):

@@ -48,8 +48,8 @@ index."""
 
 
 def plan_units(source: TensorSource, spec: ModelSpec, codec: Codec, group_size: int) -> tuple[StoredUnit, ...]:
-    """The units of a store, with the place of every parameter: those of ``spec`` in order, then one of the other tensors that
-    ``source`` has, the persistent buffers.
+    """Return the units of a store, with the place of every parameter: those of ``spec`` in order, then one of the other
+    tensors that ``source`` has, the persistent buffers.
 
     Raises:
         ValueError: the source lacks a parameter of the model, by name.

@@ -46,7 +46,7 @@ class Conversion:
         return operations in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
     def run(self, sources: Sequence[StoredTensor], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Every result by parameter name; meta tensors answer meta tensors."""
+        """Return every result by parameter name; meta tensors answer meta tensors."""
         converter = copy.deepcopy(self.converter)
         for stored, pattern, tensor in zip(sources, self.patterns, tensors, strict=True):
             converter.add_tensor(self.target, stored.key, pattern, tensor)
@@ -54,7 +54,7 @@ class Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
     def shapes(self, sources: Sequence[StoredTensor]) -> dict[str, tuple[int, ...]] | str:
-        """The results' shapes by parameter name, or why these sources cannot be converted."""
+        """Return the results' shapes by parameter name, or why these sources cannot be converted."""
         try:
             results = self.run(sources, [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources])
         except Exception as error:  # whatever transformers' operations raise over shapes that do not fit
@@ -101,7 +101,7 @@ class Recipe:
 def resolve(
     model: nn.Module, stored: Mapping[str, StoredTensor], view: View, where: str, *, all_used: bool = False
 ) -> dict[str, Recipe]:
-    """Recipes for every parameter and persistent buffer of ``model``, by canonical name.
+    """Return recipes for every parameter and persistent buffer of ``model``, by canonical name.
 
     Args:
         model: a plain transformers model on any device; only names and shapes are read.
@@ -169,17 +169,17 @@ def _some(names: Sequence[str], most: int = 8) -> str:
 
 
 def _patterns(model: nn.Module, attribute: str) -> tuple[str, ...]:
-    """A transformers model's list of regular expressions, which may be None."""
+    """Return a transformers model's list of regular expressions, which may be None."""
     return tuple(getattr(model, attribute, None) or ())
 
 
 def optional(model: nn.Module, name: str) -> bool:
-    """Whether transformers lets a checkpoint of ``model`` leave a tensor out without a word."""
+    """Return whether transformers lets a checkpoint of ``model`` leave a tensor out without a word."""
     return not _without([name], _patterns(model, "_keys_to_ignore_on_load_missing"))
 
 
 def _without(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """The names that none of the regular expressions finds."""
+    """Return the names that none of the regular expressions finds."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
@@ -226,7 +226,7 @@ def _match(
 def _untie(
     model: nn.Module, wanted: Mapping[str, Tensor], recipes: Mapping[str, Recipe], view: View | None
 ) -> tuple[dict[str, Recipe], list[str]]:
-    """One recipe a tensor, under its canonical name and in the model's order; the second answer names the missing.
+    """Return one recipe a tensor, under its canonical name and in the model's order; the second answer names the missing.
 
     A checkpoint may hold a tied weight under any of its names. Where it holds several they must be equal.
     """

@@ -68,7 +68,7 @@ class CheckpointFolder:
         return stored.open(self._bytes(stored))
 
     def _view(self, stored: StoredTensor) -> Tensor:
-        """A tensor as it lies; decoded whole where it is a matrix in codes."""
+        """Return a tensor as it lies; decoded whole where it is a matrix in codes."""
         found = self._open(stored)
         return found if isinstance(found, Tensor) else found.rows(0, found.shape[0]).clone()
 
@@ -76,7 +76,7 @@ class CheckpointFolder:
         return tuple(self._recipes)
 
     def original_key(self, name: str) -> str | None:
-        """The name that ``name`` has in the files, or None where it is fused from, or cut out of, other tensors."""
+        """Return the name that ``name`` has in the files, or None where it is fused from, or cut out of, other tensors."""
         recipe = self._recipes[name]
         return recipe.sources[0].key if recipe.conversion is None else None
 

@@ -26,8 +26,8 @@ from blockwalk.tiers.model_folder.stored import StoredTensor
 
 
 def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
-    """The tensors of a GGUF file, or of all parts of a model, by the names of ``model``'s parameters, without reading them; one
-    that the model does not have keeps the file's name.
+    """Return the tensors of a GGUF file, or of all parts of a model, by the names of ``model``'s parameters, without
+    reading them; one that the model does not have keeps the file's name.
 
     Raises:
         ValueError: as :func:`blockwalk.models.gguf.read_header`.
@@ -55,7 +55,7 @@ def read_header(path: Path, model: nn.Module) -> dict[str, StoredTensor]:
 
 
 def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
-    """Experts of which each has some rows in one tensor and the rest in another, both [E, N, D]."""
+    """Return experts of which each has some rows in one tensor and the rest in another, both [E, N, D]."""
     halves = upper, lower
     layouts = [replace(half.layout, shape=half.shape[1:]) for half in halves]
 
@@ -71,7 +71,7 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
 
 
 def _rows_of(bytes_P: Tensor, layout: Layout) -> Reader:
-    """A matrix over its bytes, in any codec."""
+    """Return a matrix over its bytes, in any codec."""
 
     def read(rows: Index, columns: Index) -> Tensor:
         assert isinstance(columns, slice)
@@ -85,7 +85,7 @@ def _rows_of(bytes_P: Tensor, layout: Layout) -> Reader:
 
 
 def _names(header: gguf.Header, model: nn.Module) -> dict[str, str]:
-    """The model's name of each tensor that it has, by the file's, as the ``gguf`` package maps them."""
+    """Return the model's name of each tensor that it has, by the file's, as the ``gguf`` package maps them."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     (architecture,) = (number for number, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
@@ -105,6 +105,6 @@ def _names(header: gguf.Header, model: nn.Module) -> dict[str, str]:
 
 @lru_cache(16)
 def row_order(heads: int, rows: int) -> Tensor:
-    """The place in the file of each of a Llama's query or key rows: a head's rows, of which the file has first and second half
-    in turn (``permute`` of llama.cpp's ``convert_hf_to_gguf.py``)."""
+    """Return the place in the file of each of a Llama's query or key rows: a head's rows, of which the file has first and
+    second half in turn (``permute`` of llama.cpp's ``convert_hf_to_gguf.py``)."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(rows)

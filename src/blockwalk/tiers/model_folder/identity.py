@@ -38,7 +38,7 @@ def same_weights(folder: StrPath, digest: str) -> bool:
 
 
 def weights_digest(folder: StrPath, *, by_name: bool = False) -> str:
-    """The content of a model folder (configuration and weights) as 32 hexadecimal digits; of a block store its index,
+    """Return the content of a model folder (configuration and weights) as 32 hexadecimal digits; of a block store its index,
     which has the checksums of all that was packed. The names that people give GGUF files are no part of it, unless ``by_name``.
 
     Raises:
@@ -88,7 +88,7 @@ def _in_memory(devices: set[int]) -> bool:
 
 
 def _seen(paths: list[Path]) -> list[list[int]]:
-    """Device, inode, size and times of each file, as the kernel has them."""
+    """Return device, inode, size and times of each file, as the kernel has them."""
     found = [path.stat() for path in paths]
     return [[s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for s in found]
 

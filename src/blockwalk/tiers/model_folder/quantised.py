@@ -38,7 +38,7 @@ Dtypes = Sequence[torch.dtype]
 
 
 def joined(folder: Path, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by name, where those that make one matrix are one.
+    """Return the tensors of a checkpoint, by name, where those that make one matrix are one.
 
     Raises:
         ValueError: a tensor of a matrix is missing, or of another dtype or shape than its tool gives it; a form of it that is
@@ -74,12 +74,12 @@ class _Matrix:
     taken: list[str] = field(default_factory=list)
 
     def dtype(self, leaf: str) -> torch.dtype | None:
-        """The dtype of one of its tensors, by the end of its name; None where there is none."""
+        """Return the dtype of one of its tensors, by the end of its name; None where there is none."""
         found = self.left.get(self.stem + leaf)
         return None if found is None else found.dtype
 
     def take(self, leaf: str, dtypes: Dtypes, shape: tuple[int | None, ...] = (None, None)) -> StoredTensor:
-        """One of its tensors, which is of one of these dtypes and of a shape (None: any size)."""
+        """Return one of its tensors, which is of one of these dtypes and of a shape (None: any size)."""
         self.taken.append(self.stem + leaf)
         found = self.left.get(self.stem + leaf)
         if found is None:
@@ -95,13 +95,13 @@ class _Matrix:
         return found
 
     def bytes_of(self, tensor: StoredTensor) -> bytearray:
-        """The bytes of a small tensor."""
+        """Return the bytes of a small tensor."""
         with open(self.folder / tensor.file, "rb") as file:
             file.seek(tensor.offset)
             return bytearray(file.read(tensor.nbytes))
 
     def setting(self, name: str, default: Any, *known: Any) -> Any:
-        """A setting of its tool, which is one of those that are read."""
+        """Return a setting of its tool, which is one of those that are read."""
         value = self.settings.get(name, default)
         if value not in known:
             words = ", ".join(map(str, known))
@@ -114,7 +114,7 @@ class _Matrix:
         return ValueError(f"{self.folder}/{tensor.file}: {self.stem}{leaf} {found}")
 
     def groups(self, leaf: str, groups: int, size: int, columns: int) -> list[StoredTensor]:
-        """The group of each column, where the file names it and neighbours do not make the groups; else nothing."""
+        """Return the group of each column, where the file names it and neighbours do not make the groups; else nothing."""
         if self.dtype(leaf) is None:
             return []
         found = self.take(leaf, _INT, (columns,))
@@ -140,8 +140,8 @@ _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 
 
 def _bitsandbytes(take: _Matrix) -> StoredTensor:
-    """Nibbles, the earlier one high, that sixteen levels are looked up by; scales of blocks of a row, in float32 or in codes of
-    eight bits themselves, whose blocks run on over the rows."""
+    """Return nibbles, the earlier one high, that sixteen levels are looked up by; scales of blocks of a row, in float32 or
+    in codes of eight bits themselves, whose blocks run on over the rows."""
     mark = next(mark for mark in _STATES if take.dtype(mark) is not None)
     state = take.take(mark, _BYTE, (None,))
     with reading(take.folder / state.file):
@@ -175,21 +175,21 @@ def _bitsandbytes(take: _Matrix) -> StoredTensor:
 
 
 def _gptq(take: _Matrix) -> StoredTensor:
-    """Codes packed along the inputs, and zero points less one but in the second form."""
+    """Return codes packed along the inputs, and zero points less one but in the second form."""
     bits = take.setting("bits", 4, 2, 4, 8)
     form = take.setting("checkpoint_format", "gptq", "gptq", "gptq_v2")
     return _in_groups(take, bits, 0, less=0.0 if form == "gptq_v2" else 1.0)
 
 
 def _awq(take: _Matrix) -> StoredTensor:
-    """Codes packed along the outputs, in an order of their own."""
+    """Return codes packed along the outputs, in an order of their own."""
     take.setting("version", "gemm", "gemm", "GEMM")
     bits = take.setting("bits", 4, 4)
     return _in_groups(take, bits, 1, lambda place: place // 2 + place % 2 * 4)
 
 
 def _in_groups(take: _Matrix, bits: int, dim: int, order: Order | None = None, less: float = 0.0) -> StoredTensor:
-    """A matrix that lies turned, [inputs, outputs], with scales and packed zero points of groups of inputs."""
+    """Return a matrix that lies turned, [inputs, outputs], with scales and packed zero points of groups of inputs."""
     codes, each = take.take(".qweight", _INT), 32 // bits
     columns, rows = codes.shape[0] * (each, 1)[dim], codes.shape[1] * (1, each)[dim]
     size = take.settings.get("group_size", 128)
@@ -218,7 +218,8 @@ def _compressed(take: _Matrix) -> StoredTensor | None:
 
 
 def _as_they_are(take: _Matrix, scale_leaf: str, block: Sequence[int] | None) -> StoredTensor | None:
-    """A matrix that does not lie turned. Packed codes, and zero points packed with them, have half of their range added."""
+    """Return a matrix that does not lie turned. Packed codes, and zero points packed with them, have half of their range
+    added."""
     bits = 0
     if take.dtype(".weight_packed") is not None:
         codes, told = take.take(".weight_packed", _INT), take.take(".weight_shape", (torch.int64,), (2,))
@@ -255,7 +256,7 @@ def _as_they_are(take: _Matrix, scale_leaf: str, block: Sequence[int] | None) ->
 
 
 def _sharing(take: _Matrix, shape: tuple[int, int], leaf: str, block: Sequence[int] | None) -> tuple[int, int]:
-    """The rows and columns that share a scale: those that are named, or as many as there are scales."""
+    """Return the rows and columns that share a scale: those that are named, or as many as there are scales."""
     if block is not None:
         return operator.index(block[0]), operator.index(block[1])
     found = take.left.get(take.stem + leaf)
@@ -265,7 +266,7 @@ def _sharing(take: _Matrix, shape: tuple[int, int], leaf: str, block: Sequence[i
 
 
 def _mxfp4(take: _Matrix) -> StoredTensor:
-    """Experts that lie turned: blocks of 32 numbers of four bits, and the exponent of each block's scale."""
+    """Return experts that lie turned: blocks of 32 numbers of four bits, and the exponent of each block's scale."""
     codes = take.take("_blocks", _BYTE, (None, None, None, 16))
     experts, outputs, count, _ = codes.shape
     scales = take.take("_scales", _BYTE, (experts, outputs, count))

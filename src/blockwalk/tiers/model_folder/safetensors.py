@@ -31,7 +31,7 @@ SHARD_BYTES = 5_000_000_000
 
 
 def read_header(path: StrPath) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name, without reading them.
+    """Return the tensors of a safetensors file, by name, without reading them.
 
     Raises:
         ValueError: another format, a git-lfs pointer, a truncated file, or a dtype that we do not know.
@@ -119,8 +119,8 @@ def save_model(
 
 
 def pieces(weight: Value, elements: int = 1 << 22) -> Iterator[Tensor]:
-    """A parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one piece, since writing it takes no
-    copy."""
+    """Yield a parameter's values, at most ``elements`` at a time, as whole rows; a tensor is one piece, since writing it
+    takes no copy."""
     if isinstance(weight, Tensor):
         yield weight
         return

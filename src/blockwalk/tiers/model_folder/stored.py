@@ -49,8 +49,8 @@ class StoredTensor:
         return not self.codec.encoded or len(self.shape) > 1
 
     def open(self, bytes_P: Bytes) -> Tensor | Weight:
-        """The tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight where rows are decoded or put in
-        order when they are read, and a fresh tensor where it is small and another number is added."""
+        """Return the tensor over its bytes (uint8 [nbytes], or its parts): a view of them, a Weight where rows are decoded
+        or put in order when they are read, and a fresh tensor where it is small and another number is added."""
         if self.order is not None and len(self.shape) == 2:
             return EncodedWeight(bytes_P, self.layout, self.dtype)
         found = opened(self.layout, bytes_P)

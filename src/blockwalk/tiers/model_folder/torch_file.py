@@ -18,7 +18,7 @@ from blockwalk.tiers.model_folder.stored import StoredTensor
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file of ``torch.save``, by name, without reading them.
+    """Return the tensors of a file of ``torch.save``, by name, without reading them.
 
     Raises:
         ValueError: another format, one from before torch 1.6, a truncated file, or one that holds more than named tensors.
