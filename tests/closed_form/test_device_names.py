@@ -24,6 +24,9 @@ NAMED = {
     "simulate/hardware.py": DESCRIBED,
     "simulate/planner.py": DESCRIBED,
     "doctor/machine.py": DESCRIBED,
+    "numerics/updates.py": "the kind of a device, as described: a processor or an accelerator",
+    "plan/foreign_rows.py": "names of other tools' settings",
+    "plan/foreign_values.py": "names of other tools' devices",
 }
 
 

@@ -58,6 +58,7 @@ def describe() -> dict[str, str]:
     return {
         "python": sys.version.split()[0],
         **installed(),
+        "torch": str(torch.__version__),  # with the build, which its metadata may lack
         "system": platform.platform(),
         "processor": _processor(),
         "cores": f"{os.cpu_count()}; torch uses {torch.get_num_threads()} threads",

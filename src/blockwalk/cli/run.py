@@ -70,9 +70,9 @@ def plan(run: RunConfig, arguments: argparse.Namespace) -> None:
     forecast = foresee(run, Shape(run.micro_batch_rows, run.data.max_length), of_run(run))
     steps = outlook.steps_of(run)
     for line in (
-        *lines,
         *forecast.overview(steps),
         *wear(run, forecast, steps),
+        *lines,
         *forecast.lines(),
         *zeroth_order_advice(run.plan, run.adapters),
         *outlook.notes(run, run.data.max_length),

@@ -27,11 +27,11 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of the modules that get an adapter, or a pattern. all-linear: every linear layer that text passes but the head,
     experts and routers. []: none, so that ``lora.options.modules_to_save`` alone are trained."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
     from_: str = ""
     """The folder of a trained adapter, or of its run, that training goes on from. Its rank, alpha, dropout, modules and options
     are taken too."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of PEFT's ``LoraConfig``, under its own names: ``{use_rslora: true}``."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

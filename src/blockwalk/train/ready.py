@@ -209,8 +209,8 @@ def dry_run(run: RunConfig) -> Iterator[str]:
     check_memory(run, ready.foreseen, ready.held_bytes)
     check_disks(run, ready.foreseen, ready.total, ready.map_bytes)
     yield f"device  {described(chosen())}"
-    yield from lines
     yield from ready.foreseen.overview(ready.total, ready.usual)
+    yield from lines
     yield from ready.foreseen.lines()
     held_out = "" if ready.held_out is None else f", {ready.held_out.records} held-out ones"
     learnt = int(np.count_nonzero(ready.rows.in_loss))
