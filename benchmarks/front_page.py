@@ -57,27 +57,28 @@ class Figure:
 
 
 def gigabytes(megabytes: float) -> str:
-    """Megabytes of 1e6 bytes, written as gigabytes with two digits that count."""
-    return f"{megabytes / 1000:.2g} GB"
+    """Write megabytes of 1e6 bytes as gigabytes."""
+    value = megabytes / 1000
+    return f"{value:.2f} GB" if value < 1 else f"{value:.1f} GB"
 
 
 def seconds(value: float) -> str:
-    """Seconds with two digits that count."""
-    return f"{value:.2g} s" if value < 100 else f"{value:.0f} s"
+    """Write seconds."""
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
 
 
 def rate(value: float) -> str:
-    """Tokens a second with two digits that count."""
+    """Write tokens a second with two digits that count."""
     return f"{value:.2g} tokens/s"
 
 
 def hours(value: float) -> str:
-    """Seconds, written as hours."""
+    """Write seconds as hours."""
     return f"{value / SECONDS_AN_HOUR:.1f} hours"
 
 
 def nats(value: float) -> str:
-    """A difference of losses with one digit that counts."""
+    """Write a difference of losses with one digit that counts."""
     return f"{value:.1g} nats"
 
 
@@ -103,17 +104,17 @@ def side(name: str, kind: str) -> float:
 
 
 FIGURES = (
-    Figure("@memory_3b@", "memory of LoRA on 3B", lambda: model_row("Qwen2.5-3B")["peak_MB"], gigabytes),
-    Figure("@rate_3b@", "speed of LoRA on 3B", rate_3b, rate),
-    Figure("@hours_3b@", "1,000 examples by 3B", lambda: EXAMPLES * seconds_3b(), hours),
+    Figure("0.46 GB", "memory of LoRA on 3B", lambda: model_row("Qwen2.5-3B")["peak_MB"], gigabytes),
+    Figure("13 tokens/s", "speed of LoRA on 3B", rate_3b, rate),
+    Figure("5.7 hours", "1,000 examples by 3B", lambda: EXAMPLES * seconds_3b(), hours),
     Figure("2.5 GB", "limit of LoRA on 70B", lambda: result("memory_limit_70b")[0]["limit"] / 1e6, gigabytes),
     Figure("349 s", "a step of LoRA on 70B", lambda: result("memory_limit_70b")[0]["seconds"][0], seconds),
-    Figure("@memory_ours@", "memory of our side", lambda: side("ours", "peak_MB"), gigabytes),
-    Figure("@seconds_ours@", "a step of our side", lambda: side("ours", "seconds"), seconds),
-    Figure("@memory_fastest@", "memory of PEFT's fastest", lambda: side("fastest", "peak_MB"), gigabytes),
-    Figure("@seconds_fastest@", "a step of PEFT's fastest", lambda: side("fastest", "seconds"), seconds),
-    Figure("@memory_checkpointed@", "PEFT, checkpointed", lambda: side("bf16 checkpointed", "peak_MB"), gigabytes),
-    Figure("@seconds_checkpointed@", "PEFT, checkpointed", lambda: side("bf16 checkpointed", "seconds"), seconds),
+    Figure("0.56 GB", "memory of our side", lambda: side("ours", "peak_MB"), gigabytes),
+    Figure("5.1 s", "a step of our side", lambda: side("ours", "seconds"), seconds),
+    Figure("3.4 GB", "memory of PEFT's fastest", lambda: side("fastest", "peak_MB"), gigabytes),
+    Figure("3.0 s", "a step of PEFT's fastest", lambda: side("fastest", "seconds"), seconds),
+    Figure("2.0 GB", "PEFT, checkpointed", lambda: side("bf16 checkpointed", "peak_MB"), gigabytes),
+    Figure("4.6 s", "PEFT, checkpointed", lambda: side("bf16 checkpointed", "seconds"), seconds),
     Figure("0.09 nats", "loss by int4a after training", lambda: behind_raw("int4a"), nats),
     Figure("0.005 nats", "loss by int8 after training", lambda: behind_raw("int8"), nats),
 )
@@ -124,7 +125,7 @@ FIGURES = (
 
 WIDTH = 760
 BAR_HEIGHT = 22
-BARS_LEFT = 250
+BARS_LEFT = 180
 CURVE_HEIGHT = 190
 OURS_COLOUR = "#cf222e"
 PEER_COLOUR = "#8c959f"
@@ -138,14 +139,12 @@ def text(x: float, y: float, words: str, extra: str = "") -> str:
 def bars(top: float) -> list[str]:
     """A bar of memory for each way to take the same LoRA step, its seconds beside it."""
     figures = result(SMOLLM2)
-    labels = {"ours": "Blockwalk"} | {
-        peer: f"transformers + PEFT, {peer}" for peer in figures["peak_MB"] if peer != "ours"
-    }
+    labels = {"ours": "Blockwalk"} | {peer: f"PEFT, {peer}" for peer in figures["peak_MB"] if peer != "ours"}
     widest = max(figures["peak_MB"].values())
     drawn = []
     for number, (side, label) in enumerate(labels.items()):
         y = top + number * BAR_HEIGHT
-        width = (WIDTH - BARS_LEFT - 130) * figures["peak_MB"][side] / widest
+        width = (WIDTH - BARS_LEFT - 140) * figures["peak_MB"][side] / widest
         colour = OURS_COLOUR if side == "ours" else PEER_COLOUR
         drawn.append(text(BARS_LEFT - 8, y + 14, label, 'text-anchor="end"'))
         drawn.append(f'<rect x="{BARS_LEFT}" y="{y + 2:.1f}" width="{width:.1f}" height="16" fill="{colour}"/>')
@@ -172,7 +171,7 @@ def curves(top: float) -> list[str]:
             else f'stroke="{PEER_COLOUR}" stroke-width="5" stroke-opacity=".5"'
         )
         drawn.append(f'<polyline points="{points}" fill="none" {stroke}/>')
-        drawn.append(text(250 + 250 * number, top - 8, name, f'fill="{OURS_COLOUR if number else PEER_COLOUR}"'))
+        drawn.append(text(250 + 250 * number, top - 8, name, f'style="fill:{OURS_COLOUR if number else PEER_COLOUR}"'))
     drawn.append(text(34, top + 8, f"{highest:.1f}", 'text-anchor="end"'))
     drawn.append(text(34, top + CURVE_HEIGHT, f"{lowest:.1f}", 'text-anchor="end"'))
     drawn.append(text(40, top + CURVE_HEIGHT + 16, "step 1"))
