@@ -1,0 +1,44 @@
+"""Oracle: what `blockwalk train` prints of the quickstart, whose picture docs/terminal.svg is."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from blockwalk.cli import main
+from blockwalk.simulate import hardware
+
+ROOT = Path(__file__).parents[2]
+PICTURE = ROOT / "docs" / "terminal.svg"
+MEASURE = re.compile(r"\d[\d.,]*(\s?(B|kB|MB|GB|s|ms|min)\b)?")
+
+
+def shape(line: str) -> str:
+    """Return a line with every number, and the unit behind it, as #."""
+    return MEASURE.sub("#", " ".join(line.split()))
+
+
+def pictured() -> list[str]:
+    """Return the lines of the picture, in their order; a part of a line is a text element of its own."""
+    rows: dict[float, str] = {}
+    for y, part in re.findall(r'<text [^>]*?y="([\d.]+)"[^>]*>(.*?)</text>', PICTURE.read_text(encoding="utf-8")):
+        rows[float(y)] = rows.get(float(y), "") + html.unescape(part)
+    return [" ".join(row.split()) for _, row in sorted(rows.items()) if row.strip()]
+
+
+def test_the_picture_of_a_terminal_shows_todays_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "examples", "examples")
+    hardware.save(hardware.load("laptop"), "hardware.yaml")  # as after `blockwalk doctor`
+    assert main.main(["train", "examples/quickstart.yaml", "--max_steps", "6"]) == 0
+    printed = {shape(line) for line in capsys.readouterr().out.splitlines()}
+    command = "$ blockwalk train examples/quickstart.yaml"
+    lines = [line for line in pictured() if line not in ("blockwalk", command, "...")]
+    assert len(lines) > 15
+    assert [line for line in lines if shape(line) not in printed] == []
