@@ -123,6 +123,7 @@ def module_of(library: ctypes.CDLL) -> types.ModuleType:
 
     facts = {
         "is_available": lambda: bool(library.sim_is_available()),
+        "is_initialized": lambda: True,  # torch asks from 2.14 on
         "device_count": lambda: DEVICES,
         "current_device": library.sim_device,
         "set_device": torch.accelerator.set_device_index,

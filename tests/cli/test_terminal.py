@@ -36,7 +36,7 @@ def test_the_picture_of_a_terminal_shows_todays_lines(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", "examples")
     hardware.save(hardware.load("laptop"), "hardware.yaml")  # as after `blockwalk doctor`
-    assert main.main(["train", "examples/quickstart.yaml", "--max_steps", "6"]) == 0
+    assert main.main(["train", "examples/quickstart.yaml", "--max_steps", "12", "--batch_size", "4"]) == 0
     printed = {shape(line) for line in capsys.readouterr().out.splitlines()}
     command = "$ blockwalk train examples/quickstart.yaml"
     lines = [line for line in pictured() if line not in ("blockwalk", command, "...")]
