@@ -25,7 +25,7 @@ from blockwalk.program.program import Lane, Pool, Shape, StepKind
 from blockwalk.system.card import Card
 from blockwalk.tiers.host import Staged
 from blockwalk.tiers.scratch_maps import Activations, ScratchMaps
-from blockwalk.walk.here import card
+from blockwalk.walk.device_card import card
 from blockwalk.walk.lanes import Lanes
 from blockwalk.walk.walker import Walker
 from tests.accelerator.device import Simulated

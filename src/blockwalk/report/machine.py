@@ -18,7 +18,7 @@ def card(device: str) -> Card:
     """Return the facts of this process's accelerator, whose type torch calls ``device``; of a processor none."""
     if device == "cpu":
         return Card()
-    from blockwalk.walk.here import card
+    from blockwalk.walk.device_card import card
 
     return card(device)
 

@@ -8,5 +8,5 @@ from blockwalk.system.card import Card
 
 def card(device: str) -> Card:
     """Return the facts of the device that this process computes on, where it is of the type ``device``; else none."""
-    here = chosen()
-    return card_of(here) if here.type == device else Card()
+    device_here = chosen()
+    return card_of(device_here) if device_here.type == device else Card()
