@@ -304,8 +304,8 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     bench = _Bench(cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
     prologue, cost = _prologue(bench, device, padded)
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
-    # without a CUDA build of PyTorch the blocks are run as on a CPU: attention saves its inputs there as well
-    where = torch.device(device if torch.backends.cuda.is_built() else "cpu")  # type: ignore[no-untyped-call]
+    # where torch sees no GPU, with a CUDA build or without, blocks are run as on a CPU: attention saves its inputs there as well
+    where = torch.device(device if torch.cuda.is_available() else "cpu")
     handed = Handed()
     for index, unit in enumerate(cut.spec().blocks, 1):
         if unit.kind not in costs or cut.anatomy.hands_on:
