@@ -304,7 +304,7 @@ def _measure(cut: CutModel, traits: _Traits, shape: Shape, device: str, padded: 
     bench = _Bench(cut, traits, shape, torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True))
     prologue, cost = _prologue(bench, device, padded)
     costs = {"prologue": cost, "epilogue": _epilogue(bench, prologue, device)}
-    # where torch sees no GPU, with a CUDA build or without, blocks are run as on a CPU: attention saves its inputs there as well
+    # where torch sees no GPU, whatever its build, blocks are run as on a CPU: attention saves its inputs there as well
     where = torch.device(device if torch.cuda.is_available() else "cpu")
     handed = Handed()
     for index, unit in enumerate(cut.spec().blocks, 1):
