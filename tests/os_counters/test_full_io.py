@@ -95,5 +95,5 @@ def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(tmp_pat
         assert found[f"foreseen to {what}"] == pytest.approx(found[f"said to {what}"], rel=0.01), found
     said = found["said to write"]
     assert 0.98 * said <= found["written"] <= 1.02 * said + LAYERS * 2**20, found
-    said = found["said to read"]
-    assert said - ROOM_OF_GRAPHS <= found["read"] <= 1.05 * said, found
+    said = found["said to read"]  # quiet: 0.97 to 1.02 of it; beside other work the kernel takes more pages before their turn
+    assert said - ROOM_OF_GRAPHS <= found["read"] <= 1.15 * said, found
