@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -193,7 +194,11 @@ def test_control_c_ends_an_answer_and_then_the_program(trained: Path) -> None:
     """Oracle: signals of the operating system to a process of its own, while its answer is printed."""
     command = [sys.executable, "-m", "blockwalk", "chat", str(trained), "--max_new_tokens", "90", "--temperature", "9"]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}, bufsize=0, **pipes) as process:
+    heeds = functools.partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a test in the background inherits a deaf ear
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=environment, bufsize=0, preexec_fn=heeds, **pipes) as process:
         assert process.stdin
         assert process.stdout
         guard = threading.Timer(240, process.kill)
