@@ -84,21 +84,20 @@ def test_the_loss_of_a_7b_model_takes_a_third_of_the_launches(sim: Simulated) ->
     assert mode.counts.total() < 7516 / 2.5, mode.counts
 
 
-def wide_products_of_a_processor() -> torch.library.Library:
-    """Make torch's products of 16 bits with float32 results for the processor, whose operators the device queues."""
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+class WideProducts(TorchDispatchMode):
+    """A device that multiplies 16 bits into float32 results, which a processor's torch does not; in float64, rounded once."""
 
-    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor) -> torch.Tensor:
-        return out.copy_(a.double() @ b.double())
-
-    def addmm(
-        onto: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, *, out: torch.Tensor, **by: float
-    ) -> torch.Tensor:
-        return out.copy_(by.get("beta", 1) * onto.double() + by.get("alpha", 1) * (a.double() @ b.double()))
-
-    library.impl("mm.dtype_out", mm, "CPU")
-    library.impl("addmm.dtype_out", addmm, "CPU")
-    return library
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func is torch.ops.aten.mm.dtype_out:
+            return keywords["out"].copy_(args[0].double() @ args[1].double())
+        if func is torch.ops.aten.addmm.dtype_out:
+            product = args[1].double() @ args[2].double()
+            sums = keywords.get("beta", 1) * args[0].double() + keywords.get("alpha", 1) * product
+            return keywords["out"].copy_(sums)
+        return func(*args, **keywords)
 
 
 @pytest.mark.parametrize("trains_head", [False, True])
@@ -120,9 +119,10 @@ def test_products_with_float32_results_are_taken_where_the_device_has_them(train
         return result.loss_sum.cpu(), result.grad_hidden_ND.cpu(), head_grad_VD.cpu(), mode.counts
 
     *_, narrow = taken()
-    library = wide_products_of_a_processor()
     wide_products.has.cache_clear()
-    loss, grad_ND, head_grad_VD, wide = taken()
+    with WideProducts():
+        loss, grad_ND, head_grad_VD, wide = taken()
+    wide_products.has.cache_clear()
     h_ND, w_VD = (each.double().requires_grad_() for each in (hidden_ND, head_VD))
     exact = torch.nn.functional.cross_entropy(h_ND @ w_VD.t(), labels_N, reduction="sum")
     exact.backward()
@@ -134,7 +134,6 @@ def test_products_with_float32_results_are_taken_where_the_device_has_them(train
         torch.testing.assert_close(head_grad_VD.double(), w_VD.grad, rtol=2e-2, atol=4e-3)
     assert wide["mm"] == 4 * (1 + trains_head) + 1, "four chunks of the vocabulary, and the product that is tried"
     assert wide["copy_"] < narrow["copy_"]
-    library._destroy()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

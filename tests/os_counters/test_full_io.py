@@ -39,20 +39,29 @@ with Walker(folder, method(name, **json.loads(settings)), device="cpu", workdir=
     limit.write_text(str(process_bytes() + int(room)))
     walker.step(batch)
     before = counted()
-    result = walker.step(batch)
-    after = counted()
+    steps = []
+    for _ in range(3):
+        result = walker.step(batch)
+        after = counted()
+        steps.append((after["read_bytes"] - before["read_bytes"], after["write_bytes"] - before["write_bytes"], result))
+        before = after
+    read, written, result = sorted(steps, key=lambda step: step[0])[1]
     foreseen = walker.program(StepKind.TRAIN, Shape(*ids.shape), foresee=True).bytes_by_lane()
     parameters = walker.spec.numel(trainable=True)
 print(json.dumps({
-    "read": after["read_bytes"] - before["read_bytes"], "said to read": result.bytes[Lane.FETCH],
-    "written": after["write_bytes"] - before["write_bytes"], "said to write": result.bytes[Lane.STORE],
+    "read": read, "said to read": result.bytes[Lane.FETCH],
+    "written": written, "said to write": result.bytes[Lane.STORE],
     "parameters": parameters, "foreseen to read": foreseen[Lane.FETCH], "foreseen to write": foreseen[Lane.STORE],
 }))
 """
 
 
 def moved(folder: Path, name: str, settings: dict[str, str], room: int) -> dict[str, int]:
-    """Bytes of the third step of full fine-tuning on a random model, by the kernel and by the program."""
+    """Return the bytes of a step of full fine-tuning on a random model, by the kernel and by the program.
+
+    Of three steps it is the one between the others by what it reads: where other work delays a walk, the kernel takes pages that
+    are read again.
+    """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
@@ -95,5 +104,5 @@ def test_what_graphs_write_to_file_maps_and_read_there_is_in_the_program(tmp_pat
         assert found[f"foreseen to {what}"] == pytest.approx(found[f"said to {what}"], rel=0.01), found
     said = found["said to write"]
     assert 0.98 * said <= found["written"] <= 1.02 * said + LAYERS * 2**20, found
-    said = found["said to read"]  # quiet: 0.97 to 1.02 of it; beside other work the kernel takes more pages before their turn
-    assert said - ROOM_OF_GRAPHS <= found["read"] <= 1.15 * said, found
+    said = found["said to read"]
+    assert said - ROOM_OF_GRAPHS <= found["read"] <= 1.05 * said, found

@@ -32,14 +32,17 @@ def run_ranks(
     namespaces: Sequence[str] = (),
     master: str = "127.0.0.1",
     may_die: bool = False,
+    fresh: bool = False,
 ) -> list[Any]:
-    """``work(rank, *args)`` on every rank of a new process group: the answers by rank.
+    """Run ``work(rank, *args)`` on every rank of a new process group, and return the answers by rank.
 
     Args:
         namespaces: of each rank, the network namespace to enter.
         may_die: answer the exit code of a rank that ends without an answer, instead of failing.
+        fresh: start an interpreter for each rank, which takes seconds. A forked one finds room in its parent's heap, so that
+            what it allocates is not what the kernel counts.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if fresh else "fork")
     ranks, pipes, listener = [], [], None
     if not namespaces:  # taken here once and for all: a port that was free a moment ago may be another's by now
         listener = socket.create_server((master, 0))
@@ -86,7 +89,7 @@ def run_ranks(
 def private_bytes() -> int:
     """Return the bytes of anonymous memory that this process maps.
 
-    Pages that a forked rank still shares with its parent count in full: a proportional share would change as ranks come and go.
+    Pages that a forked rank shares with its parent count in full: a proportional share would change as ranks come and go.
     """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))

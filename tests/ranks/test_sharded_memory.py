@@ -18,9 +18,6 @@ from tests.support import held as support
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 1024}
 
-SHARE = 0.12
-"""What a rank may find in the heap that it has from the process that forked it: 5% alone, 8% after the rest of the suite."""
-
 
 def _grown(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     """Bytes that each method's walker took, measured and held."""
@@ -52,10 +49,10 @@ def test_the_kernel_sees_what_the_engine_says_it_holds(tmp_path: Path) -> None:
     model = tiny_model("llama", **SIZES)
     certified(model)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
-    found = run_ranks(2, _grown, tmp_path)[0]
+    found = run_ranks(2, _grown, tmp_path, fresh=True)[0]
     for name in ("fcdp", "zero3"):
         measured, held = found[name]
         assert held > 40e6
-        assert measured == pytest.approx(held, rel=SHARE), name
+        assert measured == pytest.approx(held, rel=0.05), name
     host_cache = found["fcdp"][0] - found["zero3"][0]
-    assert host_cache == pytest.approx(found["fcdp"][1] - found["zero3"][1], abs=SHARE * found["fcdp"][1])
+    assert host_cache == pytest.approx(found["fcdp"][1] - found["zero3"][1], rel=0.1)

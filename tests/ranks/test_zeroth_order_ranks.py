@@ -213,7 +213,7 @@ def test_a_node_holds_one_copy_of_frozen_blocks(tmp_path: Path) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=12, vocab_size=256)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     blocks = 4 * sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
-    found = [zip(*run_ranks(2, _held, tmp_path, group), strict=True) for group in ("nobody", "node")]
+    found = [zip(*run_ranks(2, _held, tmp_path, group, fresh=True), strict=True) for group in ("nobody", "node")]
     (each, read_each), (together, read) = (map(sum, of_ranks) for of_ranks in found)
     assert blocks > 40e6
     assert each - together == pytest.approx(blocks, rel=0.1)
