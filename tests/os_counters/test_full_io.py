@@ -59,8 +59,7 @@ print(json.dumps({
 def moved(folder: Path, name: str, settings: dict[str, str], room: int) -> dict[str, int]:
     """Return the bytes of a step of full fine-tuning on a random model, by the kernel and by the program.
 
-    Of three steps it is the one between the others by what it reads: where other work delays a walk, the kernel takes pages that
-    are read again.
+    It is the middle one of three steps by what they read: beside other work the kernel takes pages that are read again.
     """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
