@@ -69,7 +69,8 @@ def costs_of(case: Case) -> UnitCosts:
 def foreseen(card: Hardware, case: Case, **settings: Any) -> tuple[Settled, Candidate]:
     """A run on a card with nothing else on it: what it settles, and its simulated step."""
     costs = costs_of(case)
-    model, plan = costs.spec(), method(case.method, **settings)
+    model = costs.spec()
+    plan = method(case.method, **settings)
     room = Room(card.device_bytes, card.host_bytes)
     decided = settle(plan, model, SHAPE, costs(plan, SHAPE), device="cuda", room=room, named=frozenset(settings))
     return decided, look_at(Task(model, costs, card, SHAPE), case.method, decided.plan)
@@ -77,21 +78,23 @@ def foreseen(card: Hardware, case: Case, **settings: Any) -> tuple[Settled, Cand
 
 def row(card_name: str, case_name: str) -> str:
     """A row of the table."""
-    card, case = hardware.load(card_name), CASES[case_name]
-    decided, found = foreseen(card, case)
-    if found.simulation is None and case.otherwise:
-        decided, found = foreseen(card, case, **dict(case.otherwise))
+    card = hardware.load(card_name)
+    case = CASES[case_name]
+    decided, candidate = foreseen(card, case)
+    if candidate.simulation is None and case.otherwise:
+        decided, candidate = foreseen(card, case, **dict(case.otherwise))
     plan = decided.plan
     placed = plan.trainable if plan.zeroth_order else plan.frozen
     run = f"{case_name}, {placed.tier} × {placed.codec}"
-    if found.simulation is None:
-        return f"| {card_name} | {run} | does not fit: {found.refused.partition(';')[0]} | | | | | | {SIMULATED} |"
-    step, blocks = found.simulation, len(costs_of(case).spec().blocks)
+    if candidate.simulation is None:
+        return f"| {card_name} | {run} | does not fit: {candidate.refused.partition(';')[0]} | | | | | | {SIMULATED} |"
+    step = candidate.simulation
+    blocks = len(costs_of(case).spec().blocks)
     figures = [
         f"{step.tokens_per_second:,.0f}",
         f"{step.seconds:.2g} s",
-        human_bytes(found.peaks[Pool.DEVICE]),
-        human_bytes(found.peaks[Pool.HOST]),
+        human_bytes(candidate.peaks[Pool.DEVICE]),
+        human_bytes(candidate.peaks[Pool.HOST]),
         f"{plan.resident} of {blocks}",
         step.bottleneck(),
     ]

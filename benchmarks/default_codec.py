@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from benchmarks.common import interleaved, machine, parser
 from benchmarks.quality import fold
-from benchmarks.real_model import EVERY, steps, tree_bytes
+from benchmarks.real_model import steps, watched
 
 from blockwalk.data.corpus import sample
 from blockwalk.data.encode import load_tokenizer
@@ -88,17 +86,7 @@ def trained(model: Path, row: str, arguments: argparse.Namespace, count: int, ev
             "max_steps": count,
             "output_dir": str(out),
         }
-        config, log = Path(folder) / "run.yaml", Path(folder) / "log"
-        config.write_text(json.dumps(settings))
-        with log.open("w") as written:
-            command = [sys.executable, "-m", "blockwalk", "train", str(config)]
-            process = subprocess.Popen(command, stdout=written, stderr=written)
-            peak = 0
-            while process.poll() is None:
-                peak = max(peak, tree_bytes(process.pid))
-                time.sleep(EVERY)
-        if process.returncode:
-            sys.exit(f"{row}: {log.read_text()[-2000:]}")
+        peak, _ = watched(row, settings, Path(folder))
         seconds = statistics.median(step["seconds"] for step in steps(out)[1:])
         figures = {"seconds": seconds, "peak MB": peak / 1e6}
         if evaluates:

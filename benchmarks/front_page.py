@@ -142,13 +142,13 @@ def bars(top: float) -> list[str]:
     labels = {"ours": "Blockwalk"} | {peer: f"PEFT, {peer}" for peer in figures["peak_MB"] if peer != "ours"}
     widest = max(figures["peak_MB"].values())
     drawn = []
-    for number, (side, label) in enumerate(labels.items()):
+    for number, (name, label) in enumerate(labels.items()):
         y = top + number * BAR_HEIGHT
-        width = (WIDTH - BARS_LEFT - 140) * figures["peak_MB"][side] / widest
-        colour = OURS_COLOUR if side == "ours" else PEER_COLOUR
+        width = (WIDTH - BARS_LEFT - 140) * figures["peak_MB"][name] / widest
+        colour = OURS_COLOUR if name == "ours" else PEER_COLOUR
         drawn.append(text(BARS_LEFT - 8, y + 14, label, 'text-anchor="end"'))
         drawn.append(f'<rect x="{BARS_LEFT}" y="{y + 2:.1f}" width="{width:.1f}" height="16" fill="{colour}"/>')
-        words = f"{gigabytes(figures['peak_MB'][side])}, {seconds(figures['seconds'][side])} a step"
+        words = f"{gigabytes(figures['peak_MB'][name])}, {seconds(figures['seconds'][name])} a step"
         drawn.append(text(BARS_LEFT + width + 6, y + 14, words))
     return drawn
 
@@ -204,7 +204,9 @@ def picture() -> str:
 def wrong() -> list[str]:
     """The figures whose words are not those of the kept result."""
     return [
-        f"{f.meaning}: README says {f.words}, the result {f.expected()}" for f in FIGURES if f.words != f.expected()
+        f"{figure.meaning}: README says {figure.words}, the result {figure.expected()}"
+        for figure in FIGURES
+        if figure.words != figure.expected()
     ]
 
 

@@ -114,26 +114,27 @@ def crossing(rows: dict[str, dict[str, Any]], codec: Codec) -> int | None:
 
 def timed(work: Callable[[], Any], device: torch.device, *, calls: int = 5, rounds: int = 4) -> float:
     """Time one call: the median of some rounds of some calls, after one round that does not count."""
-    found = []
+    seconds = []
     for _ in range(rounds + 1):
         zo_runs.wait(device)
         began = time.perf_counter()
         for _ in range(calls):
             work()
         zo_runs.wait(device)
-        found.append((time.perf_counter() - began) / calls)
-    return statistics.median(found[1:])
+        seconds.append((time.perf_counter() - began) / calls)
+    return statistics.median(seconds[1:])
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Describe the card, and versions and limits that a run on it depends on."""
-    there = None if is_cpu(device) else torch.get_device_module(device)
-    of_card = getattr(there, "get_device_properties", None)
-    card = None if of_card is None else of_card(device)
-    major, minor = getattr(card, "major", None), getattr(card, "minor", None)
-    named = getattr(there, "get_device_name", None)
+    module = None if is_cpu(device) else torch.get_device_module(device)
+    properties_of = getattr(module, "get_device_properties", None)
+    card = None if properties_of is None else properties_of(device)
+    major = getattr(card, "major", None)
+    minor = getattr(card, "minor", None)
+    name_of = getattr(module, "get_device_name", None)
     return {
-        "name": str(device.type if named is None else named(device)),
+        "name": str(device.type if name_of is None else name_of(device)),
         "memory_bytes": int(getattr(card, "total_memory", 0)),
         "capability": "" if major is None else f"{major}.{minor}",
         "torch": torch.__version__,
@@ -155,8 +156,8 @@ def installed(package: str) -> str:
 
 def driver() -> str:
     """Ask nvidia-smi for the driver's version, and the generation and width of the card's PCIe link now and at most."""
-    asked = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
-    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    fields = "driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
@@ -166,14 +167,14 @@ def driver() -> str:
 def copies(device: torch.device, nbytes: int) -> dict[str, float]:
     """Time copies, in bytes a second, of memory that is registered with the driver: up, down, and both at once."""
     up_P, down_P = host_buffers([nbytes, nbytes], device)
-    here, there = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    received_P, sent_P = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     streams = [] if is_cpu(device) else [torch.Stream(device=device) for _ in range(2)]
 
     def up() -> None:
-        here.copy_(up_P, non_blocking=True)
+        received_P.copy_(up_P, non_blocking=True)
 
     def down() -> None:
-        down_P.copy_(there, non_blocking=True)
+        down_P.copy_(sent_P, non_blocking=True)
 
     def both() -> None:
         for stream, copy in zip(streams, (up, down), strict=False):
@@ -216,13 +217,13 @@ def decoding(device: torch.device, codec: Codec, side: int) -> dict[str, float]:
 def product(device: torch.device, codec: Codec, side: int, rows: int) -> dict[str, float]:
     """Time a product, in seconds, whose matrix is decoded inside it, and before it."""
     layout, bytes_P = encoded(device, codec, side)
-    whole = torch.empty(side, side, dtype=torch.bfloat16, device=device)
+    matrix = torch.empty(side, side, dtype=torch.bfloat16, device=device)
     x = torch.randn(rows, side).to(device, torch.bfloat16)
     out = torch.empty_like(x)
     arguments = (x, bytes_P, None, str(codec), (side, side), layout.group_size, True)
 
     def before() -> None:
-        torch.mm(x, decode_rows(bytes_P, layout, 0, side, whole).t(), out=out)
+        torch.mm(x, decode_rows(bytes_P, layout, 0, side, matrix).t(), out=out)
 
     inside = timed(lambda: torch.ops.blockwalk.product_(out, *arguments), device)
     return {"inside_s": inside, "before_s": timed(before, device)}
@@ -256,8 +257,8 @@ def shared_memory(device: torch.device) -> dict[str, Any]:
         for name, function in vars(room).items():
             caches = getattr(function, "device_caches", {}) if isinstance(function, JITFunction) else {}
             for cache in caches.values():
-                compiled = [each for each in cache[0].values() if hasattr(each, "metadata")]
-                sizes[name] = max([each.metadata.shared for each in compiled], default=sizes.get(name, 0))
+                compiled = [kernel for kernel in cache[0].values() if hasattr(kernel, "metadata")]
+                sizes[name] = max([kernel.metadata.shared for kernel in compiled], default=sizes.get(name, 0))
     properties = torch.get_device_module(device).get_device_properties(device)
     limit = getattr(properties, "shared_memory_per_block_optin", 0)
     return {"of": {name: size for name, size in sizes.items() if size}, "limit": limit} if limit else {}

@@ -76,7 +76,7 @@ def measure(name: str, sequence: int, steps: int, *, blocks: bool, dora: bool) -
     store, lora = random_store(name, Codec.INT4), LoraSettings(rank=8, options={"use_dora": True} if dora else {})
     with PeakMemory(0.003) as memory, ExitStack() as opened:
         read_tokenizer(store)
-        walker = opened.enter_context(Walker(store, method("mebp", frozen="disk × int4a"), lora=lora, device="cpu"))
+        walker = opened.enter_context(Walker(store, method("mebp", frozen="disk × int4"), lora=lora, device="cpu"))
         vocab = walker.spec.vocab_size
         trained: list[float] = []
         forwards: list[float] = []

@@ -83,18 +83,7 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
         "output_dir": str(out),
         **ROWS[row],
     }
-    (folder / f"{row}.yaml").write_text(json.dumps(settings))
-    with (folder / f"{row}.log").open("w") as log:
-        command = [sys.executable, "-m", "blockwalk", "train", str(folder / f"{row}.yaml")]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        peak = settled = 0
-        while process.poll() is None:
-            peak = max(peak, tree_bytes(process.pid))
-            if len(steps(out)) < SETTLED:
-                settled = peak
-            time.sleep(EVERY)
-    if process.returncode:
-        sys.exit((folder / f"{row}.log").read_text()[-2000:])
+    peak, settled = watched(row, settings, folder)
     done = steps(out)
     seconds = sum(step["seconds"] for step in done[1:])
     foreseen = json.loads((out / "forecast.json").read_text())
@@ -107,6 +96,25 @@ def run(row: str, arguments: Any, folder: Path) -> Measured:
         sum(step["tokens"] for step in done[1:]) / seconds,
         done[-1]["loss"],
     )
+
+
+def watched(name: str, settings: dict[str, Any], folder: Path) -> tuple[int, int]:
+    """Run ``blockwalk train``, watched from outside: the most private bytes of its processes, and the most up to step
+    :data:`SETTLED`. A run that fails ends the program with its last words."""
+    config = folder / f"{name}.yaml"
+    config.write_text(json.dumps(settings))
+    words = folder / f"{name}.log"
+    peak = settled = 0
+    with words.open("w") as log:
+        process = subprocess.Popen([sys.executable, "-m", "blockwalk", "train", str(config)], stdout=log, stderr=log)
+        while process.poll() is None:
+            peak = max(peak, tree_bytes(process.pid))
+            if len(steps(Path(settings["output_dir"]))) < SETTLED:
+                settled = peak
+            time.sleep(EVERY)
+    if process.returncode:
+        sys.exit(f"{name}: {words.read_text()[-2000:]}")
+    return peak, settled
 
 
 def steps(out: Path) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
     python benchmarks/vs_peft.py [--model Qwen2.5-0.5B] [--seq 256] [--steps 7]
     python benchmarks/vs_peft.py --model FOLDER --data gsm8k_train.jsonl --batch 4 --seq 512 --steps 11
 
-Each side is a process of its own, and they take their steps in turn. PEFT runs in bfloat16 and in float32, with gradient
-checkpointing and without; the bounds compare with its fastest setting. ``--peers`` names fewer of them.
+Each side is a process of its own, and they take their steps in turn; a ratio is the median of those of single rounds. PEFT
+runs in bfloat16 and in float32, with gradient checkpointing and without; the bounds compare with its fastest setting.
+``--peers`` names fewer of them.
 
-With ``--data`` the model is the one in a folder and all learn the same batches of its records, cut at ``--seq`` tokens and
-padded to the longest. Else weights and tokens are random, and all read a tokenizer of as many entries as the model has: ours
-lets go of it before it opens the model, as a run does, transformers' Trainer keeps it.
+With ``--data`` the model is the one in a folder, ours in int4a, and all learn the same batches of its records, cut at
+``--seq`` tokens and padded to the longest. Else weights (ours in int4) and tokens are random, and all read a tokenizer of as
+many entries as the model has: ours lets go of it before it opens the model, as a run does, transformers' Trainer keeps it.
 """
 
 from __future__ import annotations
@@ -78,11 +79,12 @@ def ours(name: str, sequence: int, *, batch: int = 1, data: Path | None = None) 
     from blockwalk.plan.choices import LoraSettings
     from blockwalk.plan.placement import Codec
 
-    model = Path(name) if data else random_store(name, Codec.INT4)
+    codec = Codec.INT4A if data else Codec.INT4
+    model = Path(name) if data else random_store(name, codec)
     read_tokenizer(model)
-    walker = Walker(model, method("mebp", frozen="disk × int4a"), lora=LoraSettings(rank=RANK), device="cpu")
-    given = batches(name, walker.spec.vocab_size, batch, sequence, data)
-    return lambda step: walker.step(given(step)).loss
+    walker = Walker(model, method("mebp", frozen=f"disk × {codec}"), lora=LoraSettings(rank=RANK), device="cpu")
+    batch_of = batches(name, walker.spec.vocab_size, batch, sequence, data)
+    return lambda step: walker.step(batch_of(step)).loss
 
 
 def theirs(
@@ -116,7 +118,7 @@ def theirs(
     else:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(model_config(name), dtype=dtype)
-    given = batches(name, model.config.vocab_size, batch, sequence, data)
+    batch_of = batches(name, model.config.vocab_size, batch, sequence, data)
     if four_bits:
         in_four_bits(model, device)
     peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=16, target_modules="all-linear"))
@@ -130,7 +132,7 @@ def theirs(
     optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], lr=1e-4)
 
     def step(number: int) -> float:
-        inputs = {key: each.to(device) for key, each in given(number).items()}
+        inputs = {key: tensor.to(device) for key, tensor in batch_of(number).items()}
         loss = peft(**inputs, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -147,13 +149,17 @@ def in_four_bits(model: Any, device: str) -> None:
     import torch
     from torch import nn
 
-    linears = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for name, linear in linears:
         if linear is model.get_output_embeddings():
             continue
-        sides = linear.in_features, linear.out_features
         coded = bnb.nn.Linear4bit(
-            *sides, bias=linear.bias is not None, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=torch.bfloat16,
+            quant_type="nf4",
+            device="meta",
         )
         coded.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
         coded.bias = linear.bias
